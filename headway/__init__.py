@@ -1,0 +1,3 @@
+"""Headway: asynchronous rollout and training for reinforcement learning of language models."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,141 @@
+"""Trajectories <-> bytes: safetensors columns behind a JSON header with a schema version.
+
+Columns of all trajectories are concatenated and cut by `lengths`, so a batch costs one copy:
+`input_ids` int32, `loss_mask` bool, `logprobs` float32, `versions` int32, `lengths` int64 [N],
+`rewards` float32 [N]. Identifiers and stop reasons are JSON in the header's metadata.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
+
+from headway.contracts.errors import DataError
+from headway.contracts.types import StopReason, Trajectory, TrajectoryGroup
+
+SCHEMA_VERSION = 1
+MEDIA_TYPE = "application/vnd.headway.trajectories+safetensors"
+
+_TOKEN_COLUMNS: dict[str, type[np.generic]] = {
+    "input_ids": np.int32,
+    "loss_mask": np.bool_,
+    "logprobs": np.float32,
+    "versions": np.int32,
+}
+_STOP_REASONS = frozenset(get_args(StopReason))
+
+
+def encode_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
+    """Encode whole groups; `decode_groups` is the inverse, bit for bit.
+
+    Raises:
+        DataError: a column is shorter than its trajectory, or a logprob or reward is not finite.
+    """
+    rows = [trajectory for group in groups for trajectory in group.trajectories]
+    for row in rows:
+        _check_row(row)
+    columns = {
+        name: np.concatenate([getattr(row, name) for row in rows]) if rows else np.empty(0, dtype)
+        for name, dtype in _TOKEN_COLUMNS.items()
+    }
+    columns["lengths"] = np.array([row.num_tokens for row in rows], dtype=np.int64)
+    columns["rewards"] = np.array([row.reward for row in rows], dtype=np.float32)
+    header = {
+        "groups": [[group.rollout_id, group.group_id, len(group.trajectories)] for group in groups],
+        "sample_index": [row.sample_index for row in rows],
+        "stop_reason": [row.stop_reason for row in rows],
+    }
+    metadata = {"schema_version": str(SCHEMA_VERSION), "trajectories": json.dumps(header)}
+    return save_tensors(columns, metadata=metadata)
+
+
+def decode_groups(payload: bytes) -> tuple[TrajectoryGroup, ...]:
+    """Decode what `encode_groups` wrote, checking every length and type.
+
+    Raises:
+        DataError: not such a payload, or of a schema this release cannot read.
+    """
+    header = _read_header(payload)
+    try:
+        columns = load_tensors(payload)
+    except SafetensorError as error:
+        raise DataError(f"trajectory payload of {len(payload)} bytes is damaged: {error}") from error
+    lengths = _column(columns, "lengths", np.int64)
+    rewards = _column(columns, "rewards", np.float32)
+    num_rows, num_tokens = len(lengths), int(lengths.sum()) if len(lengths) else 0
+    token_columns = {name: _column(columns, name, dtype) for name, dtype in _TOKEN_COLUMNS.items()}
+    sizes = {name: len(column) for name, column in token_columns.items()}
+    group_sizes = [size for _, _, size in header["groups"]]
+    if (
+        (num_rows and int(lengths.min()) < 1)
+        or set(sizes.values()) != {num_tokens}
+        or {len(rewards), len(header["sample_index"]), len(header["stop_reason"]), sum(group_sizes)}
+        != {num_rows}
+        or not _STOP_REASONS.issuperset(header["stop_reason"])
+    ):
+        raise DataError(
+            f"trajectory payload is inconsistent: {num_rows} lengths over {num_tokens} tokens, "
+            f"columns {sizes}, groups {group_sizes}"
+        )
+    ends = np.cumsum(lengths)
+    groups, row = [], 0
+    for rollout_id, group_id, size in header["groups"]:
+        rows = []
+        for index in range(row, row + size):
+            cut = slice(int(ends[index] - lengths[index]), int(ends[index]))
+            rows.append(
+                Trajectory(
+                    rollout_id=rollout_id,
+                    group_id=group_id,
+                    sample_index=header["sample_index"][index],
+                    reward=float(rewards[index]),
+                    stop_reason=header["stop_reason"][index],
+                    **{name: column[cut] for name, column in token_columns.items()},
+                )
+            )
+        groups.append(TrajectoryGroup(rollout_id, group_id, tuple(rows)))
+        row += size
+    return tuple(groups)
+
+
+def _check_row(row: Trajectory) -> None:
+    sizes = {name: len(getattr(row, name)) for name in _TOKEN_COLUMNS}
+    if len(set(sizes.values())) != 1 or row.num_tokens < 1:
+        raise DataError(f"trajectory {row.trajectory_id} has columns of unequal length: {sizes}")
+    if not (np.isfinite(row.logprobs).all() and np.isfinite(row.reward)):
+        raise DataError(
+            f"trajectory {row.trajectory_id} holds a logprob or reward that is not finite "
+            f"(reward={row.reward}, versions {set(row.versions.tolist())})"
+        )
+
+
+def _read_header(payload: bytes) -> dict[str, Any]:
+    try:
+        size = int.from_bytes(payload[:8], "little")
+        metadata = json.loads(payload[8 : 8 + size])["__metadata__"]
+        version = int(metadata["schema_version"])
+        header: dict[str, Any] = json.loads(metadata["trajectories"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{len(payload)} bytes are not a trajectory payload") from error
+    if version > SCHEMA_VERSION:
+        raise DataError(
+            f"trajectory schema {version} is newer than {SCHEMA_VERSION}; update this process"
+        )
+    if not {"groups", "sample_index", "stop_reason"} <= header.keys():
+        raise DataError(f"trajectory header holds only {sorted(header)}")
+    return header
+
+
+def _column(columns: dict[str, NDArray[Any]], name: str, dtype: type[np.generic]) -> NDArray[Any]:
+    column = columns.get(name)
+    if column is None or column.dtype != dtype or column.ndim != 1:
+        seen = "nothing" if column is None else f"{column.dtype}{list(column.shape)}"
+        raise DataError(f"trajectory column {name!r}: {np.dtype(dtype)}[n] wanted, {seen} found")
+    return column

@@ -1,0 +1,62 @@
+"""The gateway's own settings."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from headway.contracts.config.base import Config
+
+
+class ServiceConfig(Config):
+    """Where a service listens."""
+
+    host: str = "127.0.0.1"
+    """Address to bind; requests are not authenticated, so bind to a private network only."""
+    port: int = Field(0, ge=0, le=65535)
+    """Port to bind; 0 takes a free one."""
+    ready_file: str | None = None
+    """File to write `{"url", "pid"}` into once the service answers."""
+    max_body_bytes: int = Field(64 << 20, ge=1024)
+    """Largest request body."""
+
+
+class ExecutorConfig(Config):
+    """Bounds on the rollouts in play."""
+
+    max_concurrent: int = Field(512, ge=1)
+    """Trajectories in play at once, at most."""
+    max_queued: int = Field(65536, ge=1)
+    """Trajectories waiting for their turn, at most; more submissions get 429."""
+    rollout_timeout_s: float = Field(600.0, gt=0.0)
+    """Seconds after which a rollout in play is cancelled and recorded as failed."""
+    max_attempts: int = Field(5, ge=1)
+    """Attempts per rollout while generation servers fail under it."""
+    error_window: int = Field(128, ge=1)
+    """The error budget looks at this many most recent rollouts."""
+    error_budget: int = Field(16, ge=0)
+    """Failures within the window that are tolerated; one more and `wait` raises."""
+    reward_workers: int = Field(1, ge=1)
+    """Processes that run verifiers."""
+    reward_timeout_s: float = Field(10.0, gt=0.0)
+    """Seconds after which a verifier is killed."""
+
+
+class FleetConfig(Config):
+    """How generation servers are watched."""
+
+    lease_s: float = Field(10.0, gt=0.0)
+    """A server that sent no heartbeat for this long is lost."""
+    update_timeout_s: float = Field(300.0, gt=0.0)
+    """Deadline of preparing and of committing a version on one server."""
+    server_wait_s: float = Field(300.0, gt=0.0)
+    """A request waits this long for a ready server before it fails."""
+
+
+class GatewayConfig(Config):
+    service: ServiceConfig = ServiceConfig(port=8000)
+    tokenizer: str = Field(min_length=1)
+    """Directory with tokenizer.json of the model that the servers run."""
+    ledger: str = "ledger.sqlite"
+    """SQLite file of the trajectory ledger; `:memory:` keeps nothing."""
+    executor: ExecutorConfig = ExecutorConfig()
+    fleet: FleetConfig = FleetConfig()

@@ -1,0 +1,24 @@
+"""Which model, and how it is held in memory."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from headway.contracts.config.base import Config
+
+
+class ModelConfig(Config):
+    path: str = Field(min_length=1)
+    """Directory of a Hugging Face causal language model (config.json, *.safetensors, tokenizer.json)."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the parameters in memory."""
+    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
+    """Attention kernel of transformers."""
+    init_from_scratch: bool = False
+    """Random weights from config.json instead of the stored ones."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    seed: int = Field(0, ge=0)
+    """Seed of random weights."""

@@ -1,0 +1,24 @@
+"""What the trainer asks of the rollout service."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from headway.contracts.config.base import Config, PartConfig
+
+
+class RolloutConfig(Config):
+    url: str = Field("http://127.0.0.1:8000", pattern=r"^https?://[^\s/]+$")
+    """Gateway, or one generation server alone."""
+    workflow: PartConfig = PartConfig(name="single_turn")
+    """Registered workflow that plays a prompt."""
+    reward: PartConfig
+    """Registered verifier that scores a trajectory."""
+    group_size: int = Field(8, ge=1, le=1024)
+    """Trajectories per prompt."""
+    max_staleness: int = Field(2, ge=0)
+    """Versions between sampling and consumption, at most (η); 0 is synchronous."""
+    connect_timeout_s: float = Field(120.0, gt=0.0)
+    """Seconds to wait for the service to answer, at the start and after it was lost."""
+    wait_timeout_s: float = Field(3600.0, gt=0.0)
+    """Seconds to wait for one batch before the run stops."""

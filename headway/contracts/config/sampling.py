@@ -1,0 +1,42 @@
+"""How tokens are sampled: the `gconfig` of a request."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from headway.contracts.config.base import Config
+
+
+class SamplingConfig(Config):
+    """Sampling parameters of one sequence.
+
+    Reported logprobs are those of the temperature-scaled distribution before `top_k`, `top_p` and
+    `min_p` cut it (the convention of SGLang's server).
+    """
+
+    max_new_tokens: int = Field(256, ge=1, le=1_000_000)
+    """Most tokens to sample."""
+    min_new_tokens: int = Field(0, ge=0, le=1_000_000)
+    """Stop tokens cannot be sampled before this many tokens."""
+    temperature: float = Field(1.0, ge=0.0, le=100.0)
+    """Divides the logits; 0 takes the most likely token."""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Keep the smallest set of tokens whose probability reaches this."""
+    top_k: int | None = Field(None, ge=1)
+    """Keep this many most likely tokens; None keeps all."""
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    """Keep tokens with at least this share of the highest probability."""
+    stop_token_ids: tuple[int, ...] = Field((), max_length=64)
+    """Token ids that end a sequence, besides the model's own end of sequence."""
+    ignore_eos: bool = False
+    """Go on past the model's end of sequence."""
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    """Seed of this request: same seed, same version, same tokens. None draws one."""
+
+    @model_validator(mode="after")
+    def _check(self) -> SamplingConfig:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens={self.min_new_tokens} exceeds max_new_tokens={self.max_new_tokens}"
+            )
+        return self

@@ -1,0 +1,89 @@
+"""The contracts of generation: what a trainer sees, and what one server runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol, runtime_checkable
+
+from headway.contracts.http import ServerStatus
+from headway.contracts.types import (
+    ConsumerSpec,
+    FinetuneSpec,
+    LLMRequest,
+    LLMResponse,
+    PolicyVersion,
+    RolloutHandle,
+    RolloutRequest,
+    TrajectoryBatch,
+    WeightUpdateMeta,
+)
+
+
+@runtime_checkable
+class InferenceEngine(Protocol):
+    """Rollouts and generation, in this process, on one server or on a fleet: all look alike.
+
+    `submit`, `wait` and `rollout` are for a synchronous caller (a trainer); `agenerate` is for
+    code on an event loop. `wait` counts prompt groups.
+    """
+
+    def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
+        """Connect, and wait until the other side is ready."""
+
+    async def agenerate(self, req: LLMRequest) -> LLMResponse:
+        """Generate one sequence."""
+
+    def attach(self, spec: ConsumerSpec) -> None:
+        """Declare the consumer; what it had received but not kept is given out again."""
+
+    def submit(self, requests: Sequence[RolloutRequest]) -> list[RolloutHandle]:
+        """Queue prompt groups; idempotent by `rollout_id`."""
+
+    def wait(self, count: int, timeout: float) -> TrajectoryBatch:
+        """Block until `count` groups are finished; raise `WaitTimeout` after `timeout` seconds."""
+
+    def consumed(self, rollout_ids: Sequence[str], step: int, checkpoint_step: int) -> None:
+        """Record that a step trained on these groups; idempotent."""
+
+    def rollout(self, requests: Sequence[RolloutRequest], timeout: float) -> TrajectoryBatch:
+        """Submit these groups and wait for exactly them."""
+
+    def update_weights(self, meta: WeightUpdateMeta) -> Future[PolicyVersion]:
+        """Make a published version the one that samples; the future ends when it is committed."""
+
+    def destroy(self) -> None:
+        """Close connections and threads."""
+
+
+class Generator(Protocol):
+    """The asynchronous core that a rollout service plays against: one backend, or a fleet."""
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The committed version."""
+
+    @property
+    def updates_in_flight(self) -> int:
+        """Committed updates during which at least one sequence was being generated."""
+
+    def statuses(self) -> list[ServerStatus]:
+        """The servers behind this generator."""
+
+    async def agenerate(self, req: LLMRequest) -> LLMResponse:
+        """Generate one sequence.
+
+        Raises:
+            BackendError: the server failed; the request may be tried elsewhere.
+            RequestTooLong: the request can never fit.
+        """
+
+    async def update_weights(self, meta: WeightUpdateMeta) -> PolicyVersion:
+        """Commit a published version.
+
+        Raises:
+            SyncError: the version was refused; the old one goes on serving.
+        """
+
+    async def aclose(self) -> None:
+        """Stop; requests in flight fail with `BackendError`."""

@@ -1,0 +1,148 @@
+"""The exception tree, drawn by the boundary an error crosses.
+
+ServiceError
+├── ConfigError          a file, a flag or an argument is wrong           400
+│   └── UnknownName      a registered name that nobody registered          404
+├── DataError            a row of a data set is wrong                      400
+├── RequestTooLong       prompt + new tokens exceed the context            413
+├── NotFound             no such rollout, server or version                404
+├── Conflict             the same id with other content, or a second owner 409
+├── QueueFull            try again later                                   429  retryable
+├── StaleVersion         a version behind the one that was asked for       409
+├── BackendError         a generation server failed or went away           503  retryable
+├── WorkflowError        a workflow raised                                 500
+│   └── ErrorBudgetExceeded  too many rollouts failed; the run must stop   500
+├── RewardError          a verifier raised, hung or returned no number     500
+├── SyncError            a weight version is torn, tampered or not staged  409
+├── StateError           the state store failed                            503  retryable
+└── WaitTimeout          fewer rollouts than asked for within the time     504  retryable
+
+Every class carries `code`, `http_status` and `retryable`; a server writes an `ErrorBody`, the client
+raises the same class again (`to_body`, `from_body`). A message says what was seen, what was wanted
+and what to do.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import BaseModel
+
+
+class ErrorBody(BaseModel):
+    """The JSON body of every failed request."""
+
+    code: str
+    message: str
+    retryable: bool
+    request_id: str | None = None
+
+
+class ServiceError(Exception):
+    """Root of the tree; raised itself only for an error that no subclass describes."""
+
+    code: ClassVar[str] = "internal"
+    http_status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    _by_code: ClassVar[dict[str, type[ServiceError]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.code in ServiceError._by_code:
+            raise TypeError(f"error code {cls.code!r} is taken by {ServiceError._by_code[cls.code]}")
+        ServiceError._by_code[cls.code] = cls
+
+    @property
+    def message(self) -> str:
+        """The text without the class name."""
+        return str(self.args[0]) if self.args else self.code
+
+    def to_body(self, request_id: str | None = None) -> ErrorBody:
+        """The wire form of this error."""
+        return ErrorBody(
+            code=self.code, message=self.message, retryable=self.retryable, request_id=request_id
+        )
+
+    @staticmethod
+    def from_body(body: ErrorBody) -> ServiceError:
+        """The error of the same class; an unknown code becomes a plain `ServiceError`."""
+        return ServiceError._by_code.get(body.code, ServiceError)(body.message)
+
+
+class ConfigError(ServiceError):
+    code = "config"
+    http_status = 400
+
+
+class UnknownName(ConfigError):
+    code = "unknown_name"
+    http_status = 404
+
+
+class DataError(ServiceError):
+    code = "data"
+    http_status = 400
+
+
+class RequestTooLong(ServiceError):
+    code = "request_too_long"
+    http_status = 413
+
+
+class NotFound(ServiceError):
+    code = "not_found"
+    http_status = 404
+
+
+class Conflict(ServiceError):
+    code = "conflict"
+    http_status = 409
+
+
+class QueueFull(ServiceError):
+    code = "queue_full"
+    http_status = 429
+    retryable = True
+
+
+class StaleVersion(ServiceError):
+    code = "stale_version"
+    http_status = 409
+
+
+class BackendError(ServiceError):
+    code = "backend"
+    http_status = 503
+    retryable = True
+
+
+class WorkflowError(ServiceError):
+    code = "workflow"
+    http_status = 500
+
+
+class ErrorBudgetExceeded(WorkflowError):
+    code = "error_budget"
+
+
+class RewardError(ServiceError):
+    code = "reward"
+    http_status = 500
+
+
+class SyncError(ServiceError):
+    code = "sync"
+    http_status = 409
+
+
+class StateError(ServiceError):
+    code = "state"
+    http_status = 503
+    retryable = True
+
+
+class WaitTimeout(ServiceError):
+    code = "wait_timeout"
+    http_status = 504
+    retryable = True

@@ -1,0 +1,174 @@
+"""Every path, request and response: the only place where a URL is spelled.
+
+Control is JSON; trajectories travel as `codec` payloads. Bodies that fail raise the classes of
+`errors`. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from headway.contracts.config.base import Config
+from headway.contracts.types import Identifier, PolicyVersion, RolloutRequest
+
+HEALTH = "/health"
+METRICS = "/metrics"
+STATUS = "/v1/status"
+GENERATE = "/v1/generate"
+ROLLOUTS = "/v1/rollouts"
+ROLLOUTS_WAIT = "/v1/rollouts/wait"
+ROLLOUTS_CONSUMED = "/v1/rollouts/consumed"
+CONSUMER = "/v1/consumer"
+LEDGER = "/v1/ledger"
+WEIGHTS = "/v1/weights"
+WEIGHTS_PREPARE = "/v1/weights/prepare"
+WEIGHTS_COMMIT = "/v1/weights/commit"
+WEIGHTS_ABORT = "/v1/weights/abort"
+SERVERS = "/v1/servers"
+
+REQUEST_ID_HEADER = "x-request-id"
+READY_HEADER = "x-headway-ready"
+"""On an empty `wait` answer (204): how many finished groups could have been given out."""
+
+ServerState = Literal["joining", "ready", "fenced", "lost"]
+
+
+class SubmitRequest(Config):
+    """`POST /v1/rollouts`."""
+
+    rollouts: tuple[RolloutRequest, ...] = Field(min_length=1, max_length=4096)
+
+
+class SubmitResponse(Config):
+    new: list[bool]
+    """Per rollout: false where the id was known with the same content."""
+
+
+class WaitRequest(Config):
+    """`POST /v1/rollouts/wait`: answers with a codec payload, or 204 after `timeout_s`."""
+
+    delivery_id: Identifier
+    """The same id is answered with the same groups, so a lost answer can be asked for again."""
+    count: int = Field(ge=1, le=65536)
+    timeout_s: float = Field(20.0, ge=0.0, le=60.0)
+    rollout_ids: tuple[Identifier, ...] | None = Field(None, max_length=65536)
+    """Wait for exactly these; None takes the oldest submissions."""
+
+
+class ConsumedRequest(Config):
+    """`POST /v1/rollouts/consumed`."""
+
+    rollout_ids: tuple[Identifier, ...] = Field(max_length=65536)
+    step: int = Field(ge=0)
+    checkpoint_step: int = Field(ge=-1)
+    """Consumption up to this step is safe in a checkpoint: payloads may be forgotten."""
+
+
+class ConsumerRequest(Config):
+    """`POST /v1/consumer`: see `ConsumerSpec`."""
+
+    consumer: Identifier
+    batch_size: int = Field(ge=1)
+    max_staleness: int = Field(ge=0)
+    step: int = Field(ge=-1)
+    version: PolicyVersion = Field(ge=0)
+
+
+class ConsumerResponse(Config):
+    given_back: int
+    """Groups that a former incarnation had received but not kept."""
+    version: PolicyVersion
+    """Committed version on the serving side."""
+
+
+class WeightUpdateRequest(Config):
+    """`POST /v1/weights`, `/v1/weights/prepare` and `/v1/weights/commit`."""
+
+    version: PolicyVersion = Field(ge=0)
+    path: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")
+
+
+class WeightUpdateResponse(Config):
+    version: PolicyVersion
+    running: int = Field(0, ge=0)
+    """Sequences that were being generated at the moment of the swap."""
+
+
+class WeightAbortRequest(Config):
+    version: PolicyVersion = Field(ge=0)
+
+
+class ServerReport(Config):
+    """`POST /v1/servers`: registration and heartbeat of a generation server."""
+
+    server_id: Identifier
+    url: str = Field(pattern=r"^https?://[^\s/]+$", max_length=512)
+    version: PolicyVersion = Field(ge=0)
+    running: int = Field(0, ge=0)
+    queued: int = Field(0, ge=0)
+    generated_tokens: int = Field(0, ge=0)
+    busy_s: float = Field(0.0, ge=0.0)
+    """Seconds in which the engine had work, since the server started."""
+    uptime_s: float = Field(0.0, ge=0.0)
+
+
+class ServerReportResponse(Config):
+    state: ServerState
+    version: PolicyVersion
+    """Committed version of the fleet."""
+
+
+class ServerStatus(ServerReport):
+    state: ServerState
+
+
+class LedgerCounts(Config):
+    """Trajectories by state of their rollout; the states are disjoint and cover all."""
+
+    submitted: int = 0
+    queued: int = 0
+    leased: int = 0
+    ready: int = 0
+    delivered: int = 0
+    consumed: int = 0
+    failed: int = 0
+    stale: int = 0
+
+
+class LedgerAudit(Config):
+    """The ledger's own proof, recomputed from its append-only event log."""
+
+    counts: LedgerCounts
+    lost: int
+    """Trajectories whose events end in no known state, or whose state contradicts their events."""
+    duplicated: int
+    """Consumptions of a rollout beyond the first that was not given back."""
+    max_staleness: int
+    """Largest staleness at delivery among consumed trajectories, in versions."""
+    requeues: int
+    """Attempts that ended without a result and were tried again."""
+
+
+class StatusResponse(Config):
+    """`GET /v1/status`."""
+
+    version: PolicyVersion
+    running: int
+    """Trajectories being played."""
+    capacity: int
+    """Trajectories that may start now."""
+    max_staleness: int | None
+    counts: LedgerCounts
+    servers: list[ServerStatus] = []
+    updates: int = 0
+    """Committed weight updates."""
+    updates_in_flight: int = 0
+    """Committed updates during which at least one sequence was being generated."""
+    generated_tokens: int = 0
+    last_failures: list[str] = []
+
+
+class HealthResponse(Config):
+    status: Literal["ok"] = "ok"

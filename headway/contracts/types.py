@@ -1,0 +1,212 @@
+"""Records that cross a process boundary.
+
+What enters from outside is a pydantic model; what only travels inside the codec is a frozen
+dataclass over numpy columns. `[T]` is the length of one trajectory, prompt included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, StringConstraints, model_validator
+
+from headway.contracts.config.base import Config, PartConfig
+from headway.contracts.config.sampling import SamplingConfig
+
+PolicyVersion = int
+"""+1 per publication of weights; 0 is the model that a run starts from."""
+
+Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:@+-]{1,128}$")]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopReason = Literal["stop", "length", "interrupt"]
+
+
+class Message(Config):
+    """One turn of a chat."""
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str
+
+
+class Prompt(Config):
+    """What a prompt group starts from: exactly one of `text`, `messages` or `input_ids`."""
+
+    group_id: Identifier
+    """Siblings of one prompt share it; advantages are computed within it."""
+    group_size: int = Field(1, ge=1, le=1024)
+    """Trajectories to sample from this prompt."""
+    text: str | None = None
+    """Plain text, tokenised as it is."""
+    messages: tuple[Message, ...] | None = None
+    """A chat, rendered with the model's chat template."""
+    input_ids: tuple[TokenId, ...] | None = None
+    """Token ids, used as they are."""
+    data: dict[str, Any] = {}
+    """The rest of the data row, for the reward."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Prompt:
+        given = [name for name in ("text", "messages", "input_ids") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"prompt has {given or 'no content'}; give one of text, messages, input_ids")
+        return self
+
+
+class RolloutRequest(Config):
+    """One prompt group to play, idempotent by `rollout_id`."""
+
+    rollout_id: Identifier
+    prompt: Prompt
+    workflow: PartConfig = PartConfig(name="single_turn")
+    reward: PartConfig
+    gconfig: SamplingConfig = SamplingConfig()
+
+
+class LLMRequest(Config):
+    """One sequence to generate."""
+
+    rid: Identifier
+    input_ids: tuple[TokenId, ...] = Field(min_length=1)
+    gconfig: SamplingConfig = SamplingConfig()
+    metadata: dict[str, str] = {}
+    """For logs and routing (for example `group_id`); it never changes what is sampled."""
+
+
+class LLMResponse(Config):
+    """What one request sampled, each token with its logprob and the version that sampled it."""
+
+    rid: str
+    output_tokens: list[int]
+    output_logprobs: list[float]
+    """Logprob of each sampled token under the version that sampled it."""
+    version_runs: list[tuple[PolicyVersion, int, int]]
+    """Runs `(version, from, to)` over output positions, stamped by the server at the decode step."""
+    stop_reason: StopReason
+    latency_s: float
+    """Seconds from arrival at the server to the last token."""
+    ttft_s: float
+    """Seconds from arrival at the server to the first token."""
+
+    @property
+    def output_versions(self) -> list[PolicyVersion]:
+        """The version of every output token, the runs expanded."""
+        return [version for version, start, end in self.version_runs for _ in range(start, end)]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """A verifier's verdict on one trajectory; an outage raises and never becomes a score."""
+
+    score: float
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """The record of one rollout: prompt and response tokens in one row."""
+
+    rollout_id: str
+    group_id: str
+    sample_index: int
+    input_ids: NDArray[np.int32]  # [T]
+    loss_mask: NDArray[np.bool_]  # [T] true where the policy sampled the token
+    logprobs: NDArray[np.float32]  # [T] behaviour logprobs, 0 where loss_mask is false
+    versions: NDArray[np.int32]  # [T] behaviour versions, -1 where loss_mask is false
+    reward: float
+    stop_reason: StopReason
+
+    @property
+    def trajectory_id(self) -> str:
+        """Unique over a run."""
+        return f"{self.rollout_id}/{self.sample_index}"
+
+    @property
+    def oldest_version(self) -> PolicyVersion:
+        """The oldest version among the sampled tokens; -1 if none was sampled."""
+        sampled = self.versions[self.loss_mask]
+        return int(sampled.min()) if sampled.size else -1
+
+    @property
+    def num_tokens(self) -> int:
+        """T, prompt included."""
+        return int(self.input_ids.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryGroup:
+    """All siblings of one prompt, in the order of `sample_index`."""
+
+    rollout_id: str
+    group_id: str
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def oldest_version(self) -> PolicyVersion:
+        """The oldest version among all sampled tokens of the group."""
+        return min(trajectory.oldest_version for trajectory in self.trajectories)
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryBatch:
+    """What `wait` returns: whole groups, oldest submission first."""
+
+    groups: tuple[TrajectoryGroup, ...]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """All trajectories, group by group."""
+        return [trajectory for group in self.groups for trajectory in group.trajectories]
+
+    @property
+    def rollout_ids(self) -> list[str]:
+        """One id per group."""
+        return [group.rollout_id for group in self.groups]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdateMeta:
+    """Where a published version lies."""
+
+    version: PolicyVersion
+    path: str
+    """Directory of the version, readable by every server."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerSpec:
+    """Who consumes trajectories, and how far behind they may be."""
+
+    consumer: str
+    batch_size: int
+    """Trajectories consumed per version (B)."""
+    max_staleness: int
+    """Versions between sampling and consumption, at most (η); 0 is synchronous."""
+    step: int
+    """Last step whose consumption the consumer's checkpoint holds; later ones are given back."""
+    version: PolicyVersion
+    """Version that the consumer starts or resumes with."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinetuneSpec:
+    """Size of a run, for learning-rate schedules."""
+
+    total_train_epochs: int
+    dataset_size: int
+    train_batch_size: int
+
+    @property
+    def total_train_steps(self) -> int:
+        """Whole batches over all epochs."""
+        return self.total_train_epochs * (self.dataset_size // self.train_batch_size)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutHandle:
+    """Receipt of a submission; `is_new` is false for an id that was known."""
+
+    rollout_id: str
+    is_new: bool

@@ -1,0 +1,146 @@
+"""Claims queued rollouts within capacity and plays them; every claimed rollout ends exactly once.
+
+One loop claims (`_claim`), one task plays each rollout (`_play`). The claim loop sleeps on
+`changed`, which is raised by submissions, finished rollouts, new versions and a new consumer. A
+rollout whose server failed goes back to the queue; whatever else it raises is recorded as a failure
+and spends the error budget. Closing cancels what is in play and puts it back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from headway.contracts.config.gateway import ExecutorConfig
+from headway.contracts.errors import BackendError, ErrorBudgetExceeded, ServiceError
+from headway.contracts.types import RolloutRequest, TrajectoryGroup
+from headway.rollout.ledger.base import Lease, Ledger
+from headway.runtime.staleness import StalenessController
+
+log = logging.getLogger(__name__)
+
+Play = Callable[[RolloutRequest], Awaitable[TrajectoryGroup]]
+
+
+class Signal:
+    """Wakes everyone who took `event()` before the last `notify()`."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def event(self) -> asyncio.Event:
+        """Take this before looking at the state, wait on it after."""
+        return self._event
+
+    def notify(self) -> None:
+        """The state changed."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+
+class Executor:
+    """Bounded concurrency over the ledger's queue."""
+
+    def __init__(
+        self, ledger: Ledger, staleness: StalenessController, play: Play, config: ExecutorConfig
+    ) -> None:
+        self._ledger = ledger
+        self._staleness = staleness
+        self._play = play
+        self._config = config
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._claiming: asyncio.Task[None] | None = None
+        self._outcomes: deque[str | None] = deque(maxlen=config.error_window)
+        self.changed = Signal()
+
+    def start(self) -> None:
+        """Begin to claim."""
+        self._claiming = asyncio.create_task(self._claim(), name="claim rollouts")
+
+    async def aclose(self) -> None:
+        """Cancel what is in play; it goes back to the queue."""
+        if self._claiming is not None:
+            self._claiming.cancel()
+            await asyncio.gather(self._claiming, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def last_failures(self) -> list[str]:
+        """Reasons of the failures within the window, oldest first."""
+        return [reason for reason in self._outcomes if reason is not None]
+
+    def check_budget(self) -> None:
+        """Raise once more rollouts failed within the window than the budget tolerates.
+
+        Raises:
+            ErrorBudgetExceeded: with the last reasons.
+        """
+        failures = self.last_failures
+        if len(failures) > self._config.error_budget:
+            raise ErrorBudgetExceeded(
+                f"{len(failures)} of the last {len(self._outcomes)} rollouts failed, "
+                f"executor.error_budget={self._config.error_budget}; latest: {failures[-1]}"
+            )
+
+    def forgive(self) -> None:
+        """A new consumer starts with a full budget."""
+        self._outcomes.clear()
+
+    async def _claim(self) -> None:
+        while True:
+            changed = self.changed.event()
+            capacity = self._staleness.capacity()
+            lease = None
+            if capacity > 0:
+                lease = await self._ledger.lease(capacity, self._staleness.version)
+            if lease is None:
+                await changed.wait()
+                continue
+            prompt = lease.request.prompt
+            self._staleness.start(lease.request.rollout_id, prompt.group_size)
+            task = asyncio.create_task(self._run(lease), name=lease.request.rollout_id)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, lease: Lease) -> None:
+        rollout_id = lease.request.rollout_id
+        try:
+            async with asyncio.timeout(self._config.rollout_timeout_s):
+                group = await self._play(lease.request)
+            await self._ledger.complete(group)
+        except asyncio.CancelledError:
+            self._staleness.release(rollout_id)
+            await self._ledger.requeue(rollout_id, "the gateway is shutting down")
+            raise
+        except BackendError as error:
+            await self._retry_or_fail(lease, error)
+        except TimeoutError:
+            await self._fail(rollout_id, f"still in play after {self._config.rollout_timeout_s:g} s")
+        except ServiceError as error:
+            await self._fail(rollout_id, f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - the boundary: a bad rollout is data, not a crash
+            log.warning("workflow raised", exc_info=error, extra={"rollout_id": rollout_id})
+            await self._fail(rollout_id, f"workflow raised {type(error).__name__}: {error}")
+        else:
+            self._staleness.accept(rollout_id)
+            self._outcomes.append(None)
+        self.changed.notify()
+
+    async def _retry_or_fail(self, lease: Lease, error: BackendError) -> None:
+        rollout_id = lease.request.rollout_id
+        if lease.attempt >= self._config.max_attempts:
+            await self._fail(rollout_id, f"{lease.attempt} attempts; last: {error}")
+            return
+        log.info("rollout goes back to the queue", extra={"rollout_id": rollout_id, "reason": str(error)})
+        self._staleness.release(rollout_id)
+        await self._ledger.requeue(rollout_id, str(error))
+
+    async def _fail(self, rollout_id: str, reason: str) -> None:
+        log.warning("rollout failed", extra={"rollout_id": rollout_id, "reason": reason})
+        self._staleness.release(rollout_id)
+        self._outcomes.append(reason)
+        await self._ledger.fail(rollout_id, reason)

@@ -1,0 +1,113 @@
+"""`InProcessEngine`: the inference contract over a service in this process, on its own loop thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
+
+from headway.contracts.codec import decode_groups
+from headway.contracts.errors import BackendError, WaitTimeout
+from headway.contracts.http import ConsumerRequest, WaitRequest
+from headway.contracts.types import (
+    ConsumerSpec,
+    FinetuneSpec,
+    LLMRequest,
+    LLMResponse,
+    PolicyVersion,
+    RolloutHandle,
+    RolloutRequest,
+    TrajectoryBatch,
+    WeightUpdateMeta,
+)
+from headway.rollout.app import OpenService
+from headway.rollout.service import RolloutService
+
+T = TypeVar("T")
+POLL_S = 20.0
+
+
+class InProcessEngine:
+    """Runs a `RolloutService` on a background event loop; the calls of a trainer block on it."""
+
+    def __init__(self, open_service: OpenService) -> None:
+        self._open_service = open_service
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-loop", daemon=True)
+        self._context: AbstractAsyncContextManager[RolloutService] | None = None
+        self._service: RolloutService | None = None
+
+    def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
+        """Start the loop and open the service; `addr` is for remote engines."""
+        self._thread.start()
+        self._context = self._open_service()
+        self._service = self._run(self._context.__aenter__())
+
+    async def agenerate(self, req: LLMRequest) -> LLMResponse:
+        return await asyncio.wrap_future(self._schedule(self._running.agenerate(req)))
+
+    def attach(self, spec: ConsumerSpec) -> None:
+        request = ConsumerRequest(
+            consumer=spec.consumer,
+            batch_size=spec.batch_size,
+            max_staleness=spec.max_staleness,
+            step=spec.step,
+            version=spec.version,
+        )
+        self._run(self._running.attach(request))
+
+    def submit(self, requests: Sequence[RolloutRequest]) -> list[RolloutHandle]:
+        new = self._run(self._running.submit(requests))
+        return [RolloutHandle(r.rollout_id, n) for r, n in zip(requests, new, strict=True)]
+
+    def wait(self, count: int, timeout: float) -> TrajectoryBatch:
+        return self._wait(count, None, timeout)
+
+    def consumed(self, rollout_ids: Sequence[str], step: int, checkpoint_step: int) -> None:
+        self._run(self._running.consumed(rollout_ids, step, checkpoint_step))
+
+    def rollout(self, requests: Sequence[RolloutRequest], timeout: float) -> TrajectoryBatch:
+        self.submit(requests)
+        return self._wait(len(requests), tuple(r.rollout_id for r in requests), timeout)
+
+    def update_weights(self, meta: WeightUpdateMeta) -> Future[PolicyVersion]:
+        return self._schedule(self._running.update_weights(meta))
+
+    def destroy(self) -> None:
+        """Close the service and end the loop thread."""
+        if self._context is not None:
+            self._run(self._context.__aexit__(None, None, None))
+            self._context = self._service = None
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _wait(self, count: int, rollout_ids: tuple[str, ...] | None, timeout: float) -> TrajectoryBatch:
+        delivery_id, num_ready, left = uuid.uuid4().hex, 0, timeout
+        while True:
+            poll_s = min(POLL_S, max(0.0, left))
+            request = WaitRequest(
+                delivery_id=delivery_id, count=count, timeout_s=poll_s, rollout_ids=rollout_ids
+            )
+            payloads, num_ready = self._run(self._running.wait(request))
+            if payloads is not None:
+                return TrajectoryBatch(tuple(g for payload in payloads for g in decode_groups(payload)))
+            left -= poll_s
+            if left <= 0:
+                raise WaitTimeout(f"{num_ready} of {count} prompt groups were ready after {timeout:g} s")
+
+    @property
+    def _running(self) -> RolloutService:
+        if self._service is None:
+            raise BackendError("the engine is not initialized; call initialize() first")
+        return self._service
+
+    def _schedule(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._schedule(work).result()

@@ -1,0 +1,84 @@
+"""Verifiers run in worker processes that are killed when they hang.
+
+The clock starts when a worker takes the call, not while it starts up; a killed worker is replaced.
+Covered: endless loops, crashes of the interpreter, leaks across calls into the gateway. Not covered:
+hostile code (a verifier is trusted code; untrusted programs need a sandbox).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import multiprocessing
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+from headway.contracts.config.base import PartConfig
+from headway.contracts.errors import RewardError, ServiceError
+from headway.contracts.types import RewardResult
+from headway.rollout.rewards.base import RewardFunction, make_reward
+
+
+class RewardPool:
+    """Scores completions in `num_workers` processes."""
+
+    def __init__(self, num_workers: int, timeout_s: float) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._pool = ProcessPool(max_workers=num_workers, context=context)
+        self._timeout_s = timeout_s
+
+    async def score(
+        self, reward: PartConfig, prompt: str, completion: str, data: Mapping[str, Any]
+    ) -> RewardResult:
+        """The verdict on one completion.
+
+        Raises:
+            RewardError: the verifier raised, hung, died, or returned no finite number.
+            ServiceError: the verifier raised one of our own errors, for example on a bad row.
+        """
+        arguments = json.dumps(reward.args, sort_keys=True)
+        future = self._pool.schedule(
+            _score, args=[reward.name, arguments, prompt, completion, dict(data)], timeout=self._timeout_s
+        )
+        try:
+            score, details = await asyncio.wrap_future(future)
+        except ServiceError:
+            raise
+        except TimeoutError as error:
+            raise RewardError(
+                f"reward {reward.name!r} ran longer than {self._timeout_s:g} s and was killed"
+            ) from error
+        except ProcessExpired as error:
+            raise RewardError(f"reward {reward.name!r} ended its process: {error}") from error
+        except Exception as error:
+            raise RewardError(f"reward {reward.name!r} raised {type(error).__name__}: {error}") from error
+        if not math.isfinite(score):
+            raise RewardError(f"reward {reward.name!r} returned {score}; a finite number is wanted")
+        return RewardResult(score, details)
+
+    def close(self) -> None:
+        """End the workers at once."""
+        self._pool.stop()
+        self._pool.join()
+
+
+@lru_cache(maxsize=64)
+def _reward_of(name: str, arguments: str) -> RewardFunction:
+    return make_reward(name, json.loads(arguments))
+
+
+def _score(
+    name: str, arguments: str, prompt: str, completion: str, data: Mapping[str, Any]
+) -> tuple[float, dict[str, Any]]:
+    """Runs in the worker."""
+    verdict = _reward_of(name, arguments)(prompt, completion, data)
+    if isinstance(verdict, RewardResult):
+        return verdict.score, verdict.details
+    if isinstance(verdict, bool | int | float):
+        return float(verdict), {}
+    raise TypeError(f"returned {type(verdict).__name__}, wanted a number or RewardResult")

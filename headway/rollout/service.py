@@ -1,0 +1,221 @@
+"""The rollout service: ledger, executor, staleness, rewards and a generator behind one face.
+
+`RolloutService` is the asynchronous core of a gateway (generator = fleet) and of a generation
+server (generator = its own backend); `app.create_app` serves it, `RemoteInferenceEngine` is the
+inverse over HTTP, and `in_process.InProcessEngine` drives it from a synchronous caller.
+
+Everything runs on one event loop. Who waits: `wait` on `executor.changed`, raised whenever a
+rollout ends, a version is committed or a consumer attaches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+
+from headway.contracts.config.gateway import ExecutorConfig
+from headway.contracts.engines import Generator
+from headway.contracts.errors import Conflict, ConfigError, WorkflowError
+from headway.contracts.http import (
+    ConsumerRequest,
+    LedgerAudit,
+    StatusResponse,
+    WaitRequest,
+)
+from headway.contracts.types import (
+    LLMRequest,
+    LLMResponse,
+    PolicyVersion,
+    RewardResult,
+    RolloutRequest,
+    TrajectoryGroup,
+    WeightUpdateMeta,
+)
+from headway.rollout.executor import Executor
+from headway.rollout.ledger.base import Ledger
+from headway.rollout.rewards.base import make_reward
+from headway.rollout.rewards.pool import RewardPool
+from headway.rollout.tokenizer import TextTokenizer
+from headway.rollout.workflows.base import Sample, make_workflow
+from headway.runtime.staleness import StalenessController, StalenessSnapshot
+
+CONSUMER_NOTE = "consumer"
+
+
+class RolloutService:
+    """Prompt in, scored trajectory out, exactly once."""
+
+    def __init__(
+        self, generator: Generator, ledger: Ledger, tokenizer: TextTokenizer | None, config: ExecutorConfig
+    ) -> None:
+        self.generator = generator
+        self._ledger = ledger
+        self._tokenizer = tokenizer
+        self._config = config
+        self._staleness = StalenessController(config.max_concurrent, generator.version)
+        self._executor = Executor(ledger, self._staleness, self._play_group, config)
+        self._rewards = RewardPool(config.reward_workers, config.reward_timeout_s)
+        self._consumer: ConsumerRequest | None = None
+        self._updates = 0
+
+    async def start(self) -> None:
+        """Restore the counters of an attached consumer, then begin to play."""
+        note = await self._ledger.get_note(CONSUMER_NOTE)
+        if note is not None:
+            saved = json.loads(note)
+            await self._bind(ConsumerRequest.model_validate(saved["request"]), saved["base"])
+            self._staleness.set_version(max(self.generator.version, self._staleness.version))
+        self._executor.start()
+
+    async def aclose(self) -> None:
+        """Stop playing; rollouts in play go back to the queue."""
+        await self._executor.aclose()
+        self._rewards.close()
+
+    async def agenerate(self, req: LLMRequest) -> LLMResponse:
+        """Generate one sequence, outside the ledger."""
+        return await self.generator.agenerate(req)
+
+    async def submit(self, requests: Sequence[RolloutRequest]) -> list[bool]:
+        """Queue prompt groups; names and arguments are checked before anything is stored."""
+        for request in requests:
+            self._check(request)
+        new = await self._ledger.submit(requests, self._config.max_queued)
+        self._executor.changed.notify()
+        return new
+
+    async def wait(self, request: WaitRequest) -> tuple[tuple[bytes, ...] | None, int]:
+        """Payloads of `count` finished groups, oldest first, or None and how many are ready.
+
+        Raises:
+            ErrorBudgetExceeded: too many rollouts failed.
+        """
+        deadline = time.monotonic() + request.timeout_s
+        while True:
+            changed = self._executor.changed.event()
+            self._executor.check_budget()
+            num_ready = 0
+            if request.rollout_ids is not None or not self._staleness.has_due_running():
+                delivery = await self._ledger.deliver(
+                    request.delivery_id,
+                    request.count,
+                    request.rollout_ids,
+                    self._staleness.version,
+                    self._staleness.max_staleness,
+                )
+                if delivery.dropped:
+                    self._staleness.drop(delivery.dropped)
+                    self._executor.changed.notify()
+                if delivery.payloads is not None:
+                    return delivery.payloads, delivery.num_ready
+                num_ready = delivery.num_ready
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None, num_ready
+            try:
+                async with asyncio.timeout(left):
+                    await changed.wait()
+            except TimeoutError:
+                return None, num_ready
+
+    async def attach(self, request: ConsumerRequest) -> int:
+        """Bind the consumer whose steps and versions the bound refers to; see `ConsumerSpec`.
+
+        Raises:
+            Conflict: another consumer is attached.
+        """
+        if self._consumer is not None and self._consumer.consumer != request.consumer:
+            raise Conflict(
+                f"consumer {self._consumer.consumer!r} is attached; {request.consumer!r} needs a service "
+                "of its own"
+            )
+        given_back = await self._ledger.give_back(request.step)
+        counts = await self._ledger.counts()
+        base = request.version * request.batch_size - counts.consumed
+        note = {"request": request.model_dump(), "base": base}
+        await self._ledger.put_note(CONSUMER_NOTE, json.dumps(note))
+        await self._bind(request, base)
+        self._executor.forgive()
+        self._executor.changed.notify()
+        return given_back
+
+    async def consumed(self, rollout_ids: Sequence[str], step: int, checkpoint_step: int) -> None:
+        """Record that a step trained on these groups."""
+        await self._ledger.consume(rollout_ids, step, checkpoint_step)
+
+    async def update_weights(self, meta: WeightUpdateMeta) -> PolicyVersion:
+        """Commit a version on every server, then admit against it."""
+        before = self.generator.version
+        version = await self.generator.update_weights(meta)
+        self._updates += version != before
+        self._staleness.set_version(version)
+        self._executor.changed.notify()
+        return version
+
+    async def status(self) -> StatusResponse:
+        """A picture of the service now."""
+        servers = self.generator.statuses()
+        return StatusResponse(
+            version=self.generator.version,
+            running=self._staleness.running,
+            capacity=self._staleness.capacity(),
+            max_staleness=self._staleness.max_staleness,
+            counts=await self._ledger.counts(),
+            servers=servers,
+            updates=self._updates,
+            updates_in_flight=self.generator.updates_in_flight,
+            generated_tokens=sum(server.generated_tokens for server in servers),
+            last_failures=self._executor.last_failures[-5:],
+        )
+
+    async def audit(self) -> LedgerAudit:
+        """The ledger's proof."""
+        return await self._ledger.audit()
+
+    async def _bind(self, request: ConsumerRequest, base: int) -> None:
+        """`base + consumed + unconsumed results` is the controller's `accepted` at any moment."""
+        counts = await self._ledger.counts()
+        accepted = base + counts.consumed + counts.ready + counts.delivered
+        snapshot = StalenessSnapshot(request.version, accepted)
+        self._staleness.attach(request.batch_size, request.max_staleness, snapshot)
+        self._consumer = request
+
+    def _check(self, request: RolloutRequest) -> None:
+        tokenizer = self._need_tokenizer()
+        make_workflow(request.workflow.name, request.workflow.args, tokenizer, request.gconfig)
+        make_reward(request.reward.name, request.reward.args)
+        if request.prompt.group_size > self._config.max_concurrent:
+            raise ConfigError(
+                f"group_size={request.prompt.group_size} of rollout {request.rollout_id!r} exceeds "
+                f"executor.max_concurrent={self._config.max_concurrent}: it could never start"
+            )
+
+    async def _play_group(self, request: RolloutRequest) -> TrajectoryGroup:
+        prompt, part = request.prompt, request.workflow
+        workflow = make_workflow(part.name, part.args, self._need_tokenizer(), request.gconfig)
+
+        async def score(prompt_text: str, completion: str) -> RewardResult:
+            return await self._rewards.score(request.reward, prompt_text, completion, prompt.data)
+
+        try:
+            async with asyncio.TaskGroup() as siblings:
+                tasks = [
+                    siblings.create_task(
+                        workflow.run(
+                            Sample(request.rollout_id, prompt, index), self.generator.agenerate, score
+                        )
+                    )
+                    for index in range(prompt.group_size)
+                ]
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from group
+        return TrajectoryGroup(
+            request.rollout_id, prompt.group_id, tuple(task.result() for task in tasks)
+        )
+
+    def _need_tokenizer(self) -> TextTokenizer:
+        if self._tokenizer is None:
+            raise WorkflowError("this server has no tokenizer.json, so it plays no workflows")
+        return self._tokenizer

@@ -1,0 +1,178 @@
+"""Configuration from YAML files and flags: merged left to right, then checked as a whole.
+
+`--config a.yaml --config b.yaml --rollout.max-staleness 2` deep-merges the files and then the
+flags, whose values are read as YAML. The environment is no source: a stray variable must not train
+a model. (Flags and files pass one validation, so an unknown flag is answered like an unknown key,
+with its full path and the nearest name; that is why this is not pydantic-settings.)
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from headway.contracts.errors import ConfigError
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+RESOLVED_NAME = "config.resolved.yaml"
+
+
+def load_config(model: type[ConfigT], argv: Sequence[str]) -> ConfigT:
+    """Read `--config` files and dotted flags into a frozen configuration.
+
+    Raises:
+        ConfigError: unreadable file, unknown key or value out of bounds; every problem is listed.
+    """
+    return validate_config(model, merge_sources(argv))
+
+
+def merge_sources(argv: Sequence[str]) -> dict[str, Any]:
+    """The merged but unchecked tree of files and flags."""
+    files, flags = _split_arguments(argv)
+    merged: dict[str, Any] = {}
+    for file in files:
+        merged = deep_merge(merged, _read_yaml(Path(file)))
+    for key, value in flags:
+        merged = deep_merge(merged, _nested(key, value))
+    return merged
+
+
+def validate_config(model: type[ConfigT], tree: Mapping[str, Any]) -> ConfigT:
+    """Check a tree; on failure name each key by its full path."""
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(model, dict(problem)) for problem in error.errors()]
+        raise ConfigError("\n".join(lines)) from error
+
+
+def write_resolved(config: BaseModel, folder: Path) -> Path:
+    """Write the whole configuration, defaults included, so that the run can be repeated."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / RESOLVED_NAME
+    path.write_text(dump_yaml(config))
+    return path
+
+
+def dump_yaml(config: BaseModel) -> str:
+    """The configuration as YAML that `load_config` reads back to an equal value."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def deep_merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` wins; mappings are merged, everything else is replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = (
+            deep_merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        )
+    return merged
+
+
+def describe(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """One line per setting: flag, default and meaning, for `--help`."""
+    lines: list[str] = []
+    for name, field in model.model_fields.items():
+        sections = _section_models(field.annotation)
+        if sections:
+            for section in sections:
+                lines += describe(section, f"{prefix}{name}.")
+            continue
+        flag = f"--{prefix}{name}".replace("_", "-")
+        default = "required" if field.is_required() else f"default {_shown_default(field)}"
+        text = " ".join((field.description or "").split())
+        lines.append(f"  {flag}  ({default})\n      {text}".rstrip())
+    return lines
+
+
+def _split_arguments(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]]]:
+    files: list[str] = []
+    flags: list[tuple[str, Any]] = []
+    rest = list(argv)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--"):
+            raise ConfigError(f"unexpected argument {flag!r}; settings are written --section.key value")
+        name, has_value, text = flag[2:].partition("=")
+        if not has_value:
+            if not rest:
+                raise ConfigError(f"{flag} has no value")
+            text = rest.pop(0)
+        if name == "config":
+            files.append(text)
+            continue
+        try:
+            flags.append((name.replace("-", "_"), yaml.safe_load(text)))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--{name} {text!r} is not a YAML value: {error}") from error
+    return files, flags
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds a {type(tree).__name__}; a mapping of settings is wanted")
+    return tree
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+def _explain(model: type[BaseModel], problem: dict[str, Any]) -> str:
+    location = problem["loc"]
+    path = ".".join(str(part) for part in location) or "(whole)"
+    if problem["type"] != "extra_forbidden":
+        seen = problem.get("input")
+        shown = f" (got {seen!r})" if not isinstance(seen, Mapping | BaseModel) else ""
+        return f"{path}: {problem['msg'].removeprefix('Value error, ')}{shown}"
+    known = _known_keys(model, location[:-1])
+    near = difflib.get_close_matches(str(location[-1]), known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
+    return f"unknown key {path}; {hint}"
+
+
+def _known_keys(model: type[BaseModel], location: Sequence[Any]) -> list[str]:
+    """Field names at a location; a part that is no field is the tag of a union and is stepped over."""
+    models = [model]
+    for part in location:
+        fields = [here.model_fields[part] for here in models if part in here.model_fields]
+        if fields:
+            models = [section for field in fields for section in _section_models(field.annotation)]
+        else:
+            models = [
+                here
+                for here in models
+                if (field := here.model_fields.get("type")) is not None and field.default == part
+            ] or models
+    return [name for here in models for name in here.model_fields]
+
+
+def _section_models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [section for arm in get_args(annotation) for section in _section_models(arm)]
+    return []
+
+
+def _shown_default(field: FieldInfo) -> Any:
+    default = field.get_default(call_default_factory=True)
+    return default.model_dump() if isinstance(default, BaseModel) else default

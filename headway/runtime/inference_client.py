@@ -1,0 +1,202 @@
+"""`RemoteInferenceEngine`: the inference contract over HTTP, for trainers and tools.
+
+Every call is idempotent on the server (by rollout id, delivery id, step or version), so all of them
+are retried with jitter until `connect_timeout_s`: a gateway may restart under a trainer. One thread
+may call the blocking methods at a time; `agenerate` belongs to the caller's event loop.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import aiohttp
+import httpx
+from pydantic import BaseModel, ValidationError
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+
+from headway.contracts import http
+from headway.contracts.codec import decode_groups
+from headway.contracts.errors import BackendError, ErrorBody, ServiceError, WaitTimeout
+from headway.contracts.types import (
+    ConsumerSpec,
+    FinetuneSpec,
+    LLMRequest,
+    LLMResponse,
+    PolicyVersion,
+    RolloutHandle,
+    RolloutRequest,
+    TrajectoryBatch,
+    WeightUpdateMeta,
+)
+
+POLL_S = 20.0
+SUBMIT_CHUNK = 256
+
+
+class RemoteInferenceEngine:
+    """`InferenceEngine` behind a URL: a gateway or one generation server alone."""
+
+    def __init__(self, url: str, connect_timeout_s: float = 60.0, request_timeout_s: float = 600.0) -> None:
+        self._url = url.rstrip("/")
+        self._connect_timeout_s = connect_timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._client = httpx.Client(
+            base_url=self._url, timeout=httpx.Timeout(request_timeout_s, connect=5.0)
+        )
+        self._updates = ThreadPoolExecutor(1, thread_name_prefix="weight-update")
+        self._session: aiohttp.ClientSession | None = None
+
+    def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
+        """Wait until the service answers; `addr` replaces the URL given at construction."""
+        if addr is not None:
+            self._client.base_url = httpx.URL(addr.rstrip("/"))
+            self._url = addr.rstrip("/")
+        self.status()
+
+    async def agenerate(self, req: LLMRequest) -> LLMResponse:
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=self._request_timeout_s, sock_connect=5.0)
+            self._session = aiohttp.ClientSession(timeout=timeout)
+        return await post_generate(self._session, self._url, req)
+
+    def attach(self, spec: ConsumerSpec) -> None:
+        request = http.ConsumerRequest(
+            consumer=spec.consumer,
+            batch_size=spec.batch_size,
+            max_staleness=spec.max_staleness,
+            step=spec.step,
+            version=spec.version,
+        )
+        self._call("POST", http.CONSUMER, request)
+
+    def submit(self, requests: Sequence[RolloutRequest]) -> list[RolloutHandle]:
+        handles: list[RolloutHandle] = []
+        for start in range(0, len(requests), SUBMIT_CHUNK):
+            chunk = tuple(requests[start : start + SUBMIT_CHUNK])
+            answer = self._call("POST", http.ROLLOUTS, http.SubmitRequest(rollouts=chunk))
+            new = http.SubmitResponse.model_validate_json(answer.content).new
+            handles += [RolloutHandle(r.rollout_id, n) for r, n in zip(chunk, new, strict=True)]
+        return handles
+
+    def wait(self, count: int, timeout: float) -> TrajectoryBatch:
+        return self._wait(count, None, timeout)
+
+    def consumed(self, rollout_ids: Sequence[str], step: int, checkpoint_step: int) -> None:
+        request = http.ConsumedRequest(
+            rollout_ids=tuple(rollout_ids), step=step, checkpoint_step=checkpoint_step
+        )
+        self._call("POST", http.ROLLOUTS_CONSUMED, request)
+
+    def rollout(self, requests: Sequence[RolloutRequest], timeout: float) -> TrajectoryBatch:
+        self.submit(requests)
+        return self._wait(len(requests), tuple(r.rollout_id for r in requests), timeout)
+
+    def update_weights(self, meta: WeightUpdateMeta) -> Future[PolicyVersion]:
+        return self._updates.submit(self._update_weights, meta)
+
+    def status(self) -> http.StatusResponse:
+        """Version, capacity, ledger counts and servers."""
+        return http.StatusResponse.model_validate_json(self._call("GET", http.STATUS).content)
+
+    def audit(self) -> http.LedgerAudit:
+        """The ledger's own proof that nothing was lost or consumed twice."""
+        return http.LedgerAudit.model_validate_json(self._call("GET", http.LEDGER).content)
+
+    def destroy(self) -> None:
+        """Close the connections; an `agenerate` session is closed by `aclose` on its own loop."""
+        self._updates.shutdown(wait=True)
+        self._client.close()
+
+    async def aclose(self) -> None:
+        """Close what `agenerate` opened."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _update_weights(self, meta: WeightUpdateMeta) -> PolicyVersion:
+        request = http.WeightUpdateRequest(version=meta.version, path=meta.path)
+        answer = self._call("POST", http.WEIGHTS, request)
+        return http.WeightUpdateResponse.model_validate_json(answer.content).version
+
+    def _wait(self, count: int, rollout_ids: tuple[str, ...] | None, timeout: float) -> TrajectoryBatch:
+        deadline = time.monotonic() + timeout
+        delivery_id = uuid.uuid4().hex
+        while True:
+            left = deadline - time.monotonic()
+            request = http.WaitRequest(
+                delivery_id=delivery_id,
+                count=count,
+                timeout_s=max(0.0, min(POLL_S, left)),
+                rollout_ids=rollout_ids,
+            )
+            answer = self._call("POST", http.ROLLOUTS_WAIT, request)
+            if answer.status_code == 200:
+                return TrajectoryBatch(decode_groups(answer.content))
+            if time.monotonic() >= deadline:
+                ready = answer.headers.get(http.READY_HEADER, "0")
+                raise WaitTimeout(f"{ready} of {count} prompt groups were ready after {timeout:g} s")
+
+    def _call(self, method: str, path: str, body: BaseModel | None = None) -> httpx.Response:
+        retrying = Retrying(
+            retry=retry_if_exception(_is_retryable),
+            wait=wait_random_exponential(multiplier=0.1, max=2.0),
+            stop=stop_after_delay(self._connect_timeout_s),
+            reraise=True,
+        )
+        try:
+            return retrying(self._call_once, method, path, body)
+        except httpx.TransportError as error:
+            raise BackendError(
+                f"{self._url}{path} did not answer for {self._connect_timeout_s:g} s "
+                f"({type(error).__name__}: {error}); is the service running?"
+            ) from error
+
+    def _call_once(self, method: str, path: str, body: BaseModel | None) -> httpx.Response:
+        content = None if body is None else body.model_dump_json()
+        headers = {} if body is None else {"content-type": "application/json"}
+        answer = self._client.request(method, path, content=content, headers=headers)
+        if answer.is_error:
+            raise error_of(answer.status_code, answer.content, f"{self._url}{path}")
+        return answer
+
+
+async def post_generate(session: aiohttp.ClientSession, url: str, req: LLMRequest) -> LLMResponse:
+    """One generation on one server.
+
+    Raises:
+        BackendError: the server did not answer, or answered with something else than a response.
+        ServiceError: whatever the server raised.
+    """
+    body = req.model_dump_json().encode()
+    target = url + http.GENERATE
+    try:
+        async with session.post(
+            target, data=body, headers={"content-type": "application/json"}
+        ) as answer:
+            content = await answer.read()
+            if answer.status >= 400:
+                raise error_of(answer.status, content, target)
+            return LLMResponse.model_validate_json(content)
+    except ValidationError as error:
+        raise BackendError(f"{target} answered with no generation: {error}") from error
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise BackendError(f"{target} failed: {type(error).__name__}: {error}") from error
+
+
+def error_of(status: int, content: bytes, target: str) -> ServiceError:
+    """The error a server meant, as the class it raised there."""
+    try:
+        return ServiceError.from_body(ErrorBody.model_validate_json(content))
+    except ValidationError:
+        kind = BackendError if status in (502, 503, 504) else ServiceError
+        return kind(f"{target} answered {status}: {content[:200]!r}")
+
+
+def _is_retryable(error: BaseException) -> bool:
+    return isinstance(error, httpx.TransportError) or (
+        isinstance(error, ServiceError) and error.retryable
+    )
+
