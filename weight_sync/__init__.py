@@ -1,0 +1,1 @@
+"""Versioned weights, both ends; knows neither trainer nor server."""

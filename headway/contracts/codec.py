@@ -66,7 +66,9 @@ def decode_groups(payload: bytes) -> tuple[TrajectoryGroup, ...]:
     try:
         columns = load_tensors(payload)
     except SafetensorError as error:
-        raise DataError(f"trajectory payload of {len(payload)} bytes is damaged: {error}") from error
+        raise DataError(
+            f"trajectory payload of {len(payload)} bytes is damaged: {error}"
+        ) from error
     lengths = _column(columns, "lengths", np.int64)
     rewards = _column(columns, "rewards", np.float32)
     num_rows, num_tokens = len(lengths), int(lengths.sum()) if len(lengths) else 0

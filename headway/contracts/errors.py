@@ -50,7 +50,9 @@ class ServiceError(Exception):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if cls.code in ServiceError._by_code:
-            raise TypeError(f"error code {cls.code!r} is taken by {ServiceError._by_code[cls.code]}")
+            raise TypeError(
+                f"error code {cls.code!r} is taken by {ServiceError._by_code[cls.code]}"
+            )
         ServiceError._by_code[cls.code] = cls
 
     @property

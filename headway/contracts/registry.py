@@ -21,7 +21,10 @@ class Registry(Generic[T]):
     """Names of one kind of part, for example "reward" or "model interface"."""
 
     def __init__(
-        self, kind: str, targets: Mapping[str, str] | None = None, entry_point_group: str | None = None
+        self,
+        kind: str,
+        targets: Mapping[str, str] | None = None,
+        entry_point_group: str | None = None,
     ) -> None:
         self.kind = kind
         self._targets: dict[str, str | T] = {}
@@ -41,8 +44,7 @@ class Registry(Generic[T]):
         """
         if name in self._targets:
             raise ConfigError(
-                f"{self.kind} {name!r} is registered already as {self._targets[name]!r}; "
-                "choose another name"
+                f"{self.kind} {name!r} is registered already as {self._targets[name]!r}; choose another name"
             )
         self._targets[name] = target
 
@@ -61,7 +63,9 @@ class Registry(Generic[T]):
         if name not in self._targets:
             near = difflib.get_close_matches(name, self._targets, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UnknownName(f"no {self.kind} named {name!r}; known: {', '.join(self.names())}{hint}")
+            raise UnknownName(
+                f"no {self.kind} named {name!r}; known: {', '.join(self.names())}{hint}"
+            )
         target = self._targets[name]
         if isinstance(target, str):
             module, _, attribute = target.partition(":")

@@ -49,9 +49,13 @@ class Prompt(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Prompt:
-        given = [name for name in ("text", "messages", "input_ids") if getattr(self, name) is not None]
+        given = [
+            name for name in ("text", "messages", "input_ids") if getattr(self, name) is not None
+        ]
         if len(given) != 1:
-            raise ValueError(f"prompt has {given or 'no content'}; give one of text, messages, input_ids")
+            raise ValueError(
+                f"prompt has {given or 'no content'}; give one of text, messages, input_ids"
+            )
         return self
 
 

@@ -19,7 +19,9 @@ from headway.runtime.metrics import render_metrics
 OpenService = Callable[[], AbstractAsyncContextManager[RolloutService]]
 
 
-def create_app(title: str, open_service: OpenService, max_body_bytes: int, *routers: APIRouter) -> FastAPI:
+def create_app(
+    title: str, open_service: OpenService, max_body_bytes: int, *routers: APIRouter
+) -> FastAPI:
     """An app that opens a service, serves it, and closes it on shutdown.
 
     Args:
@@ -78,7 +80,9 @@ async def attach(body: http.ConsumerRequest, request: Request) -> http.ConsumerR
 
 
 @common.post(http.WEIGHTS)
-async def update_weights(body: http.WeightUpdateRequest, request: Request) -> http.WeightUpdateResponse:
+async def update_weights(
+    body: http.WeightUpdateRequest, request: Request
+) -> http.WeightUpdateResponse:
     meta = WeightUpdateMeta(version=body.version, path=body.path)
     return http.WeightUpdateResponse(version=await _service(request).update_weights(meta))
 
@@ -95,7 +99,9 @@ async def audit(request: Request) -> http.LedgerAudit:
 
 @common.get(http.METRICS, response_class=Response)
 async def metrics(request: Request) -> Response:
-    return Response(render_metrics(await _service(request).status()), media_type="text/plain; version=0.0.4")
+    return Response(
+        render_metrics(await _service(request).status()), media_type="text/plain; version=0.0.4"
+    )
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:

@@ -119,10 +119,12 @@ class Executor:
         except BackendError as error:
             await self._retry_or_fail(lease, error)
         except TimeoutError:
-            await self._fail(rollout_id, f"still in play after {self._config.rollout_timeout_s:g} s")
+            await self._fail(
+                rollout_id, f"still in play after {self._config.rollout_timeout_s:g} s"
+            )
         except ServiceError as error:
             await self._fail(rollout_id, f"{type(error).__name__}: {error}")
-        except Exception as error:  # noqa: BLE001 - the boundary: a bad rollout is data, not a crash
+        except Exception as error:
             log.warning("workflow raised", exc_info=error, extra={"rollout_id": rollout_id})
             await self._fail(rollout_id, f"workflow raised {type(error).__name__}: {error}")
         else:
@@ -135,7 +137,9 @@ class Executor:
         if lease.attempt >= self._config.max_attempts:
             await self._fail(rollout_id, f"{lease.attempt} attempts; last: {error}")
             return
-        log.info("rollout goes back to the queue", extra={"rollout_id": rollout_id, "reason": str(error)})
+        log.info(
+            "rollout goes back to the queue", extra={"rollout_id": rollout_id, "reason": str(error)}
+        )
         self._staleness.release(rollout_id)
         await self._ledger.requeue(rollout_id, str(error))
 

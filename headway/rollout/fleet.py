@@ -76,7 +76,9 @@ class Fleet:
     async def start(self) -> None:
         """Open connections and begin to watch leases."""
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=CLIENT_KEEP_ALIVE_S),
+            connector=aiohttp.TCPConnector(
+                limit=MAX_CONNECTIONS, keepalive_timeout=CLIENT_KEEP_ALIVE_S
+            ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
         )
         self._watch = asyncio.create_task(self._watch_leases(), name="watch leases")
@@ -144,8 +146,12 @@ class Fleet:
             if self._committed is not None and meta == self._committed:
                 return meta.version
             if meta.version <= self.version:
-                raise StaleVersion(f"version {meta.version} is not newer than committed {self.version}")
-            live = [server for server in self._servers.values() if server.state in ("ready", "joining")]
+                raise StaleVersion(
+                    f"version {meta.version} is not newer than committed {self.version}"
+                )
+            live = [
+                server for server in self._servers.values() if server.state in ("ready", "joining")
+            ]
             prepared = await self._prepare_all(live, meta)
             await self._record_commit(meta)
             self._committed = meta
@@ -157,10 +163,13 @@ class Fleet:
         """Stage on all; raise if every live server refused, fence the minority that did."""
         request = WeightUpdateRequest(version=meta.version, path=meta.path)
         outcomes = await asyncio.gather(
-            *(self._post(server, WEIGHTS_PREPARE, request) for server in live), return_exceptions=True
+            *(self._post(server, WEIGHTS_PREPARE, request) for server in live),
+            return_exceptions=True,
         )
         prepared = [
-            server for server, out in zip(live, outcomes, strict=True) if not isinstance(out, BaseException)
+            server
+            for server, out in zip(live, outcomes, strict=True)
+            if not isinstance(out, BaseException)
         ]
         refused = [
             (server, out)
@@ -170,7 +179,8 @@ class Fleet:
         if not prepared and any(isinstance(out, SyncError) for _, out in refused):
             abort = WeightAbortRequest(version=meta.version)
             await asyncio.gather(
-                *(self._post(server, WEIGHTS_ABORT, abort) for server in live), return_exceptions=True
+                *(self._post(server, WEIGHTS_ABORT, abort) for server in live),
+                return_exceptions=True,
             )
             raise SyncError(
                 f"every server refused version {meta.version}, {self.version} goes on serving: "
@@ -197,7 +207,8 @@ class Fleet:
             await self._set_ready(server)
         elif self._committed is None:
             self._fence(
-                server, f"it has version {server.report.version}, but nothing was published through this gateway"
+                server,
+                f"it has version {server.report.version}, but nothing was published through this gateway",
             )
         elif server.catching_up is None or server.catching_up.done():
             server.catching_up = asyncio.create_task(self._catch_up(server), name="catch up")
@@ -223,7 +234,9 @@ class Fleet:
 
     def _fence(self, server: _Server, reason: str) -> None:
         if server.state != "lost":
-            log.warning("server fenced", extra={"server": server.report.server_id, "reason": reason})
+            log.warning(
+                "server fenced", extra={"server": server.report.server_id, "reason": reason}
+            )
             server.state = "fenced"
 
     def _lose(self, server: _Server, reason: str) -> None:

@@ -37,7 +37,9 @@ class InProcessEngine:
     def __init__(self, open_service: OpenService) -> None:
         self._open_service = open_service
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-loop", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="rollout-loop", daemon=True
+        )
         self._context: AbstractAsyncContextManager[RolloutService] | None = None
         self._service: RolloutService | None = None
 
@@ -86,7 +88,9 @@ class InProcessEngine:
             self._thread.join()
             self._loop.close()
 
-    def _wait(self, count: int, rollout_ids: tuple[str, ...] | None, timeout: float) -> TrajectoryBatch:
+    def _wait(
+        self, count: int, rollout_ids: tuple[str, ...] | None, timeout: float
+    ) -> TrajectoryBatch:
         delivery_id, num_ready, left = uuid.uuid4().hex, 0, timeout
         while True:
             poll_s = min(POLL_S, max(0.0, left))
@@ -95,10 +99,14 @@ class InProcessEngine:
             )
             payloads, num_ready = self._run(self._running.wait(request))
             if payloads is not None:
-                return TrajectoryBatch(tuple(g for payload in payloads for g in decode_groups(payload)))
+                return TrajectoryBatch(
+                    tuple(g for payload in payloads for g in decode_groups(payload))
+                )
             left -= poll_s
             if left <= 0:
-                raise WaitTimeout(f"{num_ready} of {count} prompt groups were ready after {timeout:g} s")
+                raise WaitTimeout(
+                    f"{num_ready} of {count} prompt groups were ready after {timeout:g} s"
+                )
 
     @property
     def _running(self) -> RolloutService:

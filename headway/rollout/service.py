@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.engines import Generator
-from headway.contracts.errors import Conflict, ConfigError, WorkflowError
+from headway.contracts.errors import ConfigError, Conflict, WorkflowError
 from headway.contracts.http import (
     ConsumerRequest,
     LedgerAudit,
@@ -48,7 +48,11 @@ class RolloutService:
     """Prompt in, scored trajectory out, exactly once."""
 
     def __init__(
-        self, generator: Generator, ledger: Ledger, tokenizer: TextTokenizer | None, config: ExecutorConfig
+        self,
+        generator: Generator,
+        ledger: Ledger,
+        tokenizer: TextTokenizer | None,
+        config: ExecutorConfig,
     ) -> None:
         self.generator = generator
         self._ledger = ledger
@@ -204,7 +208,9 @@ class RolloutService:
                 tasks = [
                     siblings.create_task(
                         workflow.run(
-                            Sample(request.rollout_id, prompt, index), self.generator.agenerate, score
+                            Sample(request.rollout_id, prompt, index),
+                            self.generator.agenerate,
+                            score,
                         )
                     )
                     for index in range(prompt.group_size)

@@ -23,10 +23,14 @@ class TextTokenizer:
         folder = Path(directory)
         file = folder / "tokenizer.json"
         if not file.is_file():
-            raise ConfigError(f"{file} does not exist; give the directory of a model with a fast tokenizer")
+            raise ConfigError(
+                f"{file} does not exist; give the directory of a model with a fast tokenizer"
+            )
         self._tokenizer = Tokenizer.from_file(str(file))
         settings = folder / "tokenizer_config.json"
-        self._settings: dict[str, Any] = json.loads(settings.read_text()) if settings.is_file() else {}
+        self._settings: dict[str, Any] = (
+            json.loads(settings.read_text()) if settings.is_file() else {}
+        )
         template = folder / "chat_template.jinja"
         source = template.read_text() if template.is_file() else self._settings.get("chat_template")
         self._chat_source: str | None = source
@@ -53,7 +57,9 @@ class TextTokenizer:
 
     def _render(self, prompt: Prompt) -> str:
         if self._chat_source is None:
-            raise DataError("the model has no chat template; send the prompt as text (data.chat: false)")
+            raise DataError(
+                "the model has no chat template; send the prompt as text (data.chat: false)"
+            )
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
         )
@@ -72,13 +78,15 @@ class TextTokenizer:
                 messages=messages, add_generation_prompt=True, **special
             )
         except TemplateError as error:
-            raise DataError(f"chat template failed on group {prompt.group_id!r}: {error}") from error
+            raise DataError(
+                f"chat template failed on group {prompt.group_id!r}: {error}"
+            ) from error
 
 
 class _GenerationTag(Extension):
     """`{% generation %}` marks what the assistant wrote; for a prompt its body is rendered as it is."""
 
-    tags = {"generation"}  # noqa: RUF012 - the attribute's type is jinja2's
+    tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

@@ -72,7 +72,9 @@ def deep_merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, An
     for key, value in over.items():
         below = merged.get(key)
         merged[key] = (
-            deep_merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+            deep_merge(below, value)
+            if isinstance(below, Mapping) and isinstance(value, Mapping)
+            else value
         )
     return merged
 
@@ -100,7 +102,9 @@ def _split_arguments(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, An
     while rest:
         flag = rest.pop(0)
         if not flag.startswith("--"):
-            raise ConfigError(f"unexpected argument {flag!r}; settings are written --section.key value")
+            raise ConfigError(
+                f"unexpected argument {flag!r}; settings are written --section.key value"
+            )
         name, has_value, text = flag[2:].partition("=")
         if not has_value:
             if not rest:
@@ -109,11 +113,22 @@ def _split_arguments(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, An
         if name == "config":
             files.append(text)
             continue
-        try:
-            flags.append((name.replace("-", "_"), yaml.safe_load(text)))
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--{name} {text!r} is not a YAML value: {error}") from error
+        flags.append((name.replace("-", "_"), _flag_value(text)))
     return files, flags
+
+
+def _flag_value(text: str) -> Any:
+    """Numbers, booleans, null, [lists] and {mappings} as YAML reads them; all else is text."""
+    if text.lstrip().startswith(("{", "[")):
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{text!r} is not a YAML value: {error}") from error
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return value if isinstance(value, bool | int | float) or value is None else text
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -138,6 +138,7 @@ def _bind(config: ServiceConfig) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
+        listener.listen(2048)
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
@@ -165,7 +166,9 @@ async def _answer_service_error(request: Request, error: Exception) -> JSONRespo
 async def _answer_validation_error(request: Request, error: Exception) -> JSONResponse:
     if not isinstance(error, RequestValidationError):
         raise TypeError(f"handler of RequestValidationError called with {type(error)}")
-    problems = [f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors()[:8]]
+    problems = [
+        f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors()[:8]
+    ]
     body = ErrorBody(
         code="invalid_request",
         message="; ".join(problems),

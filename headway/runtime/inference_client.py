@@ -39,7 +39,9 @@ SUBMIT_CHUNK = 256
 class RemoteInferenceEngine:
     """`InferenceEngine` behind a URL: a gateway or one generation server alone."""
 
-    def __init__(self, url: str, connect_timeout_s: float = 60.0, request_timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, url: str, connect_timeout_s: float = 60.0, request_timeout_s: float = 600.0
+    ) -> None:
         self._url = url.rstrip("/")
         self._connect_timeout_s = connect_timeout_s
         self._request_timeout_s = request_timeout_s
@@ -121,7 +123,9 @@ class RemoteInferenceEngine:
         answer = self._call("POST", http.WEIGHTS, request)
         return http.WeightUpdateResponse.model_validate_json(answer.content).version
 
-    def _wait(self, count: int, rollout_ids: tuple[str, ...] | None, timeout: float) -> TrajectoryBatch:
+    def _wait(
+        self, count: int, rollout_ids: tuple[str, ...] | None, timeout: float
+    ) -> TrajectoryBatch:
         deadline = time.monotonic() + timeout
         delivery_id = uuid.uuid4().hex
         while True:
@@ -137,7 +141,9 @@ class RemoteInferenceEngine:
                 return TrajectoryBatch(decode_groups(answer.content))
             if time.monotonic() >= deadline:
                 ready = answer.headers.get(http.READY_HEADER, "0")
-                raise WaitTimeout(f"{ready} of {count} prompt groups were ready after {timeout:g} s")
+                raise WaitTimeout(
+                    f"{ready} of {count} prompt groups were ready after {timeout:g} s"
+                )
 
     def _call(self, method: str, path: str, body: BaseModel | None = None) -> httpx.Response:
         retrying = Retrying(
@@ -199,4 +205,3 @@ def _is_retryable(error: BaseException) -> bool:
     return isinstance(error, httpx.TransportError) or (
         isinstance(error, ServiceError) and error.retryable
     )
-

@@ -30,10 +30,16 @@ def render_metrics(status: StatusResponse) -> bytes:
     for state, count in status.counts.model_dump().items():
         trajectories.labels(state).set(count)
     versions = Gauge(
-        "headway_server_weight_version", "Version that a server samples with", ["server"], registry=registry
+        "headway_server_weight_version",
+        "Version that a server samples with",
+        ["server"],
+        registry=registry,
     )
     running = Gauge(
-        "headway_server_running_sequences", "Sequences being generated", ["server"], registry=registry
+        "headway_server_running_sequences",
+        "Sequences being generated",
+        ["server"],
+        registry=registry,
     )
     for server in status.servers:
         versions.labels(server.server_id).set(server.version)

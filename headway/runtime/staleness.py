@@ -97,7 +97,9 @@ class StalenessController:
 
     def is_stale(self, oldest_version: PolicyVersion) -> bool:
         """Whether consumption now would exceed η."""
-        return self._max_staleness is not None and self._version - oldest_version > self._max_staleness
+        return (
+            self._max_staleness is not None and self._version - oldest_version > self._max_staleness
+        )
 
     def has_due_running(self) -> bool:
         """Whether a group in play can be consumed by the next batch only."""

@@ -48,6 +48,8 @@ class ServerConfig(Config):
     backend: BackendConfig = EmbeddedTorchConfig()
     gateway: str | None = Field(None, pattern=r"^https?://[^\s/]+$")
     """Gateway to register with; None serves alone."""
+    advertise_url: str | None = Field(None, pattern=r"^https?://[^\s/]+$")
+    """URL under which the gateway reaches this server; None takes the bound address."""
     heartbeat_s: float = Field(1.0, gt=0.0)
     """Seconds between heartbeats to the gateway."""
     weights_root: str | None = None

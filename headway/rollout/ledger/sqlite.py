@@ -104,7 +104,9 @@ class SqliteLedger:
     ) -> Delivery:
         if rollout_ids is not None:
             return await self._run(SqliteLedger._deliver_exactly, delivery_id, rollout_ids, version)
-        return await self._run(SqliteLedger._deliver_oldest, delivery_id, count, version, max_staleness)
+        return await self._run(
+            SqliteLedger._deliver_oldest, delivery_id, count, version, max_staleness
+        )
 
     async def consume(self, rollout_ids: Sequence[str], step: int, checkpoint_step: int) -> None:
         await self._run(SqliteLedger._consume, rollout_ids, step, checkpoint_step)
@@ -169,7 +171,9 @@ class SqliteLedger:
         self._db.execute("PRAGMA busy_timeout=5000")
         self._db.executescript(SCHEMA)
         with self._transaction() as db:
-            leased = [row[0] for row in db.execute("SELECT id FROM rollouts WHERE state = 'leased'")]
+            leased = [
+                row[0] for row in db.execute("SELECT id FROM rollouts WHERE state = 'leased'")
+            ]
             for rollout_id in leased:
                 self._move(rollout_id, "requeue", "the gateway restarted")
 
@@ -182,14 +186,18 @@ class SqliteLedger:
         sources, target = NEXT_STATE[event]
         marks = ",".join("?" * len(sources))
         moved = self._db.execute(
-            f"UPDATE rollouts SET state = ? WHERE id = ? AND state IN ({marks})",  # noqa: S608
+            f"UPDATE rollouts SET state = ? WHERE id = ? AND state IN ({marks})",
             (target, rollout_id, *sources),
         )
         if moved.rowcount != 1:
-            row = self._db.execute("SELECT state FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
+            row = self._db.execute(
+                "SELECT state FROM rollouts WHERE id = ?", (rollout_id,)
+            ).fetchone()
             if row is None:
                 raise NotFound(f"no rollout {rollout_id!r} in the ledger")
-            raise Conflict(f"rollout {rollout_id!r} is {row[0]}; {event} needs {sorted(map(str, sources))}")
+            raise Conflict(
+                f"rollout {rollout_id!r} is {row[0]}; {event} needs {sorted(map(str, sources))}"
+            )
         self._log(rollout_id, event, detail)
 
     def _log(self, rollout_id: str, event: str, detail: str | None) -> None:
@@ -302,7 +310,9 @@ class SqliteLedger:
                 if row is None:
                     raise NotFound(f"rollout {rollout_id!r} was never submitted")
                 if row[1] in ("failed", "stale"):
-                    raise WorkflowError(f"rollout {rollout_id!r} is {row[1]}: {row[4] or 'too old'}")
+                    raise WorkflowError(
+                        f"rollout {rollout_id!r} is {row[1]}: {row[4] or 'too old'}"
+                    )
                 if row[1] in ("delivered", "consumed"):
                     raise Conflict(f"rollout {rollout_id!r} was given out before")
                 found.append(row)
@@ -325,7 +335,9 @@ class SqliteLedger:
     def _consume(self, rollout_ids: Sequence[str], step: int, checkpoint_step: int) -> None:
         with self._transaction() as db:
             for rollout_id in rollout_ids:
-                row = db.execute("SELECT state, step FROM rollouts WHERE id = ?", (rollout_id,)).fetchone()
+                row = db.execute(
+                    "SELECT state, step FROM rollouts WHERE id = ?", (rollout_id,)
+                ).fetchone()
                 if row == ("consumed", step):
                     continue
                 self._move(rollout_id, "consume", f"step={step}")

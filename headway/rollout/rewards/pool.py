@@ -43,7 +43,9 @@ class RewardPool:
         """
         arguments = json.dumps(reward.args, sort_keys=True)
         future = self._pool.schedule(
-            _score, args=[reward.name, arguments, prompt, completion, dict(data)], timeout=self._timeout_s
+            _score,
+            args=[reward.name, arguments, prompt, completion, dict(data)],
+            timeout=self._timeout_s,
         )
         try:
             score, details = await asyncio.wrap_future(future)
@@ -56,7 +58,9 @@ class RewardPool:
         except ProcessExpired as error:
             raise RewardError(f"reward {reward.name!r} ended its process: {error}") from error
         except Exception as error:
-            raise RewardError(f"reward {reward.name!r} raised {type(error).__name__}: {error}") from error
+            raise RewardError(
+                f"reward {reward.name!r} raised {type(error).__name__}: {error}"
+            ) from error
         if not math.isfinite(score):
             raise RewardError(f"reward {reward.name!r} returned {score}; a finite number is wanted")
         return RewardResult(score, details)

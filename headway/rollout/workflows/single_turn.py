@@ -23,7 +23,9 @@ class SingleTurn:
 
     Args: ClassVar[type[BaseModel]] = SingleTurnArgs
 
-    def __init__(self, tokenizer: TextTokenizer, gconfig: SamplingConfig, args: SingleTurnArgs) -> None:
+    def __init__(
+        self, tokenizer: TextTokenizer, gconfig: SamplingConfig, args: SingleTurnArgs
+    ) -> None:
         self._tokenizer = tokenizer
         self._gconfig = gconfig
 

@@ -1,0 +1,2 @@
+from headway.rollout.gateway import main
+import sys

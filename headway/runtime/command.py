@@ -1,0 +1,28 @@
+"""The edge of a command: our own errors become one clear line and an exit status."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from headway.contracts.errors import ConfigError, DataError, ServiceError
+
+EXIT_USAGE = 2
+EXIT_FAILURE = 1
+EXIT_INTERRUPTED = 130
+
+
+def run_command(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> NoReturn:
+    """Run a command and end the process: 0, 2 on bad input, 1 on failure, 130 on Ctrl-C."""
+    try:
+        main(argv)
+    except (ConfigError, DataError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(EXIT_USAGE)
+    except ServiceError as error:
+        sys.stderr.write(f"error [{error.code}]: {error}\n")
+        sys.exit(EXIT_FAILURE)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    sys.exit(0)

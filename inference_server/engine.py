@@ -1,0 +1,96 @@
+"""One backend behind the `Generator` contract, and `LocalInferenceEngine` on top of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from headway.contracts.config.server import ServerConfig
+from headway.contracts.http import ServerStatus
+from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
+from headway.rollout.in_process import InProcessEngine
+from headway.rollout.ledger.sqlite import SqliteLedger
+from headway.rollout.service import RolloutService
+from headway.rollout.tokenizer import TextTokenizer
+from inference_server.backends.base import GenerationBackend, make_backend
+from inference_server.version_gate import VersionGate
+from weight_sync.transports.disk import DiskReader
+
+
+class LocalGenerator:
+    """`Generator` over one backend and its version gate."""
+
+    def __init__(self, backend: GenerationBackend, gate: VersionGate, name: str) -> None:
+        self.backend = backend
+        self.gate = gate
+        self._name = name
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self.gate.version
+
+    @property
+    def updates_in_flight(self) -> int:
+        return self.gate.updates_in_flight
+
+    def statuses(self) -> list[ServerStatus]:
+        load = self.backend.load()
+        return [
+            ServerStatus(
+                server_id=self._name,
+                url="http://localhost",
+                version=self.version,
+                running=load.running,
+                queued=load.queued,
+                generated_tokens=load.generated_tokens,
+                busy_s=load.busy_s,
+                uptime_s=load.uptime_s,
+                state="ready",
+            )
+        ]
+
+    async def agenerate(self, req: LLMRequest) -> LLMResponse:
+        return await self.backend.generate(req)
+
+    async def update_weights(self, meta: WeightUpdateMeta) -> PolicyVersion:
+        await self.gate.prepare(meta)
+        await self.gate.commit(meta)
+        return self.version
+
+    async def aclose(self) -> None:
+        self.backend.close()
+
+
+def make_generator(config: ServerConfig) -> LocalGenerator:
+    """Load the model and build its gate; nothing runs yet."""
+    backend = make_backend(config.backend, config.model, config.initial_version)
+    reader = None if config.weights_root is None else DiskReader(config.weights_root)
+    return LocalGenerator(backend, VersionGate(backend, reader), name="local")
+
+
+@asynccontextmanager
+async def open_service(
+    config: ServerConfig, generator: LocalGenerator
+) -> AsyncIterator[RolloutService]:
+    """A rollout service over one backend, with a ledger in memory."""
+    has_tokenizer = (Path(config.model.path) / "tokenizer.json").is_file()
+    tokenizer = TextTokenizer(config.model.path) if has_tokenizer else None
+    ledger = SqliteLedger(":memory:")
+    await ledger.open()
+    service = RolloutService(generator, ledger, tokenizer, config.executor)
+    generator.backend.start()
+    await service.start()
+    try:
+        yield service
+    finally:
+        await service.aclose()
+        await generator.aclose()
+        await ledger.close()
+
+
+class LocalInferenceEngine(InProcessEngine):
+    """`InferenceEngine` in this process: one backend, executor, ledger and version gate."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        super().__init__(lambda: open_service(config, make_generator(config)))

@@ -1,0 +1,51 @@
+"""`python -m inference_server --config server.yaml`: one generation server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from headway.contracts.config.server import ServerConfig
+from headway.rollout.app import create_app
+from headway.rollout.service import RolloutService
+from headway.runtime.config import load_config
+from headway.runtime.http_service import serve
+from headway.runtime.logging import configure_logging
+from inference_server.engine import LocalGenerator, make_generator, open_service
+from inference_server.registration import keep_registered
+from inference_server.routes import weights
+
+
+def main(argv: Sequence[str]) -> None:
+    """Load the model, serve it, and register with the gateway if there is one."""
+    config = load_config(ServerConfig, argv)
+    configure_logging("inference_server")
+    serve(make_app(config, make_generator(config)), config.service)
+
+
+def make_app(config: ServerConfig, generator: LocalGenerator) -> FastAPI:
+    """The app of one server."""
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[RolloutService]:
+        async with open_service(config, generator) as service:
+            beat = asyncio.create_task(_register(app, config, generator), name="heartbeat")
+            try:
+                yield service
+            finally:
+                beat.cancel()
+                await asyncio.gather(beat, return_exceptions=True)
+
+    app = create_app(
+        "Headway generation server", opened, config.service.max_body_bytes, weights.router
+    )
+    return app
+
+
+async def _register(app: FastAPI, config: ServerConfig, generator: LocalGenerator) -> None:
+    if config.gateway is not None:
+        url = config.advertise_url or app.state.url
+        await keep_registered(generator, config.gateway, url, config.heartbeat_s)
