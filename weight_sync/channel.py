@@ -28,6 +28,9 @@ class StagedWeights:
 class WeightPublisher(Protocol):
     """The trainer's end."""
 
+    def locate(self, version: PolicyVersion) -> WeightUpdateMeta:
+        """Where a version lies or will lie."""
+
     def publish(
         self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> WeightUpdateMeta:

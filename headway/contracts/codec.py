@@ -53,7 +53,8 @@ def encode_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
         "stop_reason": [row.stop_reason for row in rows],
     }
     metadata = {"schema_version": str(SCHEMA_VERSION), "trajectories": json.dumps(header)}
-    return save_tensors(columns, metadata=metadata)
+    payload: bytes = save_tensors(columns, metadata=metadata)
+    return payload
 
 
 def decode_groups(payload: bytes) -> tuple[TrajectoryGroup, ...]:

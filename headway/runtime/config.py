@@ -146,9 +146,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value
+    *parents, last = key.split(".")
+    tree: dict[str, Any] = {last: value}
+    for part in reversed(parents):
+        tree = {part: tree}
+    return tree
 
 
 def _explain(model: type[BaseModel], problem: dict[str, Any]) -> str:

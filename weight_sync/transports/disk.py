@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from headway.contracts.config.weight_sync import DiskSync
 from headway.contracts.errors import SyncError
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
 from weight_sync.channel import StagedWeights
@@ -63,6 +64,9 @@ class DiskPublisher:
         for leftover in self._root.glob(f"{STAGING_PREFIX}*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
+    def locate(self, version: PolicyVersion) -> WeightUpdateMeta:
+        return WeightUpdateMeta(version=version, path=str(self._root / version_name(version)))
+
     def publish(
         self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> WeightUpdateMeta:
@@ -88,7 +92,7 @@ class DiskPublisher:
             ) from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-        return WeightUpdateMeta(version=version, path=str(final))
+        return self.locate(version)
 
     def latest(self) -> PolicyVersion | None:
         versions = list_versions(self._root)
@@ -136,6 +140,11 @@ class DiskPublisher:
             )
             for name, tensor in shard.items()
         ]
+
+
+def make_publisher(config: DiskSync) -> DiskPublisher:
+    """The trainer's end as configured."""
+    return DiskPublisher(config.root, config.keep, config.shard_bytes, config.dtype)
 
 
 class DiskReader:

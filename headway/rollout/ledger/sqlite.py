@@ -50,7 +50,7 @@ CREATE TABLE IF NOT EXISTS events (
 CREATE TABLE IF NOT EXISTS notes (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 
-NEXT_STATE = {
+NEXT_STATE: dict[str, tuple[set[str | None], str]] = {
     "submit": ({None}, "queued"),
     "lease": ({"queued"}, "leased"),
     "requeue": ({"leased"}, "queued"),

@@ -1,0 +1,115 @@
+"""The contract of training: `TrainEngine` and its records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from headway.contracts.types import FinetuneSpec, WeightUpdateMeta
+from trainer.batching import SequenceBatch
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchSpec:
+    """How a batch is cut for memory; the loss does not depend on it."""
+
+    max_tokens_per_mb: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveLoadMeta:
+    """Where and how a model is stored."""
+
+    path: str
+    weight_format: Literal["hf", "dcp"] = "dcp"
+    """`hf`: a Hugging Face directory, weights only; `dcp`: sharded, loads on another number of ranks."""
+    with_optim: bool = True
+    """Also optimizer and schedule (`dcp` only)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """What one rank needs from a launcher."""
+
+    cpu: int = 1
+    gpu: int = 0
+    mem_gib: int = 8
+    env_vars: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """A micro-batch's loss and figures, all means over its weight (`loss_weight_fn`)."""
+
+    loss: Tensor  # []
+    stats: dict[str, Tensor] = field(default_factory=dict)  # name -> []
+
+
+LossFn = Callable[[Tensor, SequenceBatch], LossOutput]
+"""`(logits [T, V], micro-batch) -> loss`; row t of the logits predicts token t + 1."""
+LossWeightFn = Callable[[SequenceBatch], float]
+"""Weight of a micro-batch, usually its tokens in the loss."""
+PostHook = Callable[[Tensor, SequenceBatch], Tensor]
+"""`(logits [T, V], micro-batch) -> [T, ...]`."""
+
+
+class TrainEngine(Protocol):
+    """One model with its optimizer on all ranks of a trainer; every call is collective."""
+
+    def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None) -> None:
+        """Join the process group, load the model, build the optimizer."""
+
+    def get_scheduling_config(self) -> Scheduling:
+        """What one rank needs."""
+
+    def train_batch(
+        self,
+        input_: SequenceBatch,
+        mb_spec: MicroBatchSpec,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+    ) -> dict[str, float]:
+        """One optimizer step on this rank's sequences; the loss is the mean over the weight of all
+        ranks and micro-batches, whatever the split.
+
+        Raises:
+            DataError: a sequence is longer than the token budget.
+        """
+
+    def eval_batch(
+        self,
+        input_: SequenceBatch,
+        mb_spec: MicroBatchSpec,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+    ) -> Tensor | None:
+        """The loss that `train_batch` would see, without a step."""
+
+    def forward(
+        self,
+        input_: SequenceBatch,
+        mb_spec: MicroBatchSpec,
+        output_seqlens: list[int] | None = None,
+        post_hook: PostHook | None = None,
+        aggregate_fn: Callable[[list[Tensor]], Any] = torch.cat,
+    ) -> Any:
+        """Run without gradients; results per sequence, in the order of `input_`, aggregated."""
+
+    def upload_weights(self, meta: WeightUpdateMeta | None) -> None:
+        """Publish the current weights as a version; `meta` is None on ranks other than the first."""
+
+    def step_lr_scheduler(self) -> None:
+        """Advance the learning rate, once per version."""
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        """Store the model."""
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        """Restore what `save` stored."""
+
+    def destroy(self) -> None:
+        """Leave the process group."""

@@ -1,0 +1,141 @@
+"""Trajectories -> packed sequences -> micro-batches by token budget.
+
+A `SequenceBatch` holds sequences end to end: column `name` is `[T]` over all tokens, cut by
+`lengths`. Row t of the logits predicts token t + 1, so columns that judge a sampled token are stored
+shifted one to the left (`shift_left`); the last position of a sequence then judges nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headway.contracts.errors import DataError
+from headway.contracts.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBatch:
+    """Sequences packed end to end."""
+
+    lengths: tuple[int, ...]
+    columns: Mapping[str, Tensor]  # each [T], T = sum(lengths)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.columns[name]
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return sum(self.lengths)
+
+    @property
+    def position_ids(self) -> Tensor:
+        """[T] position of each token within its sequence."""
+        return torch.cat([torch.arange(length) for length in self.lengths])
+
+    def select(self, indices: Sequence[int]) -> SequenceBatch:
+        """The sequences at `indices`, in that order."""
+        pieces = {name: torch.split(column, list(self.lengths)) for name, column in self.columns.items()}
+        columns = {name: torch.cat([split[i] for i in indices]) for name, split in pieces.items()}
+        return SequenceBatch(tuple(self.lengths[i] for i in indices), columns)
+
+    def with_columns(self, **columns: Tensor) -> SequenceBatch:
+        """A batch with more (or replaced) columns of length T."""
+        for name, column in columns.items():
+            if column.shape != (self.num_tokens,):
+                raise ValueError(
+                    f"column {name} is {tuple(column.shape)}, wanted ({self.num_tokens},)"
+                )
+        return SequenceBatch(self.lengths, {**self.columns, **columns})
+
+    def to(self, device: torch.device) -> SequenceBatch:
+        """The batch on another device."""
+        return SequenceBatch(
+            self.lengths, {name: column.to(device) for name, column in self.columns.items()}
+        )
+
+
+def batch_of_trajectories(trajectories: Sequence[Trajectory]) -> SequenceBatch:
+    """Pack trajectories.
+
+    Returns:
+        Columns `input_ids` int64, and shifted to the token that each position predicts: `labels`
+        int64, `loss_mask` bool, `behaviour_logprobs` float32, `behaviour_versions` int32; and
+        `sequence` int64, the index of the trajectory.
+    """
+    if not trajectories:
+        raise DataError("a batch of no trajectories cannot be packed")
+    lengths = tuple(trajectory.num_tokens for trajectory in trajectories)
+
+    def column(name: str, dtype: torch.dtype) -> Tensor:
+        parts = [torch.tensor(getattr(t, name), dtype=dtype) for t in trajectories]
+        return torch.cat(parts)
+
+    input_ids = column("input_ids", torch.int64)
+    return SequenceBatch(
+        lengths,
+        {
+            "input_ids": input_ids,
+            "labels": shift_left(input_ids, lengths, 0),
+            "loss_mask": shift_left(column("loss_mask", torch.bool), lengths, False),
+            "behaviour_logprobs": shift_left(column("logprobs", torch.float32), lengths, 0.0),
+            "behaviour_versions": shift_left(column("versions", torch.int32), lengths, -1),
+            "sequence": torch.repeat_interleave(
+                torch.arange(len(lengths)), torch.tensor(lengths), output_size=sum(lengths)
+            ),
+        },
+    )
+
+
+def shift_left(column: Tensor, lengths: Sequence[int], fill: float) -> Tensor:
+    """Move each sequence's values one position to the left; its last position gets `fill`."""
+    shifted = column.roll(-1)
+    shifted[torch.tensor(lengths).cumsum(0) - 1] = fill
+    return shifted
+
+
+def pack_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """First-fit decreasing: bins of sequence indices, none above `max_tokens`.
+
+    Raises:
+        DataError: a sequence is longer than the budget.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    if order and lengths[order[0]] > max_tokens:
+        raise DataError(
+            f"a sequence of {lengths[order[0]]} tokens exceeds the micro-batch budget of {max_tokens}; "
+            "raise trainer.max_tokens_per_mb or lower sampling.max_new_tokens"
+        )
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for index in order:
+        for position, room in enumerate(free):
+            if lengths[index] <= room:
+                bins[position].append(index)
+                free[position] -= lengths[index]
+                break
+        else:
+            bins.append([index])
+            free.append(max_tokens - lengths[index])
+    return bins
+
+
+def partition_by_tokens(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Longest-first to the lightest part: balanced shares for the ranks, each in ascending order.
+
+    Raises:
+        DataError: fewer sequences than parts.
+    """
+    if len(lengths) < num_parts:
+        raise DataError(f"{len(lengths)} sequences cannot be shared by {num_parts} ranks")
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    loads = [0] * num_parts
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        lightest = min(range(num_parts), key=lambda part: (loads[part], len(parts[part])))
+        parts[lightest].append(index)
+        loads[lightest] += lengths[index]
+    return [sorted(part) for part in parts]

@@ -1,0 +1,105 @@
+"""Rows -> prompts, in an order that a cursor can resume."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from headway.contracts.config.data import DataConfig
+from headway.contracts.errors import DataError
+from headway.contracts.types import Message, Prompt
+
+
+class PromptData:
+    """The rows of a data set; position `cursor` counts over all epochs and never wraps."""
+
+    def __init__(self, config: DataConfig) -> None:
+        self._config = config
+        self.rows = read_rows(Path(config.path))
+        for index in (0, len(self.rows) - 1):  # a template that fails, fails at the start
+            self.text_of(index)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row_index(self, cursor: int) -> int:
+        """Which row stands at a position of the (shuffled) order."""
+        epoch, position = divmod(cursor, len(self.rows))
+        if not self._config.shuffle:
+            return position
+        return self._order(epoch)[position]
+
+    def prompt(self, cursor: int, group_size: int) -> Prompt:
+        """The prompt group at a position."""
+        index = self.row_index(cursor)
+        text = self.text_of(index)
+        group = {
+            "group_id": f"row-{index}.{cursor}",
+            "group_size": group_size,
+            "data": self.rows[index],
+        }
+        if not self._config.chat:
+            return Prompt(text=text, **group)
+        system = self._config.system_prompt
+        messages = [Message(role="user", content=text)]
+        if system is not None:
+            messages.insert(0, Message(role="system", content=system))
+        return Prompt(messages=tuple(messages), **group)
+
+    def text_of(self, index: int) -> str:
+        """The prompt's text of a row."""
+        return self._fill(self._config.prompt_template, index)
+
+    def completion_of(self, index: int) -> str:
+        """The completion to imitate of a row."""
+        return self._fill(self._config.completion_template, index)
+
+    def _fill(self, template: str, index: int) -> str:
+        try:
+            return template.format_map(self.rows[index])
+        except (KeyError, IndexError, ValueError) as error:
+            raise DataError(
+                f"{self._config.path} row {index + 1}: template {template!r} needs {error}; "
+                f"the row has {sorted(self.rows[index])}"
+            ) from error
+
+    @lru_cache(maxsize=2)  # noqa: B019 - one instance per process
+    def _order(self, epoch: int) -> list[int]:
+        order = list(range(len(self.rows)))
+        random.Random(f"{self._config.seed}:{epoch}").shuffle(order)
+        return order
+
+
+def read_rows(path: Path) -> list[Mapping[str, Any]]:
+    """All rows of a JSON Lines file, or of every *.jsonl of a directory in name order.
+
+    Raises:
+        DataError: missing, empty, or a line that is no JSON object; with path and line.
+    """
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    rows: list[Mapping[str, Any]] = []
+    for file in files:
+        try:
+            lines = file.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot read data {file}: {error}; set data.path") from error
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                rows.append(_parse(line, file, number))
+    if not rows:
+        raise DataError(f"{path} holds no rows; data.path wants a JSON Lines file")
+    return rows
+
+
+def _parse(line: str, file: Path, number: int) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{file} line {number} is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{file} line {number} is a {type(row).__name__}; a JSON object is wanted")
+    return row

@@ -1,0 +1,25 @@
+"""Experiments by name: a configuration model and a function that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from headway.contracts.config.experiment import ExperimentConfig
+from headway.contracts.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """One kind of run."""
+
+    config: type[ExperimentConfig]
+    run: Callable[[Any], None]
+
+
+EXPERIMENTS: Registry[Experiment] = Registry(
+    "experiment",
+    {"grpo": "trainer.experiments.grpo:GRPO", "sft": "trainer.experiments.sft:SFT_EXPERIMENT"},
+    entry_point_group="headway.experiments",
+)

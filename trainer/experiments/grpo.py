@@ -1,0 +1,115 @@
+"""Asynchronous GRPO with the decoupled PPO loss: parts are built here, the loop is `trainer.loop`."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from headway.contracts.config.experiment import GRPOExperiment
+from headway.contracts.types import ConsumerSpec, FinetuneSpec
+from headway.runtime.config import write_resolved
+from headway.runtime.inference_client import RemoteInferenceEngine
+from headway.runtime.journal import METRICS_NAME, MetricsJournal
+from trainer.api import MicroBatchSpec, SaveLoadMeta
+from trainer.backends.base import make_engine
+from trainer.checkpoint import Checkpoints, RunState
+from trainer.data import PromptData
+from trainer.experiments.base import Experiment
+from trainer.feed import Feed
+from trainer.interfaces.ppo_actor import PPOActor
+from trainer.loop import train
+from trainer.publication import Publication
+from trainer.topology import Topology
+from weight_sync.channel import WeightPublisher
+from weight_sync.transports.disk import make_publisher
+
+CONSUMER = "trainer"
+RUN_NAME = "run.json"
+
+
+def run(config: GRPOExperiment) -> None:
+    """Train to the end; with `recovery.resume`, from the newest checkpoint of the run folder."""
+    topology = Topology.from_environment()
+    run_dir = Path(config.run_dir)
+    if config.trainer.num_threads is not None:
+        torch.set_num_threads(config.trainer.num_threads)
+    torch.manual_seed(config.trainer.seed)
+    data = PromptData(config.data)
+    publisher = make_publisher(config.weight_sync) if topology.is_main else None
+    engine = make_engine(config, topology, publisher)
+    engine.initialize(None, FinetuneSpec(1, len(data), config.data.batch_size))
+    checkpoints = Checkpoints(run_dir, config.recovery, topology)
+    state = RunState(_run_id(config, run_dir, topology))
+    if config.recovery.resume:
+        state = checkpoints.load_newest(engine) or state
+    client = None
+    if topology.is_main:
+        write_resolved(config, run_dir)
+        client = RemoteInferenceEngine(config.rollout.url, config.rollout.connect_timeout_s)
+        client.initialize()
+    publication = Publication(engine, publisher, client)
+    state = _attach(config, state, topology, publication, publisher, client)
+    metrics = MetricsJournal(run_dir / METRICS_NAME if topology.is_main else None)
+    feed = Feed(client, data, topology, config, state.run_id)
+    mb_spec = MicroBatchSpec(config.trainer.max_tokens_per_mb)
+    actor = PPOActor(engine, topology, config.algorithm, mb_spec, config.sampling.temperature)
+    total_steps = config.trainer.total_steps
+    train(state, total_steps, feed, actor, engine, publication, checkpoints, metrics)
+    engine.save(SaveLoadMeta(str(run_dir / "model"), weight_format="hf"))
+    metrics.close()
+    if client is not None:
+        client.destroy()
+    engine.destroy()
+
+
+def _attach(
+    config: GRPOExperiment,
+    state: RunState,
+    topology: Topology,
+    publication: Publication,
+    publisher: WeightPublisher | None,
+    client: RemoteInferenceEngine | None,
+) -> RunState:
+    """Become the consumer at a version that nobody has seen with other weights.
+
+    After a crash the service may hold versions newer than the checkpoint. Their numbers are not used
+    again: the restored weights are published under the next free one.
+    """
+    version = 0
+    if client is not None and publisher is not None:
+        newest = max(client.status().version, publisher.latest() or 0)
+        version = state.version if newest == state.version else max(newest, state.version) + 1
+        client.attach(
+            ConsumerSpec(
+                consumer=CONSUMER,
+                batch_size=config.batch_trajectories,
+                max_staleness=config.rollout.max_staleness,
+                step=state.step - 1,
+                version=version,
+            )
+        )
+    version = topology.max(version)
+    if version != state.version:
+        publication.begin(version)
+        publication.finish()
+    return replace(state, version=version)
+
+
+def _run_id(config: GRPOExperiment, run_dir: Path, topology: Topology) -> str:
+    """A name that rollout ids start with; kept in the run folder for a resume without checkpoint."""
+    file = run_dir / RUN_NAME
+    if not topology.is_main:
+        return ""
+    if config.recovery.resume and file.is_file():
+        return str(json.loads(file.read_text())["run_id"])
+    run_id = uuid.uuid4().hex[:8]
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"run_id": run_id}))
+    return run_id
+
+
+GRPO = Experiment(GRPOExperiment, run)

@@ -1,0 +1,68 @@
+"""Prompts out, batches in: the trainer's side of the rollout service.
+
+Rank 0 talks to the service (`engine` is None elsewhere); the other ranks get its batches by broadcast. Rollout ids follow from
+the run and the data cursor, so submitting again after a crash submits nothing twice.
+"""
+
+from __future__ import annotations
+
+from headway.contracts.codec import decode_groups, encode_groups
+from headway.contracts.config.experiment import GRPOExperiment
+from headway.contracts.engines import InferenceEngine
+from headway.contracts.types import RolloutRequest, TrajectoryBatch
+from trainer.data import PromptData
+from trainer.topology import Topology
+
+
+class Feed:
+    """Keeps the service supplied with prompts and hands out batches of whole groups."""
+
+    def __init__(
+        self,
+        engine: InferenceEngine | None,
+        data: PromptData,
+        topology: Topology,
+        config: GRPOExperiment,
+        run_id: str,
+    ) -> None:
+        self._engine = engine
+        self._data = data
+        self._topology = topology
+        self._rollout = config.rollout
+        self._sampling = config.sampling
+        self._batch_size = config.data.batch_size
+        self._run_id = run_id
+
+    def top_up(self, cursor: int, step: int) -> int:
+        """Submit prompts so far ahead that the service never runs dry; the new cursor.
+
+        The service admits up to η + 1 batches beyond what was consumed; one more waits there.
+        """
+        target = (step + self._rollout.max_staleness + 2) * self._batch_size
+        if self._engine is not None and target > cursor:
+            self._engine.submit([self._request(position) for position in range(cursor, target)])
+        return max(cursor, target)
+
+    def next_batch(self) -> TrajectoryBatch:
+        """The oldest finished batch, on every rank."""
+        payload = None
+        if self._engine is not None:
+            batch = self._engine.wait(self._batch_size, self._rollout.wait_timeout_s)
+            if self._topology.world_size == 1:
+                return batch
+            payload = encode_groups(batch.groups)
+        return TrajectoryBatch(decode_groups(self._topology.broadcast_bytes(payload)))
+
+    def consumed(self, batch: TrajectoryBatch, step: int, checkpoint_step: int) -> None:
+        """Tell the ledger which step trained on the batch."""
+        if self._engine is not None:
+            self._engine.consumed(batch.rollout_ids, step, checkpoint_step)
+
+    def _request(self, cursor: int) -> RolloutRequest:
+        return RolloutRequest(
+            rollout_id=f"{self._run_id}.{cursor}",
+            prompt=self._data.prompt(cursor, self._rollout.group_size),
+            workflow=self._rollout.workflow,
+            reward=self._rollout.reward,
+            gconfig=self._sampling,
+        )

@@ -1,0 +1,26 @@
+"""`python -m trainer --config experiment.yaml` or `torchrun … -m trainer`: one trainer rank."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from types import FrameType
+
+from headway.runtime.config import merge_sources, validate_config
+from headway.runtime.logging import configure_logging
+from trainer.experiments.base import EXPERIMENTS
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the experiment that `type` names."""
+    tree = merge_sources(argv)
+    experiment = EXPERIMENTS.get(str(tree.get("type", "grpo")))
+    config = validate_config(experiment.config, tree)
+    configure_logging("trainer")
+    signal.signal(signal.SIGTERM, _interrupt)
+    experiment.run(config)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """SIGTERM ends like Ctrl-C, so that what is half-written is removed on the way out."""
+    raise KeyboardInterrupt

@@ -1,0 +1,80 @@
+"""Rank and world size as one record, and the collectives that the trainer needs besides FSDP's."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """This process among the trainer's ranks."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank talks to the outside."""
+        return self.rank == 0
+
+    @staticmethod
+    def from_environment() -> Topology:
+        """What torchrun set; one process without it."""
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        device = (
+            torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        )
+        return Topology(
+            int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), device
+        )
+
+    def join(self) -> None:
+        """Create the process group, if there is more than one rank."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.world_size > 1 and not dist.is_initialized():
+            dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+
+    def leave(self) -> None:
+        """Destroy the process group."""
+        if self.world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Element-wise sum over the ranks."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, value: int) -> int:
+        """Largest over the ranks."""
+        return int(self._reduce([float(value)], dist.ReduceOp.MAX)[0])
+
+    def broadcast_bytes(self, payload: bytes | None) -> bytes:
+        """Rank 0's bytes on every rank."""
+        if self.world_size == 1:
+            if payload is None:
+                raise ValueError("rank 0 has nothing to broadcast")
+            return payload
+        box = [payload]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        received = box[0]
+        if received is None:
+            raise ValueError("rank 0 had nothing to broadcast")
+        return received
+
+    def _reduce(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        if self.world_size == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, op=operation)
+        result: list[float] = tensor.tolist()
+        return result
