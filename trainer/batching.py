@@ -39,7 +39,9 @@ class SequenceBatch:
 
     def select(self, indices: Sequence[int]) -> SequenceBatch:
         """The sequences at `indices`, in that order."""
-        pieces = {name: torch.split(column, list(self.lengths)) for name, column in self.columns.items()}
+        pieces = {
+            name: torch.split(column, list(self.lengths)) for name, column in self.columns.items()
+        }
         columns = {name: torch.cat([split[i] for i in indices]) for name, split in pieces.items()}
         return SequenceBatch(tuple(self.lengths[i] for i in indices), columns)
 

@@ -1,7 +1,8 @@
 """Prompts out, batches in: the trainer's side of the rollout service.
 
-Rank 0 talks to the service (`engine` is None elsewhere); the other ranks get its batches by broadcast. Rollout ids follow from
-the run and the data cursor, so submitting again after a crash submits nothing twice.
+Rank 0 talks to the service (`engine` is None elsewhere); the other ranks get its batches by
+broadcast. Rollout ids follow from the run and the data cursor, so submitting again after a crash
+submits nothing twice.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Feed:
     def _request(self, cursor: int) -> RolloutRequest:
         return RolloutRequest(
             rollout_id=f"{self._run_id}.{cursor}",
+            consumer=self._run_id,
             prompt=self._data.prompt(cursor, self._rollout.group_size),
             workflow=self._rollout.workflow,
             reward=self._rollout.reward,

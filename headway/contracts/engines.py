@@ -37,11 +37,19 @@ class InferenceEngine(Protocol):
     def attach(self, spec: ConsumerSpec) -> None:
         """Declare the consumer; what it had received but not kept is given out again."""
 
+    def detach(self) -> None:
+        """End the consumer: what it has not consumed is cancelled."""
+
     def submit(self, requests: Sequence[RolloutRequest]) -> list[RolloutHandle]:
         """Queue prompt groups; idempotent by `rollout_id`."""
 
     def wait(self, count: int, timeout: float) -> TrajectoryBatch:
-        """Block until `count` groups are finished; raise `WaitTimeout` after `timeout` seconds."""
+        """Block until `count` groups of the attached consumer are finished, oldest first.
+
+        Raises:
+            WaitTimeout: fewer were finished within `timeout` seconds.
+            ErrorBudgetExceeded: too many rollouts failed.
+        """
 
     def consumed(self, rollout_ids: Sequence[str], step: int, checkpoint_step: int) -> None:
         """Record that a step trained on these groups; idempotent."""

@@ -53,8 +53,10 @@ class WaitRequest(Config):
     """The same id is answered with the same groups, so a lost answer can be asked for again."""
     count: int = Field(ge=1, le=65536)
     timeout_s: float = Field(20.0, ge=0.0, le=60.0)
+    consumer: Identifier = "default"
+    """Take this consumer's oldest submissions."""
     rollout_ids: tuple[Identifier, ...] | None = Field(None, max_length=65536)
-    """Wait for exactly these; None takes the oldest submissions."""
+    """Wait for exactly these instead, whoever submitted them."""
 
 
 class ConsumedRequest(Config):
@@ -81,6 +83,17 @@ class ConsumerResponse(Config):
     """Groups that a former incarnation had received but not kept."""
     version: PolicyVersion
     """Committed version on the serving side."""
+
+
+class DetachRequest(Config):
+    """`DELETE /v1/consumer`: what the consumer has not consumed is cancelled."""
+
+    consumer: Identifier
+
+
+class DetachResponse(Config):
+    cancelled: int
+    """Trajectories that were waiting, in play or unconsumed."""
 
 
 class WeightUpdateRequest(Config):
@@ -135,6 +148,7 @@ class LedgerCounts(Config):
     consumed: int = 0
     failed: int = 0
     stale: int = 0
+    cancelled: int = 0
 
 
 class LedgerAudit(Config):

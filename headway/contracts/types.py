@@ -63,6 +63,8 @@ class RolloutRequest(Config):
     """One prompt group to play, idempotent by `rollout_id`."""
 
     rollout_id: Identifier
+    consumer: Identifier = "default"
+    """Who will `wait` for it; the attached consumer's rollouts are bounded in staleness."""
     prompt: Prompt
     workflow: PartConfig = PartConfig(name="single_turn")
     reward: PartConfig

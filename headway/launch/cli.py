@@ -1,2 +1,1 @@
-from headway.rollout.gateway import main
-import sys
+"""placeholder"""

@@ -79,6 +79,11 @@ async def attach(body: http.ConsumerRequest, request: Request) -> http.ConsumerR
     return http.ConsumerResponse(given_back=given_back, version=service.generator.version)
 
 
+@common.delete(http.CONSUMER)
+async def detach(body: http.DetachRequest, request: Request) -> http.DetachResponse:
+    return http.DetachResponse(cancelled=await _service(request).detach(body.consumer))
+
+
 @common.post(http.WEIGHTS)
 async def update_weights(
     body: http.WeightUpdateRequest, request: Request

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.errors import BackendError, ErrorBudgetExceeded, ServiceError
 from headway.contracts.types import RolloutRequest, TrajectoryGroup
-from headway.rollout.ledger.base import Lease, Ledger
+from headway.rollout.ledger.base import Lease, LeaseLimits, Ledger
 from headway.runtime.staleness import StalenessController
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,8 @@ class Executor:
         self._staleness = staleness
         self._play = play
         self._config = config
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], str] = {}
+        self._consumer: str | None = None
         self._claiming: asyncio.Task[None] | None = None
         self._outcomes: deque[str | None] = deque(maxlen=config.error_window)
         self.changed = Signal()
@@ -64,9 +65,7 @@ class Executor:
         if self._claiming is not None:
             self._claiming.cancel()
             await asyncio.gather(self._claiming, return_exceptions=True)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._stop(list(self._tasks))
 
     @property
     def last_failures(self) -> list[str]:
@@ -86,25 +85,40 @@ class Executor:
                 f"executor.error_budget={self._config.error_budget}; latest: {failures[-1]}"
             )
 
-    def forgive(self) -> None:
-        """A new consumer starts with a full budget."""
+    def bind(self, consumer: str) -> None:
+        """The consumer whose rollouts are bounded; it starts with a full error budget."""
+        self._consumer = consumer
         self._outcomes.clear()
+        self.changed.notify()
+
+    async def unbind(self) -> None:
+        """Stop playing the consumer's rollouts; they go back to the queue."""
+        consumer, self._consumer = self._consumer, None
+        await self._stop([task for task, owner in self._tasks.items() if owner == consumer])
+
+    async def _stop(self, tasks: list[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _claim(self) -> None:
         while True:
             changed = self.changed.event()
-            capacity = self._staleness.capacity()
-            lease = None
-            if capacity > 0:
-                lease = await self._ledger.lease(capacity, self._staleness.version)
+            limits = LeaseLimits(self._consumer, self._staleness.capacity(), self._staleness.free())
+            lease = (
+                await self._ledger.lease(limits, self._staleness.version)
+                if limits.free > 0
+                else None
+            )
             if lease is None:
                 await changed.wait()
                 continue
-            prompt = lease.request.prompt
-            self._staleness.start(lease.request.rollout_id, prompt.group_size)
-            task = asyncio.create_task(self._run(lease), name=lease.request.rollout_id)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            request = lease.request
+            is_bounded = request.consumer == self._consumer
+            self._staleness.start(request.rollout_id, request.prompt.group_size, is_bounded)
+            task = asyncio.create_task(self._run(lease), name=request.rollout_id)
+            self._tasks[task] = request.consumer
+            task.add_done_callback(self._tasks.pop)
 
     async def _run(self, lease: Lease) -> None:
         rollout_id = lease.request.rollout_id
@@ -114,7 +128,7 @@ class Executor:
             await self._ledger.complete(group)
         except asyncio.CancelledError:
             self._staleness.release(rollout_id)
-            await self._ledger.requeue(rollout_id, "the gateway is shutting down")
+            await self._ledger.requeue(rollout_id, "its play was cancelled")
             raise
         except BackendError as error:
             await self._retry_or_fail(lease, error)

@@ -26,9 +26,9 @@ from headway.contracts.types import (
 )
 from headway.rollout.app import OpenService
 from headway.rollout.service import RolloutService
+from headway.runtime.inference_client import DEFAULT_CONSUMER, POLL_S
 
 T = TypeVar("T")
-POLL_S = 20.0
 
 
 class InProcessEngine:
@@ -42,6 +42,7 @@ class InProcessEngine:
         )
         self._context: AbstractAsyncContextManager[RolloutService] | None = None
         self._service: RolloutService | None = None
+        self._consumer = DEFAULT_CONSUMER
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         """Start the loop and open the service; `addr` is for remote engines."""
@@ -61,6 +62,11 @@ class InProcessEngine:
             version=spec.version,
         )
         self._run(self._running.attach(request))
+        self._consumer = spec.consumer
+
+    def detach(self) -> None:
+        self._run(self._running.detach(self._consumer))
+        self._consumer = DEFAULT_CONSUMER
 
     def submit(self, requests: Sequence[RolloutRequest]) -> list[RolloutHandle]:
         new = self._run(self._running.submit(requests))
@@ -95,7 +101,11 @@ class InProcessEngine:
         while True:
             poll_s = min(POLL_S, max(0.0, left))
             request = WaitRequest(
-                delivery_id=delivery_id, count=count, timeout_s=poll_s, rollout_ids=rollout_ids
+                delivery_id=delivery_id,
+                count=count,
+                timeout_s=poll_s,
+                consumer=self._consumer,
+                rollout_ids=rollout_ids,
             )
             payloads, num_ready = self._run(self._running.wait(request))
             if payloads is not None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.engines import Generator
-from headway.contracts.errors import ConfigError, Conflict, WorkflowError
+from headway.contracts.errors import ConfigError, Conflict, NotFound, WorkflowError
 from headway.contracts.http import (
     ConsumerRequest,
     LedgerAudit,
@@ -66,9 +66,8 @@ class RolloutService:
 
     async def start(self) -> None:
         """Restore the counters of an attached consumer, then begin to play."""
-        note = await self._ledger.get_note(CONSUMER_NOTE)
-        if note is not None:
-            saved = json.loads(note)
+        saved = json.loads(await self._ledger.get_note(CONSUMER_NOTE) or "null")
+        if saved is not None:
             await self._bind(ConsumerRequest.model_validate(saved["request"]), saved["base"])
             self._staleness.set_version(max(self.generator.version, self._staleness.version))
         self._executor.start()
@@ -105,6 +104,7 @@ class RolloutService:
                 delivery = await self._ledger.deliver(
                     request.delivery_id,
                     request.count,
+                    request.consumer,
                     request.rollout_ids,
                     self._staleness.version,
                     self._staleness.max_staleness,
@@ -132,18 +132,32 @@ class RolloutService:
         """
         if self._consumer is not None and self._consumer.consumer != request.consumer:
             raise Conflict(
-                f"consumer {self._consumer.consumer!r} is attached; {request.consumer!r} needs a service "
-                "of its own"
+                f"consumer {self._consumer.consumer!r} is attached; detach it first "
+                f"(headway detach {self._consumer.consumer}), or give {request.consumer!r} another gateway"
             )
-        given_back = await self._ledger.give_back(request.step)
-        counts = await self._ledger.counts()
+        given_back = await self._ledger.give_back(request.consumer, request.step)
+        counts = await self._ledger.counts(request.consumer)
         base = request.version * request.batch_size - counts.consumed
         note = {"request": request.model_dump(), "base": base}
         await self._ledger.put_note(CONSUMER_NOTE, json.dumps(note))
         await self._bind(request, base)
-        self._executor.forgive()
-        self._executor.changed.notify()
         return given_back
+
+    async def detach(self, consumer: str) -> int:
+        """End a consumer; its unconsumed trajectories are cancelled and counted.
+
+        Raises:
+            NotFound: it is not attached.
+        """
+        if self._consumer is None or self._consumer.consumer != consumer:
+            raise NotFound(f"consumer {consumer!r} is not attached")
+        await self._executor.unbind()
+        cancelled = await self._ledger.cancel(consumer)
+        await self._ledger.put_note(CONSUMER_NOTE, json.dumps(None))
+        self._staleness.detach()
+        self._consumer = None
+        self._executor.changed.notify()
+        return cancelled
 
     async def consumed(self, rollout_ids: Sequence[str], step: int, checkpoint_step: int) -> None:
         """Record that a step trained on these groups."""
@@ -180,11 +194,12 @@ class RolloutService:
 
     async def _bind(self, request: ConsumerRequest, base: int) -> None:
         """`base + consumed + unconsumed results` is the controller's `accepted` at any moment."""
-        counts = await self._ledger.counts()
+        counts = await self._ledger.counts(request.consumer)
         accepted = base + counts.consumed + counts.ready + counts.delivered
         snapshot = StalenessSnapshot(request.version, accepted)
         self._staleness.attach(request.batch_size, request.max_staleness, snapshot)
         self._consumer = request
+        self._executor.bind(request.consumer)
 
     def _check(self, request: RolloutRequest) -> None:
         tokenizer = self._need_tokenizer()

@@ -34,6 +34,7 @@ from headway.contracts.types import (
 
 POLL_S = 20.0
 SUBMIT_CHUNK = 256
+DEFAULT_CONSUMER = "default"
 
 
 class RemoteInferenceEngine:
@@ -50,6 +51,7 @@ class RemoteInferenceEngine:
         )
         self._updates = ThreadPoolExecutor(1, thread_name_prefix="weight-update")
         self._session: aiohttp.ClientSession | None = None
+        self._consumer = DEFAULT_CONSUMER
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         """Wait until the service answers; `addr` replaces the URL given at construction."""
@@ -73,6 +75,11 @@ class RemoteInferenceEngine:
             version=spec.version,
         )
         self._call("POST", http.CONSUMER, request)
+        self._consumer = spec.consumer
+
+    def detach(self) -> None:
+        self._call("DELETE", http.CONSUMER, http.DetachRequest(consumer=self._consumer))
+        self._consumer = DEFAULT_CONSUMER
 
     def submit(self, requests: Sequence[RolloutRequest]) -> list[RolloutHandle]:
         handles: list[RolloutHandle] = []
@@ -134,6 +141,7 @@ class RemoteInferenceEngine:
                 delivery_id=delivery_id,
                 count=count,
                 timeout_s=max(0.0, min(POLL_S, left)),
+                consumer=self._consumer,
                 rollout_ids=rollout_ids,
             )
             answer = self._call("POST", http.ROLLOUTS_WAIT, request)

@@ -11,7 +11,9 @@ bound does not drift. `accepted` and `v` are restored together.
 Admission alone bounds staleness only if groups are consumed in the order they were admitted. A
 long generation is overtaken by short ones; `has_due_running` tells when one of those still in play
 can only be consumed by the next batch, and `wait` then holds that batch back for it. So nothing is
-wasted and nothing is consumed staler than η; `is_stale` drops what a crash let grow old.
+wasted and nothing is consumed staler than η; what a crash let grow too old is dropped on delivery.
+
+Only the attached consumer's rollouts are bounded; others share the concurrency.
 """
 
 from __future__ import annotations
@@ -29,8 +31,15 @@ class StalenessSnapshot:
     accepted: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    size: int
+    admitted: PolicyVersion
+    is_bounded: bool
+
+
 class StalenessController:
-    """Counts of one consumer; single-threaded, owned by the executor's event loop."""
+    """Counts of one consumer, and of everything in play; owned by the executor's event loop."""
 
     def __init__(self, max_concurrent: int, version: PolicyVersion = 0) -> None:
         self._max_concurrent = max_concurrent
@@ -38,7 +47,7 @@ class StalenessController:
         self._max_staleness: int | None = None
         self._version = version
         self._accepted = 0
-        self._running: dict[str, tuple[int, PolicyVersion]] = {}
+        self._running: dict[str, _Running] = {}
 
     @property
     def version(self) -> PolicyVersion:
@@ -47,21 +56,25 @@ class StalenessController:
 
     @property
     def running(self) -> int:
-        """Trajectories in play."""
-        return sum(size for size, _ in self._running.values())
+        """Trajectories in play, whoever waits for them."""
+        return sum(group.size for group in self._running.values())
 
     @property
     def max_staleness(self) -> int | None:
-        """η; None while no consumer is attached, when only `max_concurrent` bounds."""
+        """η; None while no consumer is attached."""
         return self._max_staleness
 
+    def free(self) -> int:
+        """Trajectories that may start without a bound on staleness."""
+        return self._max_concurrent - self.running
+
     def capacity(self) -> int:
-        """Trajectories that may start now; may be negative."""
-        free = self._max_concurrent - self.running
+        """Trajectories of the attached consumer that may start now; may be negative."""
         if self._batch_size is None or self._max_staleness is None:
-            return free
+            return self.free()
+        bounded = sum(group.size for group in self._running.values() if group.is_bounded)
         budget = (self._max_staleness + self._version + 1) * self._batch_size
-        return min(free, budget - (self._accepted + self.running))
+        return min(self.free(), budget - (self._accepted + bounded))
 
     def attach(self, batch_size: int, max_staleness: int, snapshot: StalenessSnapshot) -> None:
         """Bind to a consumer; `snapshot.accepted` = version·B + what it has not consumed yet."""
@@ -69,6 +82,11 @@ class StalenessController:
         self._max_staleness = max_staleness
         self._version = snapshot.version
         self._accepted = snapshot.accepted
+
+    def detach(self) -> None:
+        """No consumer: only `max_concurrent` bounds."""
+        self._batch_size = self._max_staleness = None
+        self._accepted = 0
 
     def snapshot(self) -> StalenessSnapshot:
         """The counters, to be restored with `attach`."""
@@ -78,32 +96,26 @@ class StalenessController:
         """A version was committed."""
         self._version = version
 
-    def start(self, rollout_id: str, size: int) -> None:
+    def start(self, rollout_id: str, size: int, is_bounded: bool = True) -> None:
         """A group of `size` trajectories is in play from now."""
-        self._running[rollout_id] = (size, self._version)
+        self._running[rollout_id] = _Running(size, self._version, is_bounded)
 
     def accept(self, rollout_id: str) -> None:
         """It is finished and kept."""
-        size, _ = self._running.pop(rollout_id)
-        self._accepted += size
+        group = self._running.pop(rollout_id)
+        self._accepted += group.size * group.is_bounded
 
     def release(self, rollout_id: str) -> None:
-        """It failed or goes back to the queue: its capacity returns."""
+        """It failed, was cancelled or goes back to the queue: its capacity returns."""
         self._running.pop(rollout_id)
 
     def drop(self, size: int) -> None:
         """A finished group was too stale to consume: its capacity returns."""
         self._accepted -= size
 
-    def is_stale(self, oldest_version: PolicyVersion) -> bool:
-        """Whether consumption now would exceed η."""
-        return (
-            self._max_staleness is not None and self._version - oldest_version > self._max_staleness
-        )
-
     def has_due_running(self) -> bool:
         """Whether a group in play can be consumed by the next batch only."""
         if self._max_staleness is None:
             return False
         due = self._version - self._max_staleness
-        return any(admitted <= due for _, admitted in self._running.values())
+        return any(group.is_bounded and group.admitted <= due for group in self._running.values())

@@ -46,7 +46,8 @@ def decoupled_ppo_loss(
         behaviour_weight_cap: tokens whose proximal / behaviour exceeds this get weight 0; they stay
             in the denominator. None keeps all.
     Returns:
-        loss [] = -mean over masked tokens of w · min(r·A, clip(r)·A), r = current / proximal, and means over the same tokens:
+        loss [] = -mean over masked tokens of w · min(r·A, clip(r)·A) with r = current / proximal,
+        and means over the same tokens:
         `clip_fraction`, `behaviour_weight`, `capped_fraction`, `behaviour_kl` (k3 estimate of
         KL(behaviour || proximal)).
     Source:

@@ -172,7 +172,9 @@ class FSDP2Engine:
         if meta.weight_format == "hf":
             self._save_hf(Path(meta.path))
         else:
-            save_state(self._state(meta.with_optim), checkpoint_id=meta.path, no_dist=self._is_single)
+            save_state(
+                self._state(meta.with_optim), checkpoint_id=meta.path, no_dist=self._is_single
+            )
         self._topology.barrier()
 
     def load(self, meta: SaveLoadMeta) -> None:

@@ -27,7 +27,6 @@ from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
 from weight_sync.transports.disk import make_publisher
 
-CONSUMER = "trainer"
 RUN_NAME = "run.json"
 
 
@@ -62,6 +61,7 @@ def run(config: GRPOExperiment) -> None:
     engine.save(SaveLoadMeta(str(run_dir / "model"), weight_format="hf"))
     metrics.close()
     if client is not None:
+        client.detach()
         client.destroy()
     engine.destroy()
 
@@ -85,7 +85,7 @@ def _attach(
         version = state.version if newest == state.version else max(newest, state.version) + 1
         client.attach(
             ConsumerSpec(
-                consumer=CONSUMER,
+                consumer=state.run_id,
                 batch_size=config.batch_trajectories,
                 max_staleness=config.rollout.max_staleness,
                 step=state.step - 1,

@@ -5,8 +5,11 @@
                  └──requeue─────┘ └─fail─► failed  │ └───give_back────┘  │                │
                                                    └─► stale             └───(step > checkpoint)
 
+    queued, ready, delivered ─cancel─► cancelled (the consumer detached)
+
 Invariants: a rollout id is submitted once; it is in one state; every transition is one transaction
-that also appends to the event log; it ends consumed exactly once, or failed or stale with a reason.
+that also appends to the event log; it ends consumed exactly once, or failed, stale
+or cancelled with a reason.
 Sizes are trajectories, so a group of 8 counts 8.
 """
 
@@ -27,6 +30,18 @@ class Lease:
     request: RolloutRequest
     attempt: int
     """1 for the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLimits:
+    """How many trajectories may start now."""
+
+    consumer: str | None
+    """The attached consumer."""
+    bounded: int
+    """For the attached consumer's rollouts."""
+    free: int
+    """For all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +70,12 @@ class Ledger(Protocol):
             QueueFull: more than `max_queued` trajectories would wait.
         """
 
-    async def lease(self, max_size: int, version: PolicyVersion) -> Lease | None:
-        """Take the oldest queued rollout, if its group fits into `max_size` trajectories."""
+    async def lease(self, limits: LeaseLimits, version: PolicyVersion) -> Lease | None:
+        """Take the oldest queued rollout that may start.
+
+        The attached consumer's queue and everybody else's are two lines: the head of each waits
+        until its group fits, and neither blocks the other.
+        """
 
     async def complete(self, group: TrajectoryGroup) -> None:
         """Store the result of a leased rollout."""
@@ -71,11 +90,12 @@ class Ledger(Protocol):
         self,
         delivery_id: str,
         count: int,
+        consumer: str,
         rollout_ids: Sequence[str] | None,
         version: PolicyVersion,
         max_staleness: int | None,
     ) -> Delivery:
-        """Give out `count` ready groups, oldest first, or none.
+        """Give out `count` ready groups of a consumer (or exactly `rollout_ids`), or none.
 
         Raises:
             WorkflowError: one of `rollout_ids` failed or was dropped.
@@ -89,11 +109,14 @@ class Ledger(Protocol):
             Conflict: one was consumed by another step, or was not delivered.
         """
 
-    async def give_back(self, step: int) -> int:
+    async def give_back(self, consumer: str, step: int) -> int:
         """Make ready again what was delivered or consumed after `step`; returns the groups."""
 
-    async def counts(self) -> LedgerCounts:
-        """Trajectories by state."""
+    async def cancel(self, consumer: str) -> int:
+        """End what the consumer has not consumed; returns the trajectories."""
+
+    async def counts(self, consumer: str | None = None) -> LedgerCounts:
+        """Trajectories by state, of one consumer or of all."""
 
     async def audit(self) -> LedgerAudit:
         """Recompute every state from the event log and compare."""

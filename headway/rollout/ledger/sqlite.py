@@ -20,12 +20,13 @@ from headway.contracts.codec import encode_groups
 from headway.contracts.errors import Conflict, NotFound, QueueFull, StateError, WorkflowError
 from headway.contracts.http import LedgerAudit, LedgerCounts
 from headway.contracts.types import PolicyVersion, RolloutRequest, TrajectoryGroup
-from headway.rollout.ledger.base import Delivery, Lease
+from headway.rollout.ledger.base import Delivery, Lease, LeaseLimits
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS rollouts (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
+    consumer TEXT NOT NULL,
     digest TEXT NOT NULL,
     request TEXT NOT NULL,
     size INTEGER NOT NULL,
@@ -38,7 +39,7 @@ CREATE TABLE IF NOT EXISTS rollouts (
     delivery_id TEXT,
     step INTEGER
 );
-CREATE INDEX IF NOT EXISTS rollouts_by_state ON rollouts (state, seq);
+CREATE INDEX IF NOT EXISTS rollouts_by_state ON rollouts (state, consumer, seq);
 CREATE INDEX IF NOT EXISTS rollouts_by_delivery ON rollouts (delivery_id);
 CREATE TABLE IF NOT EXISTS events (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -60,6 +61,7 @@ NEXT_STATE: dict[str, tuple[set[str | None], str]] = {
     "drop": ({"ready"}, "stale"),
     "consume": ({"delivered"}, "consumed"),
     "give_back": ({"delivered", "consumed"}, "ready"),
+    "cancel": ({"queued", "ready", "delivered"}, "cancelled"),
 }
 """Event -> (states it may leave, state it enters)."""
 
@@ -81,8 +83,8 @@ class SqliteLedger:
     async def submit(self, requests: Sequence[RolloutRequest], max_queued: int) -> list[bool]:
         return await self._run(SqliteLedger._submit, requests, max_queued)
 
-    async def lease(self, max_size: int, version: PolicyVersion) -> Lease | None:
-        return await self._run(SqliteLedger._lease, max_size, version)
+    async def lease(self, limits: LeaseLimits, version: PolicyVersion) -> Lease | None:
+        return await self._run(SqliteLedger._lease, limits, version)
 
     async def complete(self, group: TrajectoryGroup) -> None:
         payload = encode_groups([group])
@@ -98,6 +100,7 @@ class SqliteLedger:
         self,
         delivery_id: str,
         count: int,
+        consumer: str,
         rollout_ids: Sequence[str] | None,
         version: PolicyVersion,
         max_staleness: int | None,
@@ -105,17 +108,20 @@ class SqliteLedger:
         if rollout_ids is not None:
             return await self._run(SqliteLedger._deliver_exactly, delivery_id, rollout_ids, version)
         return await self._run(
-            SqliteLedger._deliver_oldest, delivery_id, count, version, max_staleness
+            SqliteLedger._deliver_oldest, delivery_id, count, consumer, version, max_staleness
         )
 
     async def consume(self, rollout_ids: Sequence[str], step: int, checkpoint_step: int) -> None:
         await self._run(SqliteLedger._consume, rollout_ids, step, checkpoint_step)
 
-    async def give_back(self, step: int) -> int:
-        return await self._run(SqliteLedger._give_back, step)
+    async def give_back(self, consumer: str, step: int) -> int:
+        return await self._run(SqliteLedger._give_back, consumer, step)
 
-    async def counts(self) -> LedgerCounts:
-        return await self._run(SqliteLedger._counts)
+    async def cancel(self, consumer: str) -> int:
+        return await self._run(SqliteLedger._cancel, consumer)
+
+    async def counts(self, consumer: str | None = None) -> LedgerCounts:
+        return await self._run(SqliteLedger._counts, consumer)
 
     async def audit(self) -> LedgerAudit:
         return await self._run(SqliteLedger._audit)
@@ -222,8 +228,15 @@ class SqliteLedger:
                     )
                 if known is None:
                     db.execute(
-                        "INSERT INTO rollouts (id, digest, request, size, state) VALUES (?, ?, ?, ?, 'queued')",
-                        (request.rollout_id, digest, text, request.prompt.group_size),
+                        "INSERT INTO rollouts (id, consumer, digest, request, size, state) "
+                        "VALUES (?, ?, ?, ?, ?, 'queued')",
+                        (
+                            request.rollout_id,
+                            request.consumer,
+                            digest,
+                            text,
+                            request.prompt.group_size,
+                        ),
                     )
                     self._log(request.rollout_id, "submit", None)
                 new.append(known is None)
@@ -236,14 +249,23 @@ class SqliteLedger:
                 )
         return new
 
-    def _lease(self, max_size: int, version: PolicyVersion) -> Lease | None:
+    def _lease(self, limits: LeaseLimits, version: PolicyVersion) -> Lease | None:
         with self._transaction() as db:
-            row = db.execute(
-                "SELECT id, request, attempt, size FROM rollouts WHERE state = 'queued' ORDER BY seq LIMIT 1"
-            ).fetchone()
-            if row is None or row[3] > max_size:
+            heads = [
+                db.execute(
+                    "SELECT seq, size, id, request, attempt FROM rollouts "
+                    f"WHERE state = 'queued' AND consumer {comparison} ? ORDER BY seq LIMIT 1",
+                    (limits.consumer or "",),
+                ).fetchone()
+                for comparison in ("=", "!=")
+            ]
+            room = (limits.bounded, limits.free)
+            fitting = [
+                head for head, size in zip(heads, room, strict=True) if head and head[1] <= size
+            ]
+            if not fitting:
                 return None
-            rollout_id, text, attempt, _ = row
+            _, _, rollout_id, text, attempt = min(fitting)
             db.execute("UPDATE rollouts SET attempt = ? WHERE id = ?", (attempt + 1, rollout_id))
             self._move(rollout_id, "lease", f"attempt={attempt + 1} version={version}")
         return Lease(RolloutRequest.model_validate_json(text), attempt + 1)
@@ -270,7 +292,12 @@ class SqliteLedger:
         return tuple(row[0] for row in rows) or None
 
     def _deliver_oldest(
-        self, delivery_id: str, count: int, version: PolicyVersion, max_staleness: int | None
+        self,
+        delivery_id: str,
+        count: int,
+        consumer: str,
+        version: PolicyVersion,
+        max_staleness: int | None,
     ) -> Delivery:
         with self._transaction() as db:
             before = self._delivered_before(delivery_id)
@@ -279,15 +306,17 @@ class SqliteLedger:
             dropped = 0
             if max_staleness is not None:
                 too_old = db.execute(
-                    "SELECT id, size, oldest_version FROM rollouts WHERE state = 'ready' AND oldest_version < ?",
-                    (version - max_staleness,),
+                    "SELECT id, size, oldest_version FROM rollouts "
+                    "WHERE state = 'ready' AND consumer = ? AND oldest_version < ?",
+                    (consumer, version - max_staleness),
                 ).fetchall()
                 for rollout_id, size, oldest in too_old:
                     self._move(rollout_id, "drop", f"version={version} oldest_version={oldest}")
                     dropped += size
             rows = db.execute(
-                "SELECT id, oldest_version, payload FROM rollouts WHERE state = 'ready' ORDER BY seq LIMIT ?",
-                (count,),
+                "SELECT id, oldest_version, payload FROM rollouts "
+                "WHERE state = 'ready' AND consumer = ? ORDER BY seq LIMIT ?",
+                (consumer, count),
             ).fetchall()
             if len(rows) < count:
                 return Delivery(None, len(rows), dropped)
@@ -309,9 +338,9 @@ class SqliteLedger:
                 ).fetchone()
                 if row is None:
                     raise NotFound(f"rollout {rollout_id!r} was never submitted")
-                if row[1] in ("failed", "stale"):
+                if row[1] in ("failed", "stale", "cancelled"):
                     raise WorkflowError(
-                        f"rollout {rollout_id!r} is {row[1]}: {row[4] or 'too old'}"
+                        f"rollout {rollout_id!r} is {row[1]}: {row[4] or 'no reason kept'}"
                     )
                 if row[1] in ("delivered", "consumed"):
                     raise Conflict(f"rollout {rollout_id!r} was given out before")
@@ -348,21 +377,40 @@ class SqliteLedger:
                 (checkpoint_step,),
             )
 
-    def _give_back(self, step: int) -> int:
+    def _give_back(self, consumer: str, step: int) -> int:
         with self._transaction() as db:
             rows = db.execute(
-                "SELECT id FROM rollouts WHERE state = 'delivered' OR (state = 'consumed' AND step > ?)",
-                (step,),
+                "SELECT id FROM rollouts WHERE consumer = ? "
+                "AND (state = 'delivered' OR (state = 'consumed' AND step > ?))",
+                (consumer, step),
             ).fetchall()
             for (rollout_id,) in rows:
                 self._move(rollout_id, "give_back", f"checkpoint_step={step}")
-            db.execute(
-                "UPDATE rollouts SET delivery_id = NULL, step = NULL, staleness = NULL WHERE state = 'ready'"
-            )
+                db.execute(
+                    "UPDATE rollouts SET delivery_id = NULL, step = NULL, staleness = NULL WHERE id = ?",
+                    (rollout_id,),
+                )
         return len(rows)
 
-    def _counts(self) -> LedgerCounts:
-        rows = self._db.execute("SELECT state, sum(size) FROM rollouts GROUP BY state").fetchall()
+    def _cancel(self, consumer: str) -> int:
+        with self._transaction() as db:
+            rows = db.execute(
+                "SELECT id, size FROM rollouts "
+                "WHERE consumer = ? AND state IN ('queued', 'ready', 'delivered')",
+                (consumer,),
+            ).fetchall()
+            for rollout_id, _ in rows:
+                self._move(rollout_id, "cancel", "the consumer detached")
+            db.execute(
+                "UPDATE rollouts SET payload = NULL WHERE state = 'cancelled' AND payload IS NOT NULL"
+            )
+        return sum(size for _, size in rows)
+
+    def _counts(self, consumer: str | None) -> LedgerCounts:
+        rows = self._db.execute(
+            "SELECT state, sum(size) FROM rollouts WHERE ?1 IS NULL OR consumer = ?1 GROUP BY state",
+            (consumer,),
+        ).fetchall()
         return LedgerCounts(submitted=sum(size for _, size in rows), **dict(rows))
 
     def _audit(self) -> LedgerAudit:
@@ -384,7 +432,7 @@ class SqliteLedger:
             "SELECT coalesce(max(staleness), 0) FROM rollouts WHERE state = 'consumed'"
         ).fetchone()
         return LedgerAudit(
-            counts=self._counts(),
+            counts=self._counts(None),
             lost=lost,
             duplicated=duplicated,
             max_staleness=staleness,
