@@ -50,6 +50,19 @@ class PromptData:
             messages.insert(0, Message(role="system", content=system))
         return Prompt(messages=tuple(messages), **group)
 
+    def max_new_tokens(self, cursor: int) -> int | None:
+        """The row's own limit, if the configuration names a field for it."""
+        key = self._config.max_new_tokens_key
+        if key is None:
+            return None
+        row = self.rows[self.row_index(cursor)]
+        if not isinstance(row.get(key), int):
+            raise DataError(
+                f"{self._config.path}: field {key!r} is {row.get(key)!r}; data.max_new_tokens_key wants "
+                "the name of a field with whole numbers"
+            )
+        return int(row[key])
+
     def text_of(self, index: int) -> str:
         """The prompt's text of a row."""
         return self._fill(self._config.prompt_template, index)

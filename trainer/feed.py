@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from headway.contracts.codec import decode_groups, encode_groups
 from headway.contracts.config.experiment import GRPOExperiment
+from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.engines import InferenceEngine
 from headway.contracts.types import RolloutRequest, TrajectoryBatch
+from headway.runtime.config import validate_config
 from trainer.data import PromptData
 from trainer.topology import Topology
 
@@ -60,11 +62,15 @@ class Feed:
             self._engine.consumed(batch.rollout_ids, step, checkpoint_step)
 
     def _request(self, cursor: int) -> RolloutRequest:
+        limit = self._data.max_new_tokens(cursor)
+        sampling = self._sampling.model_dump()
+        if limit is not None:
+            sampling["max_new_tokens"] = limit
         return RolloutRequest(
             rollout_id=f"{self._run_id}.{cursor}",
             consumer=self._run_id,
             prompt=self._data.prompt(cursor, self._rollout.group_size),
             workflow=self._rollout.workflow,
             reward=self._rollout.reward,
-            gconfig=self._sampling,
+            gconfig=validate_config(SamplingConfig, sampling),
         )

@@ -78,8 +78,13 @@ class RemoteInferenceEngine:
         self._consumer = spec.consumer
 
     def detach(self) -> None:
-        self._call("DELETE", http.CONSUMER, http.DetachRequest(consumer=self._consumer))
+        self.detach_consumer(self._consumer)
         self._consumer = DEFAULT_CONSUMER
+
+    def detach_consumer(self, consumer: str) -> int:
+        """End a consumer by name; returns the trajectories that were cancelled."""
+        answer = self._call("DELETE", http.CONSUMER, http.DetachRequest(consumer=consumer))
+        return http.DetachResponse.model_validate_json(answer.content).cancelled
 
     def submit(self, requests: Sequence[RolloutRequest]) -> list[RolloutHandle]:
         handles: list[RolloutHandle] = []

@@ -18,6 +18,8 @@ class DataConfig(Config):
     """System message in front of the chat; needs `chat`."""
     completion_template: str = "{completion}"
     """Python format string that gives the completion to imitate (supervised training only)."""
+    max_new_tokens_key: str | None = None
+    """Field of the row with its own `max_new_tokens`; None takes `sampling.max_new_tokens`."""
     batch_size: int = Field(32, ge=1)
     """Prompts per step (B is this times the group size; rows per step in supervised training)."""
     shuffle: bool = True

@@ -1,0 +1,28 @@
+"""A whole run on one machine: gateway, generation servers and trainer."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from headway.contracts.config.base import Config
+from headway.contracts.config.experiment import GRPOExperiment
+from headway.contracts.config.gateway import GatewayConfig
+from headway.contracts.config.server import ServerConfig
+
+
+class LaunchConfig(Config):
+    """The launcher fills in what the processes tell one another: URLs, ready files and weights."""
+
+    gateway: GatewayConfig
+    server: ServerConfig
+    trainer: GRPOExperiment
+    num_servers: int = Field(1, ge=1, le=64)
+    """Generation servers to start."""
+    num_trainer_ranks: int = Field(1, ge=1, le=64)
+    """Trainer processes; more than one are started by torchrun."""
+    max_restarts: int = Field(3, ge=0)
+    """Times that a generation server or the gateway is started again after it died."""
+    threads_per_process: int | None = Field(None, ge=1)
+    """OMP_NUM_THREADS of every process; None leaves the environment as it is."""
+    start_timeout_s: float = Field(300.0, gt=0.0)
+    """Seconds until a process must be ready."""

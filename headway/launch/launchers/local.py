@@ -1,0 +1,172 @@
+"""All processes of a run on this machine.
+
+The gateway comes first (its URL goes into the others' configs), then the servers, then the trainer.
+A server or gateway that dies is started again, up to `max_restarts` times; rollouts that were lost
+with it go back to the ledger by themselves. A trainer that dies ends the run: `--resume` goes on
+from its checkpoint. Every process's own configuration lies in `run_dir/configs`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pydantic import BaseModel
+
+from headway.contracts.config.launch import LaunchConfig
+from headway.contracts.errors import ServiceError
+from headway.runtime.config import dump_yaml
+from headway.runtime.process import Process, ProcessSpec
+
+GRACE_S = 15.0
+STAGING_PATTERN = ".staging-*"
+
+
+class LocalRun:
+    """Starts a run, keeps it alive, ends it; a context manager that leaves no process behind."""
+
+    def __init__(self, config: LaunchConfig) -> None:
+        self._config = config
+        self._run_dir = Path(config.trainer.run_dir).resolve()
+        self._processes: dict[str, Process] = {}
+        self._restarts = 0
+        self.url = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start everything; returns once the trainer is running."""
+        self.start_gateway()
+        self.start_servers()
+        self.start_trainer()
+
+    def start_gateway(self) -> None:
+        """Start the gateway and learn its URL."""
+        service = _served(self._config.gateway, self._ready_file("gateway"))
+        self._launch("gateway", _module("headway.launch.cli", "gateway"), service)
+        self.url = self._processes["gateway"].wait_ready(self._config.start_timeout_s)
+        # A gateway that is started again must be found where it was.
+        port = int(self.url.rsplit(":", 1)[1])
+        service = service.model_copy(
+            update={"service": service.service.model_copy(update={"port": port})}
+        )
+        self._write_config("gateway", service)
+
+    def start_servers(self) -> None:
+        """Start all generation servers, then wait until each is ready."""
+        names = [f"server-{number}" for number in range(self._config.num_servers)]
+        for name in names:
+            server = _served(self._config.server, self._ready_file(name)).model_copy(
+                update={
+                    "gateway": self.url,
+                    "weights_root": str(Path(self._config.trainer.weight_sync.root).resolve()),
+                }
+            )
+            self._launch(name, _module("inference_server"), server)
+        for name in names:
+            self._processes[name].wait_ready(self._config.start_timeout_s)
+
+    def start_trainer(self) -> None:
+        """Start the trainer, under torchrun if it has several ranks."""
+        rollout = self._config.trainer.rollout.model_copy(update={"url": self.url})
+        trainer = self._config.trainer.model_copy(update={"rollout": rollout})
+        ranks = self._config.num_trainer_ranks
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+        module = _module("trainer") if ranks == 1 else _module(*torchrun, "trainer")
+        self._launch("trainer", module, trainer)
+
+    def watch(self) -> int | None:
+        """Restart what died; the trainer's exit status once it has ended, else None.
+
+        Raises:
+            ServiceError: a service died more often than `max_restarts`; with the end of its log.
+        """
+        for name, process in list(self._processes.items()):
+            code = process.exit_code()
+            if name == "trainer" or code is None:
+                continue
+            if self._restarts >= self._config.max_restarts:
+                raise ServiceError(
+                    f"{name} ended with status {code} after {self._restarts} restarts in this run:\n"
+                    f"{process.log_tail()}"
+                )
+            self._restarts += 1
+            self._processes[name] = Process(process.spec)
+        trainer = self._processes.get("trainer")
+        return None if trainer is None else trainer.exit_code()
+
+    def process(self, name: str) -> Process:
+        """A started process, for example `trainer` or `server-0`."""
+        return self._processes[name]
+
+    def stop(self) -> None:
+        """End every process, the trainer first, and remove what it left half-written."""
+        for name in reversed(self._processes):  # started last, stopped first
+            self._processes[name].stop(GRACE_S)
+        self._processes.clear()
+        for leftover in Path(self._config.trainer.weight_sync.root).glob(STAGING_PATTERN):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def _launch(self, name: str, command: list[str], config: BaseModel) -> None:
+        self._write_config(name, config)
+        argv = [*command, "--config", str(self._config_file(name))]
+        spec = ProcessSpec(
+            name=name,
+            argv=argv,
+            log=self._run_dir / "logs" / f"{name}.log",
+            env=child_environment(self._config.threads_per_process),
+            ready_file=None if name == "trainer" else self._ready_file(name),
+        )
+        self._processes[name] = Process(spec)
+
+    def _write_config(self, name: str, config: BaseModel) -> None:
+        file = self._config_file(name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(dump_yaml(config))
+
+    def _config_file(self, name: str) -> Path:
+        return self._run_dir / "configs" / f"{name}.yaml"
+
+    def _ready_file(self, name: str) -> Path:
+        return self._run_dir / "configs" / f"{name}.ready.json"
+
+
+def child_environment(threads: int | None) -> Mapping[str, str]:
+    """What every child gets besides this process's environment."""
+    quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONUNBUFFERED": "1"}
+    return quiet if threads is None else quiet | {"OMP_NUM_THREADS": str(threads)}
+
+
+def run_module(
+    name: str, module: str, config: BaseModel, run_dir: Path, threads: int | None
+) -> Process:
+    """Start one module on a config of its own, for a job that ends by itself."""
+    file = run_dir / "configs" / f"{name}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(dump_yaml(config))
+    argv = [*_module(module), "--config", str(file)]
+    log = run_dir / "logs" / f"{name}.log"
+    return Process(ProcessSpec(name, argv, log, child_environment(threads)))
+
+
+def _module(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", name, *arguments]
+
+
+def _served(config: Any, ready_file: Path) -> Any:
+    """The config with a ready file of this run."""
+    service = config.service.model_copy(update={"ready_file": str(ready_file)})
+    return config.model_copy(update={"service": service})

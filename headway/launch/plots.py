@@ -1,0 +1,38 @@
+"""The curves of a run as a PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+CURVES_NAME = "curves.png"
+
+
+def plot_run(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Reward, staleness, seconds per step, and the distance between policies, over steps."""
+    # Imported here: matplotlib takes a second, and only the end of a run needs it.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    x = [step["step"] for step in steps]
+    figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), layout="constrained", sharex=True)
+    reward, staleness, seconds, drift = axes.flat
+    reward.plot(x, [step["reward"] for step in steps], color="tab:green")
+    reward.set(title="mean reward", ylim=(0, 1.02))
+    staleness.step(x, [step["staleness_max"] for step in steps], where="mid", label="max")
+    staleness.plot(x, [step["staleness_mean"] for step in steps], label="mean")
+    staleness.set(title="staleness at consumption (versions)", ylim=(0, None))
+    staleness.legend()
+    parts = {"waiting": "wait_s", "training": "train_s", "publishing": "publish_s"}
+    seconds.stackplot(x, [[step[key] for step in steps] for key in parts.values()], labels=parts)
+    seconds.set(title="seconds per step", xlabel="step", ylim=(0, None))
+    seconds.legend()
+    drift.plot(x, [step["behaviour_kl"] for step in steps], color="tab:red")
+    drift.set(title="KL(behaviour || proximal), k3", xlabel="step", ylim=(0, None))
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

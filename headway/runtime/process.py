@@ -1,0 +1,115 @@
+"""Child processes: each in its own group, logged to a file, ended with everything it started."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headway.contracts.errors import ServiceError
+
+PR_SET_PDEATHSIG = 1
+POLL_S = 0.05
+LOG_TAIL_LINES = 15
+
+_libc = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """What to start."""
+
+    name: str
+    argv: Sequence[str]
+    log: Path
+    """Standard output and error are appended here."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to this process's environment."""
+    ready_file: Path | None = None
+    """The process writes `{"url", "pid"}` here once it serves; None: it is ready at once."""
+
+
+class Process:
+    """A started child; it gets SIGTERM when this process dies, however it dies."""
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        self.spec = spec
+        if spec.ready_file is not None:
+            spec.ready_file.unlink(missing_ok=True)
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        with spec.log.open("ab") as log:
+            self._popen = subprocess.Popen(
+                spec.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **spec.env},
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is its group's id too."""
+        return self._popen.pid
+
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for a signal."""
+        return self._popen.poll()
+
+    def wait_ready(self, timeout_s: float) -> str:
+        """Block until the ready file is written; the URL in it.
+
+        Raises:
+            ServiceError: it ended before, or the time is over; with the end of its log.
+        """
+        if self.spec.ready_file is None:
+            return ""
+        deadline = time.monotonic() + timeout_s
+        while not self.spec.ready_file.exists():
+            code = self.exit_code()
+            if code is not None:
+                raise ServiceError(f"{self.spec.name} ended with status {code}:\n{self.log_tail()}")
+            if time.monotonic() > deadline:
+                raise ServiceError(
+                    f"{self.spec.name} was not ready after {timeout_s:g} s:\n{self.log_tail()}"
+                )
+            time.sleep(POLL_S)
+        return str(json.loads(self.spec.ready_file.read_text())["url"])
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Exit status, or None after `timeout_s`."""
+        try:
+            return self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the whole group."""
+        with contextlib.suppress(ProcessLookupError):  # the group may be gone already
+            os.killpg(self.pid, number)
+
+    def stop(self, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL to the group after `grace_s`; returns when it is gone."""
+        if self.exit_code() is None:
+            self.signal(signal.SIGTERM)
+            self.wait(grace_s)
+        self.signal(signal.SIGKILL)
+        self._popen.wait()
+
+    def log_tail(self) -> str:
+        """The last lines of its log."""
+        lines = self.spec.log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+
+def _die_with_parent() -> None:
+    """Runs in the child between fork and exec (Linux)."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
