@@ -13,6 +13,7 @@ import re
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 
@@ -89,7 +90,7 @@ class Checkpoints:
         try:
             state = RunState(**json.loads((folder / "state.json").read_text()))
             rng = torch.load(folder / "rng.pt", weights_only=True)
-        except (OSError, TypeError, ValueError) as error:
+        except (OSError, EOFError, TypeError, ValueError, RuntimeError, UnpicklingError) as error:
             raise StateError(
                 f"checkpoint {folder} is damaged: {error}; delete it to use an older one"
             ) from error

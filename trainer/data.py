@@ -74,7 +74,7 @@ class PromptData:
     def _fill(self, template: str, index: int) -> str:
         try:
             return template.format_map(self.rows[index])
-        except (KeyError, IndexError, ValueError) as error:
+        except (LookupError, ValueError, AttributeError, TypeError) as error:
             raise DataError(
                 f"{self._config.path} row {index + 1}: template {template!r} needs {error}; "
                 f"the row has {sorted(self.rows[index])}"
@@ -97,7 +97,8 @@ def read_rows(path: Path) -> list[Mapping[str, Any]]:
     rows: list[Mapping[str, Any]] = []
     for file in files:
         try:
-            lines = file.read_text().splitlines()
+            # Not splitlines(): U+2028 and its like may stand unescaped within a JSON string.
+            lines = file.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"cannot read data {file}: {error}; set data.path") from error
         for number, line in enumerate(lines, start=1):

@@ -54,7 +54,8 @@ def decoupled_ppo_loss(
         AReaL (arXiv:2505.24298) eq. 5; with proximal = behaviour it is PPO (arXiv:1707.06347).
     """
     high = eps_clip if eps_clip_higher is None else eps_clip_higher
-    ratio = (logprobs - proximal_logprobs).exp()
+    # Masked before the exponential: an infinite ratio outside the mask would give NaN gradients.
+    ratio = torch.where(loss_mask, logprobs - proximal_logprobs, 0.0).exp()
     clipped = ratio.clamp(1.0 - eps_clip, 1.0 + high)
     objective = torch.minimum(ratio * advantages, clipped * advantages)
     log_weight = torch.where(loss_mask, proximal_logprobs - behaviour_logprobs, 0.0)

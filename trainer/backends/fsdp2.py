@@ -1,7 +1,8 @@
 """`TrainEngine` on FSDP2 (`fully_shard`): gloo on CPU, NCCL on GPU; one process needs no group.
 
-Sequences are packed end to end with their position ids; transformers then builds a block-causal mask,
-but only when no cache is asked for, hence `use_cache=False` in every forward.
+Sequences are packed end to end with their position ids. Where the model allows it, attention runs per
+sequence (`packed_attention`); elsewhere transformers builds a block-causal mask from the position
+ids, but only when no cache is asked for, hence `use_cache=False` in every forward.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from trainer.api import (
     SaveLoadMeta,
     Scheduling,
 )
+from trainer.backends.packed_attention import NAME, PackedLayout, can_pack, register
 from trainer.batching import SequenceBatch, pack_by_tokens
 from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
@@ -73,6 +75,10 @@ class FSDP2Engine:
         """Load the model on every rank and shard it; the group comes from torchrun, not from `addr`."""
         self._topology.join()
         self._model = _load(self._model_config).to(self._topology.device)
+        self._is_packed = self._model_config.attn_implementation == "sdpa" and can_pack(self._model)
+        if self._is_packed:
+            register()
+            self._model.set_attn_implementation(NAME)
         if self._model_config.gradient_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
         if self._topology.world_size > 1:
@@ -238,10 +244,13 @@ class FSDP2Engine:
 
     def _logits(self, micro_batch: SequenceBatch) -> Tensor:
         """[T, V] for packed sequences."""
+        device = self._topology.device
+        layout = {"packed_layout": PackedLayout.of(micro_batch.lengths, device)} if self._is_packed else {}
         output = self._model(
             input_ids=micro_batch["input_ids"][None],
-            position_ids=micro_batch.position_ids[None].to(self._topology.device),
+            position_ids=micro_batch.position_ids[None].to(device),
             use_cache=False,
+            **layout,
         )
         logits: Tensor = output.logits[0]
         return logits
