@@ -79,17 +79,29 @@ def deep_merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def describe(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """One line per setting: flag, default and meaning, for `--help`."""
+def describe(
+    model: type[BaseModel], prefix: str = "", defaults: BaseModel | None = None
+) -> list[str]:
+    """One line per setting: flag, default and meaning, for `--help`.
+
+    Args:
+        model: the section to describe.
+        prefix: path of the section, with a dot at its end.
+        defaults: what the section above holds here unless told otherwise; None for a section that
+            is required, whose own fields tell then.
+    """
     lines: list[str] = []
     for name, field in model.model_fields.items():
+        value = _default_of(field) if defaults is None else getattr(defaults, name)
         sections = _section_models(field.annotation)
         if sections:
             for section in sections:
-                lines += describe(section, f"{prefix}{name}.")
+                known = value if isinstance(value, section) else None
+                lines += describe(section, f"{prefix}{name}.", known)
             continue
         flag = f"--{prefix}{name}".replace("_", "-")
-        default = "required" if field.is_required() else f"default {_shown_default(field)}"
+        is_required = defaults is None and field.is_required()
+        default = "required" if is_required else f"default {value}"
         text = " ".join((field.description or "").split())
         lines.append(f"  {flag}  ({default})\n      {text}".rstrip())
     return lines
@@ -190,6 +202,5 @@ def _section_models(annotation: Any) -> list[type[BaseModel]]:
     return []
 
 
-def _shown_default(field: FieldInfo) -> Any:
-    default = field.get_default(call_default_factory=True)
-    return default.model_dump() if isinstance(default, BaseModel) else default
+def _default_of(field: FieldInfo) -> Any:
+    return None if field.is_required() else field.get_default(call_default_factory=True)

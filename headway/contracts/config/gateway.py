@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
 
 from headway.contracts.config.base import Config
 
@@ -18,6 +20,13 @@ class ServiceConfig(Config):
     """File to write `{"url", "pid"}` into once the service answers."""
     max_body_bytes: int = Field(64 << 20, ge=1024)
     """Largest request body."""
+
+
+def default_port(port: int) -> BeforeValidator:
+    """A `service` section that names no port listens on this one."""
+    return BeforeValidator(
+        lambda given: {"port": port, **given} if isinstance(given, dict) else given
+    )
 
 
 class ExecutorConfig(Config):
@@ -53,7 +62,7 @@ class FleetConfig(Config):
 
 
 class GatewayConfig(Config):
-    service: ServiceConfig = ServiceConfig(port=8000)
+    service: Annotated[ServiceConfig, default_port(8000)] = ServiceConfig(port=8000)
     tokenizer: str = Field(min_length=1)
     """Directory with tokenizer.json of the model that the servers run."""
     ledger: str = "ledger.sqlite"

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from headway.contracts.config.base import Config
-from headway.contracts.config.gateway import ExecutorConfig, ServiceConfig
+from headway.contracts.config.gateway import ExecutorConfig, ServiceConfig, default_port
 from headway.contracts.config.model import ModelConfig
 
 
@@ -43,7 +43,7 @@ BackendConfig = Annotated[EmbeddedTorchConfig | FakeBackendConfig, Field(discrim
 
 
 class ServerConfig(Config):
-    service: ServiceConfig = ServiceConfig(port=8001)
+    service: Annotated[ServiceConfig, default_port(8001)] = ServiceConfig(port=8001)
     model: ModelConfig
     backend: BackendConfig = EmbeddedTorchConfig()
     gateway: str | None = Field(None, pattern=r"^https?://[^\s/]+$")
