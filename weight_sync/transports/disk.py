@@ -129,6 +129,7 @@ class DiskPublisher:
     ) -> list[TensorEntry]:
         path = staging / shard_name
         save_file(dict(shard), path)
+        path.chmod(0o644)  # safetensors writes 0600; servers may run as another user
         _fsync(path)
         return [
             TensorEntry(
