@@ -52,11 +52,13 @@ class SamplingPlan:
         if self._is_scaled:
             scaled = scaled * self._scale
         logprobs = torch.log_softmax(scaled, dim=-1)
-        probabilities = logprobs.exp()
         if forbidden:
-            probabilities = probabilities.clone()
+            allowed = scaled.clone()
             for row, token_ids in forbidden:
-                probabilities[row, list(token_ids)] = 0.0
+                allowed[row, list(token_ids)] = float("-inf")
+            probabilities = torch.softmax(allowed, dim=-1)
+        else:
+            probabilities = logprobs.exp()
         if self._cut:
             probabilities = self._keep_likely(probabilities)
         tokens = _inverse_cdf(probabilities, uniforms)

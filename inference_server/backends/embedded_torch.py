@@ -80,6 +80,7 @@ class EmbeddedTorchBackend:
         text = self._model.config.get_text_config()
         self._vocab_size: int = text.vocab_size
         self.max_context = min(config.max_context or 2**31, text.max_position_embeddings)
+        self._adds_mask = model.attn_implementation == "eager"  # it adds the mask to the scores
         self._eos = _eos_ids(self._model)
         self._version = version
         self._cache = _make_cache(text, config, self.max_context, self._model.dtype, self._device)
@@ -143,13 +144,15 @@ class EmbeddedTorchBackend:
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join()
+        else:
+            self._fail_all("the backend was closed")
 
     def _check(self, req: LLMRequest) -> None:
         wanted = len(req.input_ids) + req.gconfig.max_new_tokens
         if wanted > self.max_context:
             raise RequestTooLong(
-                f"{len(req.input_ids)} prompt tokens + max_new_tokens={req.gconfig.max_new_tokens} exceed "
-                f"the context of {self.max_context}; shorten the prompt or max_new_tokens"
+                f"{len(req.input_ids)} prompt tokens + max_new_tokens={req.gconfig.max_new_tokens} "
+                f"exceed the context of {self.max_context}; shorten the prompt or max_new_tokens"
             )
         for name, ids in (
             ("input_ids", req.input_ids),
@@ -198,13 +201,16 @@ class EmbeddedTorchBackend:
 
     def _step(self) -> None:
         while self._swaps:
-            self._apply(self._swaps.popleft())
+            self._apply(self._swaps[0])
+            self._swaps.popleft()  # only now: if the engine dies in it, the caller hears of it
         self._drop_cancelled()
         self._admit()
         if self._running:
             self._decode()
 
     def _apply(self, swap: _Swap) -> None:
+        if not swap.done.set_running_or_notify_cancel():
+            return  # the caller gave up before the swap began
         for name, parameter in self._model.named_parameters():
             parameter.copy_(swap.staged.tensors[name])
         self._version = swap.staged.version
@@ -266,9 +272,9 @@ class EmbeddedTorchBackend:
         allowed |= torch.eye(
             width, dtype=torch.bool
         )  # a padded row with nothing to read would be NaN
-        logits = self._forward(input_ids, (column[None] - padding).clamp(min=0), allowed[:, None])
         self._running.extend(batch)
         self._plan = None
+        logits = self._forward(input_ids, (column[None] - padding).clamp(min=0), allowed[:, None])
         new_rows = torch.tensor([rows_of[sequence.request.input_ids] for sequence in batch])
         self._take_tokens(
             batch,
@@ -295,10 +301,14 @@ class EmbeddedTorchBackend:
 
     def _forward(self, input_ids: Tensor, position_ids: Tensor, allowed: Tensor) -> Tensor:
         """Logits [n, V] of the last column; `allowed` [n, 1, q, k] says what each query may read."""
+        mask = allowed.to(self._device)
+        if self._adds_mask:
+            smallest = torch.finfo(self._model.dtype).min
+            mask = torch.zeros_like(mask, dtype=self._model.dtype).masked_fill(~mask, smallest)
         output = self._model(
             input_ids=input_ids.to(self._device),
             position_ids=position_ids.to(self._device),
-            attention_mask=allowed.to(self._device),
+            attention_mask=mask,
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
@@ -317,14 +327,17 @@ class EmbeddedTorchBackend:
         tokens, logprobs = plan.sample(logits, uniforms, forbidden)
         now = time.monotonic()
         finished: list[tuple[_Sequence, LLMResponse | BackendError]] = []
-        for sequence, token, logprob in zip(
-            sequences, tokens.tolist(), logprobs.tolist(), strict=True
+        first_slot = len(self._running) - len(sequences)
+        for slot, (sequence, token, logprob) in enumerate(
+            zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True), start=first_slot
         ):
             if logprob != logprob or logprob == float("-inf"):
                 error = BackendError(
-                    f"request {sequence.request.rid}: version {self._version} gave logits that are not finite"
+                    f"request {sequence.request.rid}: version {self._version} gave logits "
+                    "that are not finite"
                 )
                 finished.append((sequence, error))
+                self._cache.clear(slot)
                 continue
             self._record(sequence, token, logprob, now)
             reason = _stop_reason(sequence, token)

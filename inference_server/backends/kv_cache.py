@@ -27,8 +27,9 @@ class SlotCache(Cache):
     ) -> None:
         super().__init__(layers=[])
         shape = (num_slots, num_kv_heads, max_context, head_dim)
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        # Zeros, not empty: attention reads masked positions too, and 0 · NaN is NaN.
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self._write: tuple[Tensor, Tensor] | None = None
         self._read: tuple[Tensor, Tensor] | None = None
         self._length = 0
@@ -81,6 +82,11 @@ class SlotCache(Cache):
         """Copy a sequence's first `length` positions to another slot."""
         for cache in (*self.keys, *self.values):
             cache[target, :, :length] = cache[source, :, :length]
+
+    def clear(self, slot: int) -> None:
+        """Forget a slot whose values are not finite: its next sequence would read them, masked."""
+        for cache in (*self.keys, *self.values):
+            cache[slot].zero_()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Not used for positions (they are given), but asked for by some models."""

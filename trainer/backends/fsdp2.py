@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
@@ -79,8 +81,6 @@ class FSDP2Engine:
         if self._is_packed:
             register()
             self._model.set_attn_implementation(NAME)
-        if self._model_config.gradient_checkpointing:
-            self._model.gradient_checkpointing_enable({"use_reentrant": False})
         if self._topology.world_size > 1:
             for layer in _decoder_layers(self._model):
                 fully_shard(layer)
@@ -95,6 +95,8 @@ class FSDP2Engine:
         )
         self._scheduler = LambdaLR(self._optimizer, _schedule(config, self._total_steps))
         self._model.eval()  # no dropout: proximal and current logprobs must differ by the update only
+        if self._model_config.gradient_checkpointing:
+            _recompute_activations(self._model)
 
     def get_scheduling_config(self) -> Scheduling:
         return Scheduling(gpu=int(self._topology.device.type == "cuda"))
@@ -188,8 +190,9 @@ class FSDP2Engine:
             raise ConfigError("a Hugging Face directory is loaded by model.path, not by load()")
         state = self._state(meta.with_optim)
         try:
+            _refuse_more(meta.path, state["model"])
             load_state(state, checkpoint_id=meta.path, no_dist=self._is_single)
-        except (CheckpointException, RuntimeError, ValueError) as error:
+        except (CheckpointException, OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"checkpoint {meta.path} does not fit the model at {self._model_config.path}: {error}"
             ) from error
@@ -245,7 +248,11 @@ class FSDP2Engine:
     def _logits(self, micro_batch: SequenceBatch) -> Tensor:
         """[T, V] for packed sequences."""
         device = self._topology.device
-        layout = {"packed_layout": PackedLayout.of(micro_batch.lengths, device)} if self._is_packed else {}
+        layout = (
+            {"packed_layout": PackedLayout.of(micro_batch.lengths, device)}
+            if self._is_packed
+            else {}
+        )
         output = self._model(
             input_ids=micro_batch["input_ids"][None],
             position_ids=micro_batch.position_ids[None].to(device),
@@ -294,6 +301,26 @@ def _load(config: ModelConfig) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"cannot load a causal language model from {folder}: {error}") from error
+
+
+def _recompute_activations(model: Any) -> None:
+    """Checkpoint every decoder layer of a model in evaluation mode."""
+    # transformers 5 renamed the method on its way.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = (
+                True  # it recomputes only then; the modules in it stay without dropout
+            )
+
+
+def _refuse_more(path: str, wanted: Mapping[str, Any]) -> None:
+    """Raise if a checkpoint holds parameters that the model has not: loading would leave them out."""
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    extra = [n for n in stored if n.startswith("model.") and n.removeprefix("model.") not in wanted]
+    if extra:
+        raise ValueError(f"it also holds {sorted(extra)[:3]}")
 
 
 def _decoder_layers(model: Any) -> list[torch.nn.Module]:

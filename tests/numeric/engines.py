@@ -1,0 +1,136 @@
+"""Train engines on tiny models, batches for them, and the plain loop that they must equal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.contracts.config.model import ModelConfig
+from headway.contracts.config.optimizer import OptimizerConfig
+from tests.numeric.models import VOCAB_SIZE, load_reference, reference_logits
+from trainer.algorithms.logprobs import token_logprobs
+from trainer.algorithms.losses import decoupled_ppo_loss
+from trainer.api import LossOutput
+from trainer.backends.fsdp2 import FSDP2Engine
+from trainer.batching import SequenceBatch, shift_left
+from trainer.topology import Topology
+from weight_sync.channel import WeightPublisher
+
+OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, schedule="linear", max_grad_norm=0.5)
+TOTAL_STEPS = 10
+LENGTHS = (9, 3, 17, 5, 12, 2, 8)
+
+
+def open_engine(
+    folder: Path,
+    *,
+    topology: Topology | None = None,
+    publisher: WeightPublisher | None = None,
+    optimizer: OptimizerConfig = OPTIMIZER,
+    **model: Any,
+) -> FSDP2Engine:
+    """An initialised engine."""
+    engine = FSDP2Engine(
+        ModelConfig(path=str(folder), **model),
+        optimizer,
+        topology or Topology(0, 1, torch.device("cpu")),
+        publisher,
+        TOTAL_STEPS,
+    )
+    engine.initialize(None, None)
+    return engine
+
+
+def random_batch(seed: int, lengths: Sequence[int] = LENGTHS) -> SequenceBatch:
+    """Packed random sequences with all columns of the decoupled loss; a random part is masked."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = tuple(lengths)
+    size = sum(lengths)
+    ids = torch.randint(VOCAB_SIZE, (size,), generator=generator)
+    behaviour = -4 * torch.rand(size, generator=generator)
+    return SequenceBatch(
+        lengths,
+        {
+            "input_ids": ids,
+            "labels": shift_left(ids, lengths, 0),
+            "loss_mask": shift_left(torch.rand(size, generator=generator) < 0.7, lengths, False),
+            "behaviour": behaviour,
+            "proximal": behaviour + 0.3 * torch.randn(size, generator=generator),
+            "advantages": torch.randn(size, generator=generator),
+        },
+    )
+
+
+def token_loss(logits: Tensor, batch: SequenceBatch) -> LossOutput:
+    """Decoupled PPO with a wide clip range, so that random models have gradients."""
+    loss, stats = decoupled_ppo_loss(
+        token_logprobs(logits, batch["labels"]),
+        batch["proximal"],
+        batch["behaviour"],
+        batch["advantages"],
+        batch["loss_mask"],
+        eps_clip=0.9,
+        eps_clip_higher=5.0,
+        behaviour_weight_cap=2.0,
+    )
+    return LossOutput(loss, stats)
+
+
+def tokens_in_loss(batch: SequenceBatch) -> float:
+    return float(batch["loss_mask"].sum())
+
+
+def parameters_of(engine: FSDP2Engine) -> dict[str, Tensor]:
+    """Copies of all parameters of a single-process engine."""
+    return {name: p.detach().clone() for name, p in engine._model.named_parameters()}
+
+
+def assert_close(
+    got: dict[str, Tensor], expected: dict[str, Tensor], atol: float, mean: float | None = None
+) -> None:
+    """Same names; no element further off than `atol`, and on average less than `mean`."""
+    assert got.keys() == expected.keys()
+    errors = torch.cat([(got[n] - expected[n]).abs().flatten().double() for n in expected])
+    assert errors.max().item() <= atol
+    assert errors.mean().item() <= (atol / 10 if mean is None else mean)
+
+
+def plain_training(folder: Path, batches: Sequence[SequenceBatch]) -> dict[str, Any]:
+    """The same steps, one sequence at a time, written with PyTorch alone."""
+    model = load_reference(folder)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=OPTIMIZER.lr,
+        betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
+        eps=OPTIMIZER.eps,
+        weight_decay=OPTIMIZER.weight_decay,
+    )
+    losses, norms = [], []
+    for step, batch in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = OPTIMIZER.lr * (1 - step / TOTAL_STEPS)
+        optimizer.zero_grad()
+        total = batch["loss_mask"].sum()
+        loss_sum = 0.0
+        for index in range(len(batch.lengths)):
+            one = batch.select([index])
+            logits = reference_logits(model, one["input_ids"].tolist())
+            output = token_loss(logits, one)
+            share = output.loss * one["loss_mask"].sum() / total
+            share.backward()
+            loss_sum += share.item()
+        squares = sum((p.grad.double() ** 2).sum().item() for p in model.parameters())
+        norm = math.sqrt(squares)
+        scale = min(1.0, OPTIMIZER.max_grad_norm / (norm + 1e-6))
+        for parameter in model.parameters():
+            parameter.grad *= scale
+        optimizer.step()
+        losses.append(loss_sum)
+        norms.append(norm)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "parameters": parameters}

@@ -1,0 +1,107 @@
+"""A step is the same however it is cut, and equals a plain PyTorch loop."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.numeric.engines import (
+    OPTIMIZER,
+    assert_close,
+    open_engine,
+    parameters_of,
+    plain_training,
+    random_batch,
+    token_loss,
+    tokens_in_loss,
+)
+from trainer.api import LossOutput, MicroBatchSpec
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def batches():
+    return [random_batch(seed) for seed in range(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def plain(llama_dir, batches):
+    return plain_training(llama_dir, batches)
+
+
+def train(engine, batches, budget):
+    figures = []
+    for batch in batches:
+        figures.append(
+            engine.train_batch(batch, MicroBatchSpec(budget), token_loss, tokens_in_loss)
+        )
+        engine.step_lr_scheduler()
+    return figures
+
+
+@pytest.mark.parametrize("budget", [17, 25, 40, 10_000])
+def test_any_micro_batch_split_equals_the_plain_loop(llama_dir, batches, plain, budget):
+    engine = open_engine(llama_dir)
+    before = parameters_of(engine)
+    figures = train(engine, batches, budget)
+    assert [f["loss"] for f in figures] == pytest.approx(plain["losses"], rel=1e-4)
+    assert [f["grad_norm"] for f in figures] == pytest.approx(plain["norms"], rel=1e-4)
+    assert min(plain["norms"]) < OPTIMIZER.max_grad_norm < max(plain["norms"])  # some are clipped
+    assert_close(parameters_of(engine), plain["parameters"], atol=1e-5)
+    moved = max((before[n] - p).abs().max().item() for n, p in plain["parameters"].items())
+    assert moved > OPTIMIZER.lr
+
+
+def test_gradient_checkpointing_recomputes_and_changes_no_number(llama_dir, batches, plain):
+    engine = open_engine(llama_dir, gradient_checkpointing=True)
+    passes = []
+    engine._model.model.layers[0].self_attn.register_forward_hook(lambda *_: passes.append(1))
+    figures = train(engine, batches, 10_000)
+    assert len(passes) == 2 * STEPS
+    assert [f["grad_norm"] for f in figures] == pytest.approx(plain["norms"], rel=1e-4)
+    assert_close(parameters_of(engine), plain["parameters"], atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [17, 10_000])
+def test_figures_are_means_over_all_masked_tokens(llama_dir, batches, budget):
+    engine = open_engine(llama_dir)
+    whole = token_loss(engine.forward(batches[0], MicroBatchSpec(10_000)), batches[0])
+    figures = train(engine, batches[:1], budget)[0]
+    for name, value in whole.stats.items():
+        assert figures[name] == pytest.approx(value.item(), rel=1e-4, abs=1e-6)
+    assert figures["lr"] == OPTIMIZER.lr
+
+
+def test_eval_batch_is_the_loss_of_the_next_train_batch_and_moves_nothing(llama_dir, batches):
+    engine = open_engine(llama_dir)
+    before = parameters_of(engine)
+    loss = engine.eval_batch(batches[0], MicroBatchSpec(20), token_loss, tokens_in_loss)
+    assert_close(parameters_of(engine), before, atol=0.0)
+    figures = train(engine, batches[:1], 20)[0]
+    assert loss.item() == pytest.approx(figures["loss"], rel=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step(llama_dir, batches):
+    engine = open_engine(llama_dir)
+    before = parameters_of(engine)
+
+    def broken(logits, batch):
+        return LossOutput(token_loss(logits, batch).loss * math.nan)
+
+    figures = engine.train_batch(batches[0], MicroBatchSpec(40), broken, tokens_in_loss)
+    assert figures["skipped_steps"] == 1.0
+    assert math.isnan(figures["grad_norm"])
+    assert_close(parameters_of(engine), before, atol=0.0)
+    train(engine, batches[:1], 40)  # and the next step starts from clean gradients
+    assert all(torch.isfinite(p).all() for p in parameters_of(engine).values())
+
+
+def test_a_batch_without_tokens_in_the_loss_has_loss_zero(llama_dir):
+    batch = random_batch(0)
+    batch = batch.with_columns(loss_mask=torch.zeros(batch.num_tokens, dtype=torch.bool))
+    figures = train(open_engine(llama_dir), [batch], 20)[0]
+    assert figures["loss"] == 0.0
+    assert figures["grad_norm"] == 0.0
