@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
@@ -29,7 +30,16 @@ _TOKEN_COLUMNS: dict[str, type[np.generic]] = {
     "logprobs": np.float32,
     "versions": np.int32,
 }
-_STOP_REASONS = frozenset(get_args(StopReason))
+
+
+class _Header(BaseModel):
+    """What is no column; [N] counts trajectories."""
+
+    model_config = ConfigDict(strict=True)
+
+    groups: list[tuple[str, str, NonNegativeInt]]  # rollout_id, group_id, trajectories
+    sample_index: list[int]  # [N]
+    stop_reason: list[StopReason]  # [N]
 
 
 def encode_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
@@ -61,35 +71,37 @@ def decode_groups(payload: bytes) -> tuple[TrajectoryGroup, ...]:
     """Decode what `encode_groups` wrote, checking every length and type.
 
     Raises:
-        DataError: not such a payload, or of a schema this release cannot read.
+        DataError: not such a payload, of a schema this release cannot read, or holding a logprob or
+            reward that is not finite.
     """
     header = _read_header(payload)
     try:
         columns = load_tensors(payload)
-    except SafetensorError as error:
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:  # KeyError: unknown dtype
         raise DataError(
             f"trajectory payload of {len(payload)} bytes is damaged: {error}"
         ) from error
     lengths = _column(columns, "lengths", np.int64)
     rewards = _column(columns, "rewards", np.float32)
-    num_rows, num_tokens = len(lengths), int(lengths.sum()) if len(lengths) else 0
+    num_rows, num_tokens = len(lengths), sum(lengths.tolist())  # exact: no int64 to overflow
     token_columns = {name: _column(columns, name, dtype) for name, dtype in _TOKEN_COLUMNS.items()}
     sizes = {name: len(column) for name, column in token_columns.items()}
-    group_sizes = [size for _, _, size in header["groups"]]
+    group_sizes = [size for _, _, size in header.groups]
     if (
         (num_rows and int(lengths.min()) < 1)
         or set(sizes.values()) != {num_tokens}
-        or {len(rewards), len(header["sample_index"]), len(header["stop_reason"]), sum(group_sizes)}
+        or {len(rewards), len(header.sample_index), len(header.stop_reason), sum(group_sizes)}
         != {num_rows}
-        or not _STOP_REASONS.issuperset(header["stop_reason"])
     ):
         raise DataError(
             f"trajectory payload is inconsistent: {num_rows} lengths over {num_tokens} tokens, "
             f"columns {sizes}, groups {group_sizes}"
         )
+    if not (np.isfinite(token_columns["logprobs"]).all() and np.isfinite(rewards).all()):
+        raise DataError("trajectory payload holds a logprob or reward that is not finite")
     ends = np.cumsum(lengths)
     groups, row = [], 0
-    for rollout_id, group_id, size in header["groups"]:
+    for rollout_id, group_id, size in header.groups:
         rows = []
         for index in range(row, row + size):
             cut = slice(int(ends[index] - lengths[index]), int(ends[index]))
@@ -97,9 +109,9 @@ def decode_groups(payload: bytes) -> tuple[TrajectoryGroup, ...]:
                 Trajectory(
                     rollout_id=rollout_id,
                     group_id=group_id,
-                    sample_index=header["sample_index"][index],
+                    sample_index=header.sample_index[index],
                     reward=float(rewards[index]),
-                    stop_reason=header["stop_reason"][index],
+                    stop_reason=header.stop_reason[index],
                     **{name: column[cut] for name, column in token_columns.items()},
                 )
             )
@@ -119,21 +131,20 @@ def _check_row(row: Trajectory) -> None:
         )
 
 
-def _read_header(payload: bytes) -> dict[str, Any]:
+def _read_header(payload: bytes) -> _Header:
     try:
         size = int.from_bytes(payload[:8], "little")
         metadata = json.loads(payload[8 : 8 + size])["__metadata__"]
         version = int(metadata["schema_version"])
-        header: dict[str, Any] = json.loads(metadata["trajectories"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{len(payload)} bytes are not a trajectory payload") from error
-    if version > SCHEMA_VERSION:
-        raise DataError(
-            f"trajectory schema {version} is newer than {SCHEMA_VERSION}; update this process"
-        )
-    if not {"groups", "sample_index", "stop_reason"} <= header.keys():
-        raise DataError(f"trajectory header holds only {sorted(header)}")
-    return header
+        if version > SCHEMA_VERSION:
+            raise DataError(
+                f"trajectory schema {version} is newer than {SCHEMA_VERSION}; update this process"
+            )
+        if version < 1:
+            raise ValueError(f"schema {version} never was")
+        return _Header.model_validate_json(metadata["trajectories"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{len(payload)} bytes are not a trajectory payload: {error}") from error
 
 
 def _column(columns: dict[str, NDArray[Any]], name: str, dtype: type[np.generic]) -> NDArray[Any]:

@@ -131,16 +131,16 @@ def _split_arguments(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, An
 
 def _flag_value(text: str) -> Any:
     """Numbers, booleans, null, [lists] and {mappings} as YAML reads them; all else is text."""
-    if text.lstrip().startswith(("{", "[")):
-        try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{text!r} is not a YAML value: {error}") from error
+    is_collection = text.lstrip().startswith(("{", "["))
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
+        if is_collection:
+            raise ConfigError(f"{text!r} is not a YAML value: {error}") from error
         return text
-    return value if isinstance(value, bool | int | float) or value is None else text
+    if value is None:
+        return None if text.strip().lower() in ("null", "~") else text
+    return value if is_collection or isinstance(value, bool | int | float) else text
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         tree = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date that is none
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if tree is None:
         return {}
@@ -166,32 +166,39 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def _explain(model: type[BaseModel], problem: dict[str, Any]) -> str:
-    location = problem["loc"]
-    path = ".".join(str(part) for part in location) or "(whole)"
+    *parents, last = problem["loc"] or ("(whole)",)
+    keys, sections = _locate(model, parents)
+    path = ".".join([*keys, str(last)])
     if problem["type"] != "extra_forbidden":
         seen = problem.get("input")
         shown = f" (got {seen!r})" if not isinstance(seen, Mapping | BaseModel) else ""
         return f"{path}: {problem['msg'].removeprefix('Value error, ')}{shown}"
-    known = _known_keys(model, location[:-1])
-    near = difflib.get_close_matches(str(location[-1]), known, n=1)
+    known = [name for section in sections for name in section.model_fields]
+    near = difflib.get_close_matches(str(last), known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
     return f"unknown key {path}; {hint}"
 
 
-def _known_keys(model: type[BaseModel], location: Sequence[Any]) -> list[str]:
-    """Field names at a location; a part that is no field is the tag of a union and is stepped over."""
-    models = [model]
+def _locate(
+    model: type[BaseModel], location: Sequence[Any]
+) -> tuple[list[str], list[type[BaseModel]]]:
+    """A location as it was written, without the tags of unions, and the sections it ends in."""
+    keys: list[str] = []
+    sections = [model]
     for part in location:
-        fields = [here.model_fields[part] for here in models if part in here.model_fields]
-        if fields:
-            models = [section for field in fields for section in _section_models(field.annotation)]
-        else:
-            models = [
-                here
-                for here in models
-                if (field := here.model_fields.get("type")) is not None and field.default == part
-            ] or models
-    return [name for here in models for name in here.model_fields]
+        arms = [arm for arm in sections if len(sections) > 1 and _tag(arm) == part]
+        if arms:
+            sections = arms
+            continue
+        keys.append(str(part))
+        fields = [here.model_fields[part] for here in sections if part in here.model_fields]
+        sections = [section for field in fields for section in _section_models(field.annotation)]
+    return keys, sections
+
+
+def _tag(section: type[BaseModel]) -> Any:
+    field = section.model_fields.get("type")
+    return None if field is None else field.default
 
 
 def _section_models(annotation: Any) -> list[type[BaseModel]]:
