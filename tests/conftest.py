@@ -5,7 +5,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from hypothesis import HealthCheck, settings  # noqa: E402 - after the environment
+from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "headway",

@@ -1,0 +1,39 @@
+"""Payloads that a former release wrote are read for as long as their schema is supported."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from headway.contracts.codec import decode_groups, encode_groups
+
+SCHEMA_1 = Path(__file__).parent / "data" / "trajectories-schema-1.safetensors"
+
+
+def test_schema_1_still_decodes():
+    first, second = decode_groups(SCHEMA_1.read_bytes())
+    assert (first.rollout_id, first.group_id) == ("run-7:12", "prompt-12")
+    assert (second.rollout_id, second.group_id) == ("run-7:13", "prompt-13")
+    one, two = first.trajectories
+    assert (one.sample_index, one.reward, one.stop_reason) == (0, 1.0, "stop")
+    assert (two.sample_index, two.reward, two.stop_reason) == (1, -0.5, "length")
+    np.testing.assert_array_equal(one.input_ids, np.array([101, 7, 9], np.int32))
+    np.testing.assert_array_equal(one.loss_mask, [False, True, True])
+    np.testing.assert_array_equal(one.logprobs, np.array([0, -0.1, -2.5], np.float32))
+    np.testing.assert_array_equal(one.versions, np.array([-1, 3, 4], np.int32))
+    np.testing.assert_array_equal(two.input_ids, np.array([101, 102, 2147483647], np.int32))
+    assert two.oldest_version == 4
+    assert second.trajectories[0].stop_reason == "interrupt"
+    assert second.oldest_version == 0
+
+
+def test_schema_1_is_written_as_it_was():
+    """If this fails, raise `SCHEMA_VERSION` and store a payload of the new schema beside this one."""
+    payload = SCHEMA_1.read_bytes()
+    assert parts(encode_groups(decode_groups(payload))) == parts(payload)
+
+
+def parts(payload: bytes) -> tuple[dict, bytes]:
+    """Header (the order of its metadata is not fixed) and columns."""
+    end = 8 + int.from_bytes(payload[:8], "little")
+    return json.loads(payload[8:end]), payload[end:]

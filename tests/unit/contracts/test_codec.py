@@ -1,0 +1,108 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from rollout_builders import make_group, make_trajectory
+
+from headway.contracts.codec import decode_groups, encode_groups
+from headway.contracts.errors import DataError
+from headway.contracts.types import Trajectory, TrajectoryGroup
+
+COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions")
+FIELDS = ("rollout_id", "group_id", "sample_index", "stop_reason")
+
+
+def assert_equal_bits(left: tuple[TrajectoryGroup, ...], right: tuple[TrajectoryGroup, ...]):
+    assert [(g.rollout_id, g.group_id) for g in left] == [(g.rollout_id, g.group_id) for g in right]
+    for one, other in zip(left, right, strict=True):
+        for a, b in zip(one.trajectories, other.trajectories, strict=True):
+            for name in COLUMNS:
+                x, y = getattr(a, name), getattr(b, name)
+                assert x.dtype == y.dtype
+                assert x.tobytes() == y.tobytes(), name
+            assert [getattr(a, name) for name in FIELDS] == [getattr(b, name) for name in FIELDS]
+            assert np.float32(a.reward).tobytes() == np.float32(b.reward).tobytes()
+
+
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def trajectories(draw, rollout_id: str, group_id: str, index: int) -> Trajectory:
+    length = draw(st.integers(1, 12))
+    ints = arrays.arrays(np.int32, length, elements=st.integers(-(2**31), 2**31 - 1))
+    return Trajectory(
+        rollout_id=rollout_id,
+        group_id=group_id,
+        sample_index=index,
+        input_ids=draw(ints),
+        loss_mask=draw(arrays.arrays(np.bool_, length)),
+        logprobs=draw(arrays.arrays(np.float32, length, elements=finite)),
+        versions=draw(ints),
+        reward=draw(finite),
+        stop_reason=draw(st.sampled_from(["stop", "length", "interrupt"])),
+    )
+
+
+@st.composite
+def groups(draw) -> TrajectoryGroup:
+    rollout_id, group_id = draw(st.text(max_size=8)), draw(st.text(max_size=8))
+    size = draw(st.integers(1, 3))
+    rows = tuple(draw(trajectories(rollout_id, group_id, index)) for index in range(size))
+    return TrajectoryGroup(rollout_id, group_id, rows)
+
+
+@given(st.lists(groups(), max_size=4).map(tuple))
+def test_round_trip_is_bit_exact(batch):
+    assert_equal_bits(decode_groups(encode_groups(batch)), batch)
+
+
+def test_no_groups_are_a_payload_too():
+    assert decode_groups(encode_groups([])) == ()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_logprob_that_is_not_finite_is_refused(bad):
+    row = make_trajectory("r7", 3, versions=(4, 5), logprobs=(-0.5, bad))
+    with pytest.raises(DataError, match=r"r7/3 holds a logprob or reward that is not finite"):
+        encode_groups([TrajectoryGroup("r7", "g", (row,))])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_is_refused(bad):
+    row = make_trajectory("r7", 3, reward=bad)
+    with pytest.raises(DataError, match="not finite"):
+        encode_groups([TrajectoryGroup("r7", "g", (row,))])
+
+
+def test_columns_of_unequal_length_are_refused():
+    row = make_trajectory("r7", versions=(0, 0))
+    short = Trajectory(**{**{f: getattr(row, f) for f in row.__slots__}, "logprobs": np.zeros(2)})
+    with pytest.raises(DataError, match=r"r7/0 has columns of unequal length"):
+        encode_groups([TrajectoryGroup("r7", "g", (short,))])
+
+
+def test_a_trajectory_without_tokens_is_refused():
+    empty = Trajectory(
+        rollout_id="r7",
+        group_id="g",
+        sample_index=0,
+        input_ids=np.empty(0, np.int32),
+        loss_mask=np.empty(0, np.bool_),
+        logprobs=np.empty(0, np.float32),
+        versions=np.empty(0, np.int32),
+        reward=0.0,
+        stop_reason="stop",
+    )
+    with pytest.raises(DataError):
+        encode_groups([TrajectoryGroup("r7", "g", (empty,))])
+
+
+def test_oldest_version_looks_at_sampled_tokens_of_all_siblings():
+    group = TrajectoryGroup(
+        "r", "g", (make_trajectory("r", 0, (5, 7)), make_trajectory("r", 1, (4, 6)))
+    )
+    (back,) = decode_groups(encode_groups([group]))
+    assert back.oldest_version == 4
+    assert make_group(version=3).oldest_version == 3
