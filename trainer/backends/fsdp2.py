@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -139,6 +139,7 @@ class FSDP2Engine:
     ) -> Tensor | None:
         with torch.no_grad():
             stats = self._run_losses(input_, mb_spec, loss_fn, loss_weight_fn, is_training=False)
+        self._reshard()
         return torch.tensor(stats["loss"])
 
     def forward(
@@ -159,6 +160,7 @@ class FSDP2Engine:
                 pieces = torch.split(output.cpu(), [seqlens[i] for i in indices])
                 for index, piece in zip(indices, pieces, strict=True):
                     results[index] = piece
+        self._reshard()
         return aggregate_fn(results)
 
     def upload_weights(self, meta: WeightUpdateMeta | None) -> None:
@@ -261,6 +263,12 @@ class FSDP2Engine:
         )
         logits: Tensor = output.logits[0]
         return logits
+
+    def _reshard(self) -> None:
+        """Free what a pass without gradients leaves gathered: the root's parameters, kept by FSDP for
+        a backward pass. Whoever reads parameters then finds shards again."""
+        if isinstance(self._model, FSDPModule):
+            self._model.reshard()
 
     def _full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._model.named_parameters():
