@@ -5,6 +5,7 @@
                  └──requeue─────┘ └─fail─► failed  │ └───give_back────┘  │                │
                                                    └─► stale             └───(step > checkpoint)
 
+    consumed ─replay─► queued (step > checkpoint, and the payload was forgotten with a newer one)
     queued, ready, delivered ─cancel─► cancelled (the consumer detached)
 
 Invariants: a rollout id is submitted once; it is in one state; every transition is one transaction
@@ -110,7 +111,10 @@ class Ledger(Protocol):
         """
 
     async def give_back(self, consumer: str, step: int) -> int:
-        """Make ready again what was delivered or consumed after `step`; returns the groups."""
+        """Make ready again what was delivered or consumed after `step`; returns the groups.
+
+        What `consume` was told is safe in a checkpoint, and then is not, is queued to be played again.
+        """
 
     async def cancel(self, consumer: str) -> int:
         """End what the consumer has not consumed; returns the trajectories."""

@@ -61,6 +61,7 @@ NEXT_STATE: dict[str, tuple[set[str | None], str]] = {
     "drop": ({"ready"}, "stale"),
     "consume": ({"delivered"}, "consumed"),
     "give_back": ({"delivered", "consumed"}, "ready"),
+    "replay": ({"consumed"}, "queued"),
     "cancel": ({"queued", "ready", "delivered"}, "cancelled"),
 }
 """Event -> (states it may leave, state it enters)."""
@@ -380,14 +381,16 @@ class SqliteLedger:
     def _give_back(self, consumer: str, step: int) -> int:
         with self._transaction() as db:
             rows = db.execute(
-                "SELECT id FROM rollouts WHERE consumer = ? "
+                "SELECT id, payload IS NULL FROM rollouts WHERE consumer = ? "
                 "AND (state = 'delivered' OR (state = 'consumed' AND step > ?))",
                 (consumer, step),
             ).fetchall()
-            for (rollout_id,) in rows:
-                self._move(rollout_id, "give_back", f"checkpoint_step={step}")
+            for rollout_id, is_forgotten in rows:
+                event = "replay" if is_forgotten else "give_back"
+                self._move(rollout_id, event, f"checkpoint_step={step}")
                 db.execute(
-                    "UPDATE rollouts SET delivery_id = NULL, step = NULL, staleness = NULL WHERE id = ?",
+                    "UPDATE rollouts SET delivery_id = NULL, step = NULL, staleness = NULL, attempt = 0 "
+                    "WHERE id = ?",
                     (rollout_id,),
                 )
         return len(rows)
@@ -418,7 +421,7 @@ class SqliteLedger:
         lost = duplicated = requeues = 0
         sizes = dict(self._db.execute("SELECT id, size FROM rollouts"))
         for rollout_id, event in self._db.execute("SELECT id, event FROM events ORDER BY seq"):
-            sources, target = NEXT_STATE[event]
+            sources, target = NEXT_STATE.get(event, (set(), f"unknown event {event}"))
             requeues += sizes.get(rollout_id, 1) * (event == "requeue")
             if states.get(rollout_id) not in sources:
                 duplicated += sizes.get(rollout_id, 1) * (event in ("consume", "submit"))
