@@ -13,7 +13,9 @@ from headway.rollout.ledger.base import LeaseLimits
 from headway.rollout.ledger.sqlite import SqliteLedger
 
 DURABLE = [store for store in STORES if store.is_durable]
-on_stores = pytest.mark.parametrize("store", DURABLE, indirect=True, ids=lambda store: store.name)
+on_durable_stores = pytest.mark.parametrize(
+    "store", DURABLE, indirect=True, ids=lambda store: store.name
+)
 CHILD = Path(__file__).parent / "crash_child.py"
 
 
