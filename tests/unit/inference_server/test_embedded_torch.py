@@ -1,0 +1,261 @@
+"""Limits, stops, cancellation and the end of the embedded backend."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from headway.contracts.errors import BackendError, ConfigError, DataError, RequestTooLong
+from inference_server.backends.base import BACKENDS
+from inference_server.backends.embedded_torch import EmbeddedTorchBackend
+from tests.numeric.backends import (
+    PATIENCE_S,
+    make_backend,
+    prompt_of,
+    request,
+    serving,
+    stage,
+    until,
+)
+from tests.numeric.models import CONTEXT, EOS, VOCAB_SIZE
+from weight_sync.channel import StagedWeights
+
+PROMPT = prompt_of(6, 0)
+
+
+@pytest.fixture
+async def backend(llama_dir):
+    async with serving(llama_dir) as backend:
+        yield backend
+
+
+async def generate(backend, name="r", prompt=PROMPT, **gconfig):
+    call = backend.generate(request(name, list(prompt), **gconfig))
+    return await asyncio.wait_for(call, PATIENCE_S)
+
+
+async def sample_until_eos(backend, **gconfig):
+    """Try prompts and seeds until one samples the end of sequence."""
+    for seed in range(40):
+        prompt = prompt_of(1 + seed % 9, seed)
+        response = await generate(
+            backend, prompt=prompt, ignore_eos=False, max_new_tokens=60, seed=seed, **gconfig
+        )
+        if response.stop_reason == "stop":
+            return seed, prompt, response
+    raise AssertionError("no sequence ended")
+
+
+async def test_the_end_of_sequence_stops_and_is_part_of_the_output(backend):
+    _, _, response = await sample_until_eos(backend)
+    assert response.output_tokens[-1] == EOS
+    assert EOS not in response.output_tokens[:-1]
+    assert len(response.output_logprobs) == len(response.output_tokens)
+
+
+async def test_ignore_eos_goes_on_past_it_with_the_same_tokens(backend):
+    seed, prompt, stopped = await sample_until_eos(backend)
+    response = await generate(backend, prompt=prompt, max_new_tokens=60, seed=seed)
+    length = len(stopped.output_tokens)
+    assert response.output_tokens[:length] == stopped.output_tokens
+    assert len(response.output_tokens) == 60
+    assert response.stop_reason == "length"
+
+
+async def test_stop_token_ids_stop_besides_the_end_of_sequence(backend):
+    free = await generate(backend, max_new_tokens=40, seed=1)
+    stop = free.output_tokens[10]
+    response = await generate(backend, max_new_tokens=40, seed=1, stop_token_ids=(stop,))
+    first = free.output_tokens.index(stop)
+    assert response.output_tokens == free.output_tokens[: first + 1]
+    assert response.stop_reason == "stop"
+
+
+async def test_no_stop_token_is_sampled_before_min_new_tokens(backend):
+    free = await generate(backend, max_new_tokens=40, temperature=0.0)
+    stop = free.output_tokens[2]
+    response = await generate(
+        backend, max_new_tokens=40, min_new_tokens=20, temperature=0.0, stop_token_ids=(stop,)
+    )
+    assert stop not in response.output_tokens[:20]
+    assert len(response.output_tokens) >= 20
+
+
+async def test_max_new_tokens_is_a_length_stop(backend):
+    response = await generate(backend, max_new_tokens=1)
+    assert len(response.output_tokens) == 1
+    assert response.stop_reason == "length"
+    assert 0 <= response.ttft_s <= response.latency_s
+
+
+async def test_a_stop_on_the_last_allowed_token_is_a_stop(backend):
+    free = await generate(backend, max_new_tokens=5, temperature=0.0)
+    last = free.output_tokens[-1]
+    size = free.output_tokens.index(last) + 1
+    response = await generate(backend, max_new_tokens=size, temperature=0.0, stop_token_ids=(last,))
+    assert response.stop_reason == "stop"
+
+
+async def test_a_request_that_fills_the_context_runs_and_one_token_more_is_refused(backend):
+    response = await generate(backend, max_new_tokens=CONTEXT - len(PROMPT))
+    assert len(response.output_tokens) == CONTEXT - len(PROMPT)
+    with pytest.raises(RequestTooLong, match=f"6 prompt tokens .* the context of {CONTEXT}"):
+        await generate(backend, max_new_tokens=CONTEXT - len(PROMPT) + 1)
+
+
+@pytest.mark.parametrize("field", ["input_ids", "stop_token_ids"])
+async def test_a_token_outside_of_the_vocabulary_is_a_data_error(backend, field):
+    with pytest.raises(DataError, match=f"{field} holds {VOCAB_SIZE}"):
+        if field == "input_ids":
+            await generate(backend, prompt=[3, VOCAB_SIZE])
+        else:
+            await generate(backend, stop_token_ids=(VOCAB_SIZE,))
+    assert len((await generate(backend)).output_tokens) == 20
+
+
+async def test_a_cancelled_request_frees_its_slot_and_the_others_go_on(llama_dir):
+    async with serving(llama_dir, max_sequences=2) as backend:
+        long = {"max_new_tokens": CONTEXT - len(PROMPT)}
+        doomed = asyncio.create_task(generate(backend, "doomed", **long))
+        survivor = asyncio.create_task(generate(backend, "survivor", seed=1, **long))
+        waiting = asyncio.create_task(generate(backend, "waiting", seed=2))
+        given_up = asyncio.create_task(generate(backend, "given-up"))
+        await until(lambda: backend.load().running == 2)
+        doomed.cancel()
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await doomed
+        await waiting
+        response = await survivor
+        await until(lambda: backend.load().running == backend.load().queued == 0)
+        alone = await generate(backend, "alone", seed=1, **long)
+        assert response.output_tokens == alone.output_tokens
+        assert backend.load().generated_tokens < 3 * CONTEXT + 20
+
+
+async def test_close_fails_running_and_waiting_requests(llama_dir):
+    backend = make_backend(llama_dir, max_sequences=2)
+    backend.start()
+    tasks = [asyncio.create_task(generate(backend, f"r{i}", max_new_tokens=240)) for i in range(4)]
+    await until(lambda: backend.load().running == 2)
+    await asyncio.to_thread(backend.close)
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [BackendError] * 4
+    with pytest.raises(BackendError, match="closed"):
+        await generate(backend)
+    with pytest.raises(BackendError, match="closed"):
+        await backend.swap(stage(1, llama_dir))
+
+
+async def test_close_before_the_start_fails_what_was_handed_over(llama_dir):
+    backend = make_backend(llama_dir)
+    task = asyncio.create_task(generate(backend))
+    await until(lambda: backend.load().queued == 1)
+    backend.close()
+    with pytest.raises(BackendError, match="closed"):
+        await task
+
+
+async def test_a_swap_whose_caller_gave_up_is_not_applied_and_harms_nobody(llama_dir):
+    backend = make_backend(llama_dir)
+    swap = asyncio.create_task(backend.swap(stage(1, llama_dir)))
+    await until(lambda: backend.load().queued == 1)
+    swap.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await swap
+    backend.start()
+    response = await generate(backend)
+    assert response.version_runs == [(0, 0, 20)]
+    assert await backend.swap(stage(2, llama_dir)) == 0
+    assert backend.version == 2
+    await asyncio.to_thread(backend.close)
+
+
+async def test_an_engine_that_dies_in_a_swap_tells_every_caller(llama_dir):
+    backend = make_backend(llama_dir)
+    backend.start()
+    running = asyncio.create_task(generate(backend, max_new_tokens=240))
+    await until(lambda: backend.load().running == 1)
+    with pytest.raises(BackendError, match="the engine died: KeyError"):
+        await asyncio.wait_for(backend.swap(StagedWeights(1, "0" * 64, {})), PATIENCE_S)
+    with pytest.raises(BackendError, match="the engine died"):
+        await running
+    assert backend.version == 0
+    with pytest.raises(BackendError):
+        await generate(backend)
+
+
+async def test_an_engine_that_dies_in_a_prefill_tells_the_requests_of_that_prefill(llama_dir):
+    backend = make_backend(llama_dir)
+
+    def fail(*_):
+        raise MemoryError("no room")
+
+    backend._model.register_forward_pre_hook(fail)
+    backend.start()
+    with pytest.raises(BackendError, match="no room"):
+        await generate(backend)
+    backend.close()
+
+
+async def test_load_counts_tokens_and_the_work_of_the_engine(backend):
+    assert backend.load().generated_tokens == 0
+    await generate(backend, max_new_tokens=7)
+    await until(lambda: backend.load().busy_s > 0)
+    load = backend.load()
+    assert load.generated_tokens == 7
+    assert load.running == load.queued == 0
+    assert 0 < load.busy_s <= load.uptime_s
+
+
+async def test_two_event_loops_share_one_backend(backend):
+    def elsewhere():
+        return asyncio.run(generate(backend, "elsewhere", seed=3))
+
+    here, there = await asyncio.gather(
+        generate(backend, "here", seed=3), asyncio.to_thread(elsewhere)
+    )
+    assert here.output_tokens == there.output_tokens
+
+
+def test_parameters_name_every_tensor_that_a_version_must_bring(llama_dir):
+    backend = make_backend(llama_dir)
+    assert dict(backend.parameters) == {
+        name: tensor.shape for name, tensor in stage(1, llama_dir).tensors.items()
+    }
+    assert all(isinstance(shape, torch.Size) for shape in backend.parameters.values())
+
+
+def test_a_context_above_the_models_is_cut_to_it(llama_dir):
+    assert make_backend(llama_dir, max_context=10**6).max_context == CONTEXT
+    assert make_backend(llama_dir, max_context=None).max_context == CONTEXT
+
+
+def test_a_directory_without_a_model_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        make_backend(tmp_path)
+
+
+def test_sliding_window_models_are_refused(tmp_path):
+    config = Qwen3Config(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        layer_types=["full_attention", "sliding_attention"],
+        use_sliding_window=True,
+        sliding_window=4,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="sliding_attention"):
+        make_backend(tmp_path)
+
+
+def test_the_backend_is_registered_under_its_name():
+    assert BACKENDS.get("embedded_torch") is EmbeddedTorchBackend
