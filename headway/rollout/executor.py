@@ -3,7 +3,8 @@
 One loop claims (`_claim`), one task plays each rollout (`_play`). The claim loop sleeps on
 `changed`, which is raised by submissions, finished rollouts, new versions and a new consumer. A
 rollout whose server failed goes back to the queue; whatever else it raises is recorded as a failure
-and spends the error budget. Closing cancels what is in play and puts it back.
+and spends the error budget. Closing cancels what is in play and puts it back. `_claim_lock` is held
+from reading the limits until the rollout has its task, so that `unbound` sees every rollout in play.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.errors import BackendError, ErrorBudgetExceeded, ServiceError
@@ -53,6 +55,7 @@ class Executor:
         self._tasks: dict[asyncio.Task[None], str] = {}
         self._consumer: str | None = None
         self._claiming: asyncio.Task[None] | None = None
+        self._claim_lock = asyncio.Lock()
         self._outcomes: deque[str | None] = deque(maxlen=config.error_window)
         self.changed = Signal()
 
@@ -91,10 +94,13 @@ class Executor:
         self._outcomes.clear()
         self.changed.notify()
 
-    async def unbind(self) -> None:
-        """Stop playing the consumer's rollouts; they go back to the queue."""
-        consumer, self._consumer = self._consumer, None
-        await self._stop([task for task, owner in self._tasks.items() if owner == consumer])
+    @asynccontextmanager
+    async def unbound(self) -> AsyncIterator[None]:
+        """Put the consumer's rollouts back; none is claimed until the block ends."""
+        async with self._claim_lock:
+            consumer, self._consumer = self._consumer, None
+            await self._stop([task for task, owner in self._tasks.items() if owner == consumer])
+            yield
 
     async def _stop(self, tasks: list[asyncio.Task[None]]) -> None:
         for task in tasks:
@@ -104,21 +110,27 @@ class Executor:
     async def _claim(self) -> None:
         while True:
             changed = self.changed.event()
-            limits = LeaseLimits(self._consumer, self._staleness.capacity(), self._staleness.free())
-            lease = (
-                await self._ledger.lease(limits, self._staleness.version)
-                if limits.free > 0
-                else None
-            )
-            if lease is None:
+            async with self._claim_lock:
+                is_claimed = await self._claim_one()
+            if not is_claimed:
                 await changed.wait()
-                continue
-            request = lease.request
-            is_bounded = request.consumer == self._consumer
-            self._staleness.start(request.rollout_id, request.prompt.group_size, is_bounded)
-            task = asyncio.create_task(self._run(lease), name=request.rollout_id)
-            self._tasks[task] = request.consumer
-            task.add_done_callback(self._tasks.pop)
+
+    async def _claim_one(self) -> bool:
+        limits = LeaseLimits(self._consumer, self._staleness.capacity(), self._staleness.free())
+        if limits.free <= 0:
+            return False
+        lease = await self._ledger.lease(limits, self._staleness.version)
+        if lease is None:
+            return False
+        request = lease.request
+        is_bounded = request.consumer == self._consumer
+        self._staleness.start(request.rollout_id, request.prompt.group_size, is_bounded)
+        task = asyncio.create_task(self._run(lease), name=request.rollout_id)
+        self._tasks[task] = request.consumer
+        task.add_done_callback(self._tasks.pop)
+        # A task that is cancelled before its first step never runs, and would leave the lease behind.
+        await asyncio.sleep(0)
+        return True
 
     async def _run(self, lease: Lease) -> None:
         rollout_id = lease.request.rollout_id

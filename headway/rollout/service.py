@@ -151,8 +151,8 @@ class RolloutService:
         """
         if self._consumer is None or self._consumer.consumer != consumer:
             raise NotFound(f"consumer {consumer!r} is not attached")
-        await self._executor.unbind()
-        cancelled = await self._ledger.cancel(consumer)
+        async with self._executor.unbound():
+            cancelled = await self._ledger.cancel(consumer)
         await self._ledger.put_note(CONSUMER_NOTE, json.dumps(None))
         self._staleness.detach()
         self._consumer = None
