@@ -108,6 +108,7 @@ class RewardResult:
 
     score: float
     details: dict[str, Any] = field(default_factory=dict)
+    """For logs; what JSON has no word for arrives as text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,13 @@ def make_reward(name: str, args: Mapping[str, Any]) -> RewardFunction:
         UnknownName: nobody registered the name.
         ConfigError: the arguments do not fit.
     """
-    factory = REWARDS.get(name)
+    return build_reward(REWARDS.get(name), name, args)
+
+
+def build_reward(
+    factory: Callable[..., RewardFunction], name: str, args: Mapping[str, Any]
+) -> RewardFunction:
+    """Call a factory; `name` is for the message."""
     try:
         return factory(**args)
     except (TypeError, ValueError) as error:

@@ -11,8 +11,9 @@ import asyncio
 import json
 import math
 import multiprocessing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+from numbers import Real
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
@@ -20,7 +21,9 @@ from pebble import ProcessExpired, ProcessPool
 from headway.contracts.config.base import PartConfig
 from headway.contracts.errors import RewardError, ServiceError
 from headway.contracts.types import RewardResult
-from headway.rollout.rewards.base import RewardFunction, make_reward
+from headway.rollout.rewards.base import REWARDS, RewardFunction, build_reward
+
+Factory = Callable[..., RewardFunction]
 
 
 class RewardPool:
@@ -44,7 +47,8 @@ class RewardPool:
         arguments = json.dumps(reward.args, sort_keys=True)
         future = self._pool.schedule(
             _score,
-            args=[reward.name, arguments, prompt, completion, dict(data)],
+            # The factory itself: what was registered here is unknown to the registry over there.
+            args=[REWARDS.get(reward.name), reward.name, arguments, prompt, completion, dict(data)],
             timeout=self._timeout_s,
         )
         try:
@@ -72,17 +76,31 @@ class RewardPool:
 
 
 @lru_cache(maxsize=64)
-def _reward_of(name: str, arguments: str) -> RewardFunction:
-    return make_reward(name, json.loads(arguments))
+def _reward_of(factory: Factory, name: str, arguments: str) -> RewardFunction:
+    return build_reward(factory, name, json.loads(arguments))
 
 
 def _score(
-    name: str, arguments: str, prompt: str, completion: str, data: Mapping[str, Any]
+    factory: Factory,
+    name: str,
+    arguments: str,
+    prompt: str,
+    completion: str,
+    data: Mapping[str, Any],
 ) -> tuple[float, dict[str, Any]]:
-    """Runs in the worker."""
-    verdict = _reward_of(name, arguments)(prompt, completion, data)
-    if isinstance(verdict, RewardResult):
-        return verdict.score, verdict.details
-    if isinstance(verdict, bool | int | float):
-        return float(verdict), {}
-    raise TypeError(f"returned {type(verdict).__name__}, wanted a number or RewardResult")
+    """Runs in the worker.
+
+    What goes back is ours: an exception or detail that cannot be unpickled would end the pool.
+    """
+    try:
+        verdict = _reward_of(factory, name, arguments)(prompt, completion, data)
+        result = verdict if isinstance(verdict, RewardResult) else RewardResult(verdict)
+        if not isinstance(result.score, Real):
+            raise TypeError(
+                f"returned {type(result.score).__name__}, wanted a number or RewardResult"
+            )
+        return float(result.score), json.loads(json.dumps(result.details, default=str))
+    except ServiceError as error:
+        raise ServiceError.from_body(error.to_body()) from None
+    except BaseException as error:  # noqa: BLE001 - sys.exit() here must not end the gateway
+        raise RewardError(f"reward {name!r} raised {type(error).__name__}: {error}") from None
