@@ -29,6 +29,13 @@ def test_forward_on_packed_sequences_equals_each_alone(model_dir, budget):
     assert errors.mean() < 5e-6
 
 
+@pytest.mark.parametrize("lengths", [(1,), (1, 1, 1), (16, 1, 15, 17, 1, 32, 33, 8), (64,)])
+def test_any_mix_of_lengths_packs(llama_dir, lengths):
+    batch = random_batch(5, lengths)
+    got = open_engine(llama_dir).forward(batch, MicroBatchSpec(10_000))
+    assert (got - one_by_one(load_reference(llama_dir), batch)).abs().max() < 5e-5
+
+
 def test_eager_attention_packs_as_well(llama_dir):
     batch = random_batch(1)
     engine = open_engine(llama_dir, attn_implementation="eager")

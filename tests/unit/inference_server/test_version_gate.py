@@ -14,6 +14,7 @@ from headway.contracts.errors import StaleVersion, SyncError
 from headway.contracts.types import LLMRequest, WeightUpdateMeta
 from inference_server.backends.fake import FakeBackend
 from inference_server.version_gate import VersionGate
+from tests.numeric.backends import until
 from weight_sync.channel import StagedWeights
 
 PATIENCE_S = 10.0
@@ -160,9 +161,7 @@ async def test_an_update_under_running_requests_is_counted_and_shows_in_their_ru
     gate = VersionGate(backend, reader)
     running = asyncio.create_task(backend.generate(request(60)))
     await gate.prepare(meta(1))
-    async with asyncio.timeout(PATIENCE_S):
-        while backend.load().generated_tokens < 10:
-            await asyncio.sleep(0.001)
+    await until(lambda: backend.load().generated_tokens >= 10)
     assert await gate.commit(meta(1)) == 1
     assert gate.updates_in_flight == 1
     response = await asyncio.wait_for(running, PATIENCE_S)

@@ -1,0 +1,145 @@
+"""The actor's step against the same step written with slow loops."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from headway.contracts.config.algorithm import AlgorithmConfig
+from headway.contracts.types import Trajectory
+from tests.numeric.engines import assert_close, open_engine, parameters_of
+from tests.numeric.models import VOCAB_SIZE, load_reference, reference_logits
+from tests.numeric.test_advantages import slow_advantages
+from tests.numeric.test_losses import slow_decoupled_loss
+from trainer.api import MicroBatchSpec
+from trainer.interfaces.ppo_actor import PPOActor
+from trainer.topology import Topology
+
+TOPOLOGY = Topology(0, 1, torch.device("cpu"))
+TEMPERATURE = 0.8
+
+
+def trajectory(seed: int, rollout: str, sample: int) -> Trajectory:
+    random = np.random.default_rng(seed)
+    num_prompt, size = int(random.integers(1, 5)), int(random.integers(8, 16))
+    mask = np.arange(size) >= num_prompt
+    return Trajectory(
+        rollout_id=rollout,
+        group_id="same-prompt",  # two rollouts of one prompt are two groups
+        sample_index=sample,
+        input_ids=random.integers(0, VOCAB_SIZE, size).astype(np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, -random.uniform(0.5, 4.0, size), 0.0).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        reward=float(random.integers(0, 2)) + 0.25 * sample,
+        stop_reason="length" if seed % 3 == 0 else "stop",
+    )
+
+
+@pytest.fixture
+def trajectories():
+    names = ["a", "a", "a", "b", "b", "c", "c", "c", "c"]
+    return [trajectory(i, name, names[:i].count(name)) for i, name in enumerate(names)]
+
+
+@torch.no_grad()
+def token_logprobs_of(model, row: Trajectory) -> list[float]:
+    """Temperature-scaled logprob of tokens 1.. of a row under a model, in float64."""
+    ids = row.input_ids.tolist()
+    table = torch.log_softmax(reference_logits(model, ids).double() / TEMPERATURE, dim=-1)
+    return [float(table[t, ids[t + 1]]) for t in range(len(ids) - 1)]
+
+
+def slow_loss(model, rows, config: AlgorithmConfig) -> float:
+    """The loss before the first update, when current = proximal where it is decoupled."""
+    rewards = [
+        max(-config.reward_clip, min(config.reward_clip, r))
+        for r in ((row.reward + config.reward_bias) * config.reward_scaling for row in rows)
+    ]
+    groups = [ord(row.rollout_id) for row in rows]
+    advantages = slow_advantages(rewards, groups, config.scale_by_std)
+    columns = [[], [], [], [], []]
+    for row, advantage in zip(rows, advantages, strict=True):
+        current = token_logprobs_of(model, row)
+        behaviour = row.logprobs.tolist()[1:]
+        proximal = current if config.decoupled else behaviour
+        is_in = not (config.mask_truncated and row.stop_reason == "length")
+        mask = [bool(m) and is_in for m in row.loss_mask[1:]]
+        values = (current, proximal, behaviour, [advantage] * len(mask), mask)
+        for column, value in zip(columns, values, strict=True):
+            column.extend(value)
+    cap = config.behaviour_weight_cap if config.decoupled else None
+    high = config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
+    return slow_decoupled_loss(*columns, low=config.eps_clip, high=high, cap=cap)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"behaviour_weight_cap": None},
+        {"decoupled": False, "eps_clip_higher": 0.28},
+        {"scale_by_std": False},
+        {"mask_truncated": True},
+        {"reward_bias": -0.5, "reward_scaling": 10.0, "reward_clip": 6.0},
+    ],
+)
+@pytest.mark.parametrize("budget", [16, 10_000])
+def test_the_loss_of_a_step_is_that_of_the_slow_loops(llama_dir, trajectories, options, budget):
+    config = AlgorithmConfig(**options)
+    engine = open_engine(llama_dir)
+    actor = PPOActor(engine, TOPOLOGY, config, MicroBatchSpec(budget), TEMPERATURE)
+    figures = actor.train_step(trajectories)
+    expected = slow_loss(load_reference(llama_dir), trajectories, config)
+    assert figures["loss"] == pytest.approx(expected, rel=2e-3, abs=1e-4)
+    assert math.isfinite(figures["grad_norm"])
+    if config.decoupled:
+        assert figures["clip_fraction"] == 0.0  # nothing has moved yet
+
+
+def test_mini_batches_hold_whole_groups_and_take_their_proximal_from_before_the_first_update(
+    llama_dir, trajectories
+):
+    config = AlgorithmConfig(num_minibatches=3)
+    engine = open_engine(llama_dir)
+    before = load_reference(llama_dir)
+    seen = []
+    train_batch = engine.train_batch
+
+    class Watching:
+        """The engine, noting what it is asked to train on."""
+
+        forward = engine.forward
+
+        def train_batch(self, batch, *args):
+            seen.append(batch)
+            return train_batch(batch, *args)
+
+    actor = PPOActor(Watching(), TOPOLOGY, config, MicroBatchSpec(10_000), TEMPERATURE)
+    actor.train_step(trajectories)
+    members = [sorted(set(batch["sequence"].tolist())) for batch in seen]
+    assert members == [[0, 1, 2], [3, 4], [5, 6, 7, 8]]
+    for batch, group in zip(seen, members, strict=True):
+        pieces = torch.split(batch["proximal_logprobs"], list(batch.lengths))
+        for piece, index in zip(pieces, group, strict=True):
+            expected = torch.tensor(token_logprobs_of(before, trajectories[index])).float()
+            torch.testing.assert_close(piece[:-1], expected, atol=1e-4, rtol=0)
+
+
+def test_groups_of_equal_rewards_move_nothing(llama_dir, trajectories):
+    equal = [
+        Trajectory(**{f: getattr(t, f) for f in t.__slots__} | {"reward": 0.3})
+        for t in trajectories
+    ]
+    engine = open_engine(llama_dir)
+    actor = PPOActor(engine, TOPOLOGY, AlgorithmConfig(), MicroBatchSpec(64), TEMPERATURE)
+    figures = actor.train_step(equal)
+    assert figures["loss"] == 0.0
+    assert figures["grad_norm"] == 0.0
+    reference = dict(load_reference(llama_dir).named_parameters())
+    # Weight decay alone: p · (1 - lr · decay).
+    decayed = {name: p.detach() * (1 - 1e-3 * 0.1) for name, p in reference.items()}
+    assert_close(parameters_of(engine), decayed, atol=1e-6)

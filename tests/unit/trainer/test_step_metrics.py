@@ -1,0 +1,31 @@
+"""What a step consumed, in figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from headway.contracts.types import TrajectoryBatch, TrajectoryGroup
+from trainer.checkpoint import RunState
+from trainer.step_metrics import describe_step
+
+
+def test_staleness_counts_from_the_oldest_token(make_trajectory):
+    # Versions are position // 2 from the first sampled token on.
+    mixed = make_trajectory(2, 4, reward=1.0)  # versions 1, 1, 2, 2
+    pure = make_trajectory(4, 2, sample=1, stop="length")  # versions 2, 2
+    batch = TrajectoryBatch((TrajectoryGroup("r0", "g0", (mixed, pure)),))
+    figures = describe_step(RunState("run", step=9, version=4), batch)
+    assert figures["staleness_max"] == 3
+    assert figures["staleness_mean"] == pytest.approx(2.5)
+    assert figures["mixed_versions"] == 0.5
+    assert figures["reward"] == 0.5
+    assert figures["response_tokens"] == 3.0
+    assert figures["truncated"] == 0.5
+    assert (figures["step"], figures["version"]) == (9, 4)
+    assert (figures["trajectories"], figures["tokens"]) == (2, 12)
+
+
+def test_a_step_moves_all_counters_together():
+    state = RunState("run", step=2, version=5, cursor=30, trajectories=64)
+    after = RunState("run", step=3, version=6, cursor=30, trajectories=96)
+    assert state.after_step(32) == after
