@@ -33,6 +33,8 @@ class TextTokenizer:
         )
         template = folder / "chat_template.jinja"
         source = template.read_text() if template.is_file() else self._settings.get("chat_template")
+        if isinstance(source, list):  # several templates by name
+            source = {named["name"]: named["template"] for named in source}.get("default")
         self._chat_source: str | None = source
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
@@ -77,7 +79,7 @@ class TextTokenizer:
             return environment.from_string(self._chat_source).render(
                 messages=messages, add_generation_prompt=True, **special
             )
-        except TemplateError as error:
+        except Exception as error:  # a template is a program of its own
             raise DataError(
                 f"chat template failed on group {prompt.group_id!r}: {error}"
             ) from error

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from headway.contracts.errors import DataError
+from headway.contracts.errors import ConfigError, DataError
 
 
 class ExactMatch:
@@ -20,7 +20,10 @@ class ExactMatch:
 
     def __init__(self, answer_key: str = "answer", pattern: str | None = None) -> None:
         self._answer_key = answer_key
-        self._pattern = None if pattern is None else re.compile(pattern)
+        try:
+            self._pattern = None if pattern is None else re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"{pattern!r} is not a regular expression: {error}") from error
 
     def __call__(self, prompt: str, completion: str, data: Mapping[str, Any]) -> float:
         if self._answer_key not in data:
