@@ -1,4 +1,4 @@
-"""`headway run --config run.yaml`: gateway, servers and trainer of your own configuration, one command."""
+"""`headway run --config run.yaml`: gateway, servers and trainer of your own, with one command."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class RolloutService:
         if self._consumer is not None and self._consumer.consumer != request.consumer:
             raise Conflict(
                 f"consumer {self._consumer.consumer!r} is attached; detach it first "
-                f"(headway detach URL {self._consumer.consumer}), or give {request.consumer!r} another gateway"
+                f"(headway detach URL {self._consumer.consumer}), or use another gateway"
             )
         given_back = await self._ledger.give_back(request.consumer, request.step)
         counts = await self._ledger.counts(request.consumer)

@@ -93,10 +93,16 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, str | int]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_model(folder: Path) -> None:
-    """config.json and a tokenizer of one token per character; weights are drawn by the trainer."""
+def write_model(folder: Path, changes: Mapping[str, int] | None = None) -> None:
+    """config.json and a tokenizer of one token per character; weights are drawn by the trainer.
+
+    Args:
+        folder: where to write.
+        changes: entries of the model's configuration that differ from `MODEL_CONFIG`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG, indent=1))
+    config = {**MODEL_CONFIG, **(changes or {})}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
     vocabulary = {token: number for number, token in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = Split(Regex("."), "isolated")

@@ -1,0 +1,154 @@
+"""One contract: the same suite in this process, against one server, and against a gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from headway.contracts.config.base import PartConfig
+from headway.contracts.engines import InferenceEngine
+from headway.contracts.errors import Conflict, SyncError, UnknownName, WaitTimeout, WorkflowError
+from headway.contracts.types import ConsumerSpec, TrajectoryBatch, WeightUpdateMeta
+from headway.launch.launchers.local import LocalRun
+from headway.runtime.inference_client import RemoteInferenceEngine
+from inference_server.engine import LocalInferenceEngine
+from tests.integration.builders import generation, rollout
+from tests.integration.conftest import make_publisher, run_config
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@dataclass
+class Served:
+    """An engine and the publisher of its weights; shared by the tests of this module."""
+
+    engine: InferenceEngine
+    publish: Callable[[int], WeightUpdateMeta]
+    version: int = 0
+    names: int = 0
+
+    def name(self, text: str) -> str:
+        """A rollout id that no other test uses."""
+        self.names += 1
+        return f"{text}-{self.names}"
+
+
+@pytest.fixture(params=["in_process", "server", "gateway"], scope="module")
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_dir: Path
+) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp(request.param)
+    config = run_config(folder, model_dir)
+    with LocalRun(config) as run:
+        if request.param == "in_process":
+            weights = {"weights_root": str(folder / "weights")}
+            engine: InferenceEngine = LocalInferenceEngine(config.server.model_copy(update=weights))
+        else:
+            run.start_gateway()
+            run.start_servers()
+            server_url = run.process("server-0").wait_ready(5)
+            url = run.url if request.param == "gateway" else server_url
+            engine = RemoteInferenceEngine(url, connect_timeout_s=30.0)
+        engine.initialize()
+        yield Served(engine, make_publisher(folder, model_dir))
+        engine.destroy()
+
+
+def sampled_versions(batch: TrajectoryBatch) -> set[int]:
+    return {v for t in batch.trajectories for v in t.versions[t.loss_mask].tolist()}
+
+
+async def test_generates(served: Served) -> None:
+    engine = served.engine
+    response = await engine.agenerate(generation("g", 20))
+    assert len(response.output_tokens) == len(response.output_logprobs) == 20
+    assert response.output_versions == [served.version] * 20
+    assert response.stop_reason == "length"
+    if isinstance(engine, RemoteInferenceEngine):
+        await engine.aclose()
+
+
+def test_plays_groups_in_order_of_submission(served: Served) -> None:
+    long, *short = names = [served.name("order") for _ in range(3)]
+    handles = served.engine.submit([rollout(long, 30), *(rollout(name, 2) for name in short)])
+    assert [handle.is_new for handle in handles] == [True, True, True]
+    batch = served.engine.wait(3, timeout=30)
+    assert batch.rollout_ids == names
+    assert [len(group.trajectories) for group in batch.groups] == [2, 2, 2]
+    assert sampled_versions(batch) == {served.version}
+    for trajectory in batch.trajectories:
+        assert trajectory.loss_mask.sum() == (30 if trajectory.rollout_id == long else 2)
+        assert set(trajectory.versions[~trajectory.loss_mask]) == {-1}
+        assert trajectory.reward in (0.0, 1.0)
+
+
+def test_submission_is_idempotent(served: Served) -> None:
+    name = served.name("same")
+    assert served.engine.submit([rollout(name)])[0].is_new
+    assert not served.engine.submit([rollout(name)])[0].is_new
+    with pytest.raises(Conflict, match="other content"):
+        served.engine.submit([rollout(name, max_new_tokens=3)])
+    assert served.engine.wait(1, timeout=30).rollout_ids == [name]
+    with pytest.raises(WaitTimeout, match="0 of 1"):
+        served.engine.wait(1, timeout=0.2)
+
+
+def test_rollout_returns_exactly_its_own(served: Served) -> None:
+    other, mine = served.name("other"), served.name("mine")
+    served.engine.submit([rollout(other)])
+    assert served.engine.rollout([rollout(mine)], timeout=30).rollout_ids == [mine]
+    assert served.engine.wait(1, timeout=30).rollout_ids == [other]
+
+
+def test_names_and_arguments_are_checked_at_submission(served: Served) -> None:
+    with pytest.raises(UnknownName, match="did you mean 'exact'"):
+        served.engine.submit([rollout(served.name("bad"), reward=PartConfig(name="exect"))])
+
+
+def test_a_prompt_beyond_the_context_is_a_recorded_failure(served: Served) -> None:
+    with pytest.raises(WorkflowError, match="exceed the context of 256"):
+        served.engine.rollout([rollout(served.name("long"), max_new_tokens=1000)], timeout=30)
+
+
+def test_a_new_version_samples_after_it_is_committed(served: Served) -> None:
+    served.version += 1
+    update = served.engine.update_weights(served.publish(served.version))
+    assert update.result(30) == served.version
+    batch = served.engine.rollout([rollout(served.name("new"))], timeout=30)
+    assert sampled_versions(batch) == {served.version}
+
+
+def test_a_tampered_version_is_refused_and_the_old_one_goes_on(served: Served) -> None:
+    bad = served.publish(served.version + 1)
+    shard = next(Path(bad.path).glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(SyncError, match="wrong checksum"):
+        served.engine.update_weights(bad).result(30)
+    batch = served.engine.rollout([rollout(served.name("old"))], timeout=30)
+    assert sampled_versions(batch) == {served.version}
+    served.version += 2
+    update = served.engine.update_weights(served.publish(served.version))
+    assert update.result(30) == served.version
+
+
+def test_a_consumer_is_bounded_and_closes_its_account(served: Served) -> None:
+    engine = served.engine
+    names = [served.name("bounded") for _ in range(4)]
+    engine.attach(ConsumerSpec("run", 4, max_staleness=0, step=-1, version=served.version))
+    engine.submit([rollout(name, consumer="run") for name in names])
+    batch = engine.wait(2, timeout=30)
+    assert batch.rollout_ids == names[:2]
+    with pytest.raises(WaitTimeout):  # eta = 0: nothing more is played at this version
+        engine.wait(1, timeout=0.5)
+    engine.consumed(batch.rollout_ids, step=0, checkpoint_step=-1)
+    engine.consumed(batch.rollout_ids, step=0, checkpoint_step=-1)
+    engine.detach()
+    if isinstance(engine, RemoteInferenceEngine):
+        audit = engine.audit()
+        assert (audit.lost, audit.duplicated) == (0, 0)
+        assert (audit.counts.consumed, audit.counts.cancelled) == (4, 4)

@@ -1,0 +1,156 @@
+"""Whole runs: trainer, gateway and servers as processes, to the end and through crashes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headway.contracts.config.launch import LaunchConfig
+from headway.launch.launchers.local import LocalRun
+from headway.runtime.config import dump_yaml
+from headway.runtime.inference_client import RemoteInferenceEngine
+from headway.runtime.journal import read_steps
+from tests.integration.conftest import eventually
+
+pytestmark = pytest.mark.timeout(240)
+
+MakeConfig = Callable[..., LaunchConfig]
+Start = Callable[[LaunchConfig], LocalRun]
+Connect = Callable[[str], RemoteInferenceEngine]
+BATCH = 16
+
+
+def steps_of(config: LaunchConfig) -> list[dict[str, float]]:
+    return read_steps(Path(config.trainer.run_dir) / "metrics.jsonl")
+
+
+def finish(run: LocalRun, timeout_s: float = 120) -> None:
+    """Supervise until the trainer ends well."""
+    eventually(lambda: run.watch() is not None, timeout_s, "the trainer has ended")
+    assert run.watch() == 0, run.process("trainer").log_tail()
+
+
+@pytest.mark.parametrize(("max_staleness", "ranks"), [(0, 1), (2, 1), (1, 2)])
+def test_a_run_consumes_exactly_its_batches(
+    make_config: MakeConfig, start: Start, connect: Connect, max_staleness: int, ranks: int
+) -> None:
+    config = make_config(steps=5, max_staleness=max_staleness, num_trainer_ranks=ranks)
+    run = start(config)
+    run.start_trainer()
+    finish(run)
+    audit = connect(run.url).audit()
+    assert (audit.lost, audit.duplicated) == (0, 0)
+    assert audit.counts.consumed == 5 * BATCH
+    assert audit.counts.submitted == audit.counts.consumed + audit.counts.cancelled
+    assert audit.max_staleness <= max_staleness
+    steps = steps_of(config)
+    assert [step["step"] for step in steps] == [0, 1, 2, 3, 4]
+    assert max(step["staleness_max"] for step in steps) <= max_staleness
+    # The server's logprobs are the trainer's own where both have the same weights.
+    assert steps[0]["behaviour_kl"] < 1e-6
+    assert (Path(config.trainer.run_dir) / "model" / "model.safetensors").is_file()
+
+
+def test_a_killed_trainer_resumes_without_losing_or_repeating_a_trajectory(
+    make_config: MakeConfig, start: Start, connect: Connect
+) -> None:
+    config = make_config(steps=7)
+    run = start(config)
+    run.start_trainer()
+    # Checkpoints are written every 2 steps: after 3 steps one step is beyond the last one.
+    eventually(lambda: len(steps_of(config)) >= 3, 90, "three steps are done")
+    os.kill(run.process("trainer").pid, signal.SIGKILL)
+    eventually(lambda: run.watch() is not None, 10, "the trainer is dead")
+    assert run.watch() == -signal.SIGKILL
+    resumed = LocalRun(make_config(steps=7, resume=True))
+    resumed.url = run.url
+    try:
+        resumed.start_trainer()
+        finish(resumed)
+    finally:
+        resumed.stop()
+    audit = connect(run.url).audit()
+    assert (audit.lost, audit.duplicated) == (0, 0)
+    assert audit.counts.consumed == 7 * BATCH
+    steps = steps_of(config)
+    assert [step["step"] for step in steps] == list(range(7))
+    versions = [step["version"] for step in steps]
+    assert versions == sorted(set(versions)), "no version number is used twice"
+
+
+def test_a_run_survives_its_server_and_its_gateway(
+    make_config: MakeConfig, start: Start, connect: Connect
+) -> None:
+    config = make_config(steps=8)
+    run = start(config)
+    run.start_trainer()
+    for name, done in (("server-0", 2), ("gateway", 4)):
+        eventually(
+            lambda n=done: run.watch() is None and len(steps_of(config)) >= n,
+            90,
+            f"{done} steps are done",
+        )
+        os.kill(run.process(name).pid, signal.SIGKILL)
+    finish(run)
+    audit = connect(run.url).audit()
+    assert (audit.lost, audit.duplicated) == (0, 0)
+    assert audit.counts.consumed == 8 * BATCH
+
+
+def test_the_run_command_prints_its_summary(make_config: MakeConfig, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_yaml(make_config(steps=3)))
+    done = subprocess.run(
+        [sys.executable, "-m", "headway.launch.cli", "run", "--config", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert (summary["steps"], summary["trajectories"]) == (3, 3 * BATCH)
+    assert (summary["lost"], summary["duplicated"]) == (0, 0)
+    assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
+    assert (tmp_path / "run" / "config.resolved.yaml").is_file()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ending_the_command_leaves_no_process_and_no_half_written_version(
+    make_config: MakeConfig, tmp_path: Path, number: signal.Signals
+) -> None:
+    config = make_config(steps=10_000)
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_yaml(config))
+    command = subprocess.Popen(
+        [sys.executable, "-m", "headway.launch.cli", "run", "--config", str(file)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    eventually(lambda: len(steps_of(config)) >= 2, 90, "two steps are done")
+    assert len(processes_of(tmp_path)) >= 3
+    command.send_signal(number)
+    assert command.wait(60) == (130 if number != signal.SIGKILL else -signal.SIGKILL)
+    eventually(lambda: processes_of(tmp_path) == [], 30, "every process is gone")
+    assert list((tmp_path / "weights").glob(".staging-*")) == []
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Processes whose command line names a config of this run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if f"{folder}/run/configs/".encode() in command:
+                found.append(int(entry.name))
+    return found
