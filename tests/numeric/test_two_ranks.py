@@ -30,6 +30,7 @@ class Runs(NamedTuple):
 
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(120),
     # One process needs no process group, and torch.distributed.checkpoint says so.
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),

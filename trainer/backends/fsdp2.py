@@ -318,9 +318,8 @@ def _recompute_activations(model: Any) -> None:
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            module.training = (
-                True  # it recomputes only then; the modules in it stay without dropout
-            )
+            # It recomputes only in training mode; the modules in it stay without dropout.
+            module.training = True
 
 
 def _refuse_more(path: str, wanted: Mapping[str, Any]) -> None:
