@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from headway.contracts.config.server import ServerConfig
+from headway.contracts.errors import ConfigError
 from headway.rollout.app import create_app
 from headway.rollout.service import RolloutService
 from headway.runtime.config import load_config
@@ -18,11 +19,17 @@ from inference_server.engine import LocalGenerator, make_generator, open_service
 from inference_server.registration import keep_registered
 from inference_server.routes import weights
 
+ANY_HOST = ("0.0.0.0", "::")
+
 
 def main(argv: Sequence[str]) -> None:
     """Load the model, serve it, and register with the gateway if there is one."""
     config = load_config(ServerConfig, argv)
     configure_logging("inference_server")
+    if config.gateway and not config.advertise_url and config.service.host in ANY_HOST:
+        raise ConfigError(
+            f"service.host={config.service.host} cannot be called by the gateway; set advertise_url"
+        )
     serve(make_app(config, make_generator(config)), config.service)
 
 

@@ -18,7 +18,7 @@ from pickle import UnpicklingError
 import torch
 
 from headway.contracts.config.recovery import RecoveryConfig
-from headway.contracts.errors import StateError
+from headway.contracts.errors import ConfigError, StateError
 from headway.contracts.types import PolicyVersion
 from trainer.api import SaveLoadMeta, TrainEngine
 from trainer.topology import Topology
@@ -58,6 +58,19 @@ class Checkpoints:
         self._root = run_dir / "checkpoints"
         self._config = config
         self._topology = topology
+
+    def refuse_leftovers(self) -> None:
+        """Raise if a former run left checkpoints here: a resume could not tell them from new ones.
+
+        Raises:
+            ConfigError: with what to do.
+        """
+        steps = self._steps()
+        if steps:
+            raise ConfigError(
+                f"{self._root} holds checkpoints of a former run (newest: step {steps[-1]}); go on "
+                "from it with recovery.resume=true, or give the new run another run_dir"
+            )
 
     def is_due(self, step: int, total_steps: int) -> bool:
         """Whether to save after `step` steps."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
-from types import FrameType
 
 from headway.runtime.config import merge_sources, validate_config
 from headway.runtime.logging import configure_logging
@@ -17,10 +15,4 @@ def main(argv: Sequence[str]) -> None:
     experiment = EXPERIMENTS.get(str(tree.get("type", "grpo")))
     config = validate_config(experiment.config, tree)
     configure_logging("trainer")
-    signal.signal(signal.SIGTERM, _interrupt)
     experiment.run(config)
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """SIGTERM ends like Ctrl-C, so that what is half-written is removed on the way out."""
-    raise KeyboardInterrupt

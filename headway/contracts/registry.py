@@ -44,7 +44,8 @@ class Registry(Generic[T]):
         """
         if name in self._targets:
             raise ConfigError(
-                f"{self.kind} {name!r} is registered already as {self._targets[name]!r}; choose another name"
+                f"{self.kind} {name!r} is registered already as {self._targets[name]!r}; "
+                "choose another name"
             )
         self._targets[name] = target
 

@@ -43,7 +43,7 @@ class Progress:
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
-        self._console = Console(file=sys.stderr)
+        self._console = Console(file=sys.stderr, soft_wrap=True)
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
         self._is_live = self._console.is_terminal
         self._shown_step = -1
@@ -77,10 +77,13 @@ class Progress:
         view = self._view(steps, status)
         if self._is_live:
             self._live.update(_table(view))
-        elif view.step >= self._shown_step + LINE_EVERY_STEPS or view.step == self._total_steps:
-            if view.step != self._shown_step:
-                self._shown_step = view.step
-                self.say(_line(view))
+        elif self._is_worth_a_line(view.step):
+            self._shown_step = view.step
+            self.say(_line(view))
+
+    def _is_worth_a_line(self, step: int) -> bool:
+        is_last = step == self._total_steps and step != self._shown_step
+        return is_last or step >= self._shown_step + LINE_EVERY_STEPS
 
     def _measure(self, status: StatusResponse) -> None:
         now = time.monotonic()

@@ -89,8 +89,11 @@ class Executor:
             )
 
     def bind(self, consumer: str) -> None:
-        """The consumer whose rollouts are bounded; it starts with a full error budget."""
+        """The consumer whose rollouts are bounded, also those in play; it starts with a full budget."""
         self._consumer = consumer
+        for task, owner in self._tasks.items():
+            if owner == consumer:
+                self._staleness.mark_bounded(task.get_name())
         self._outcomes.clear()
         self.changed.notify()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import NoReturn
 
 from headway.contracts.errors import ConfigError, DataError, ServiceError
@@ -14,7 +16,11 @@ EXIT_INTERRUPTED = 130
 
 
 def run_command(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> NoReturn:
-    """Run a command and end the process: 0, 2 on bad input, 1 on failure, 130 on Ctrl-C."""
+    """Run a command and end the process: 0, 2 on bad input, 1 on failure, 130 on Ctrl-C or SIGTERM.
+
+    SIGTERM ends like Ctrl-C, so that children are ended and what is half-written is removed.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         main(argv)
     except (ConfigError, DataError) as error:
@@ -26,3 +32,7 @@ def run_command(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> N
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     sys.exit(0)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

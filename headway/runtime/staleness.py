@@ -18,7 +18,7 @@ Only the attached consumer's rollouts are bounded; others share the concurrency.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headway.contracts.types import PolicyVersion
 
@@ -99,6 +99,11 @@ class StalenessController:
     def start(self, rollout_id: str, size: int, is_bounded: bool = True) -> None:
         """A group of `size` trajectories is in play from now."""
         self._running[rollout_id] = _Running(size, self._version, is_bounded)
+
+    def mark_bounded(self, rollout_id: str) -> None:
+        """A group that may be in play belongs to the consumer, who attached after it had started."""
+        if rollout_id in self._running:
+            self._running[rollout_id] = replace(self._running[rollout_id], is_bounded=True)
 
     def accept(self, rollout_id: str) -> None:
         """It is finished and kept."""

@@ -30,9 +30,9 @@ from headway.contracts.errors import BackendError, ConfigError, DataError, Reque
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, StopReason
 from inference_server.backends.base import Load
 from inference_server.backends.kv_cache import SlotCache
-from inference_server.model_loading import load_model
 from inference_server.sampler import SamplingPlan
 from weight_sync.channel import StagedWeights
+from weight_sync.model_dir import load_model
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class EmbeddedTorchBackend:
             torch.set_num_threads(config.num_threads)
         self._config = config
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = load_model(model, self._device)
+        self._model = load_model(model).to(self._device).eval().requires_grad_(False)
         text = self._model.config.get_text_config()
         self._vocab_size: int = text.vocab_size
         self.max_context = min(config.max_context or 2**31, text.max_position_embeddings)

@@ -31,10 +31,10 @@ from headway.rollout.ledger.sqlite import NEXT_STATE
 from headway.rollout.tokenizer import TextTokenizer
 from headway.runtime.config import describe, load_config
 from headway.runtime.metrics import render_metrics
-from inference_server.model_loading import load_model
 from trainer.algorithms.losses import decoupled_ppo_loss
 from trainer.checkpoint import RunState
 from trainer.step_metrics import describe_step
+from weight_sync.model_dir import load_model
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -197,7 +197,7 @@ def test_tiny_model_of_the_example_loads_where_it_is_needed(tokenizer_dir: Path,
     output = tmp_path / "model"
     make = runpy.run_path(str(EXAMPLE / "make_tiny_model.py"))["make_tiny_model"]
     make(tokenizer_dir, output)
-    model = load_model(ModelConfig(path=str(output)), torch.device("cpu"))
+    model = load_model(ModelConfig(path=str(output)))
     assert model.config.vocab_size == len(VOCABULARY)
     assert model.generation_config.eos_token_id == VOCABULARY["w1"]
     assert TextTokenizer(str(output)).decode([3, 4]) == "w3 w4"

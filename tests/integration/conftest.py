@@ -16,7 +16,7 @@ from headway.launch.launchers.local import LocalRun
 from headway.launch.quickstart import task
 from headway.runtime.config import validate_config
 from headway.runtime.inference_client import RemoteInferenceEngine
-from inference_server.model_loading import load_model
+from weight_sync.model_dir import load_model
 from weight_sync.transports.disk import DiskPublisher
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -25,11 +25,10 @@ TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with the quick start's tokenizer."""
-    import torch
 
     scratch = tmp_path_factory.mktemp("scratch")
     task.write_model(scratch, TINY)
-    model = load_model(ModelConfig(path=str(scratch), init_from_scratch=True), torch.device("cpu"))
+    model = load_model(ModelConfig(path=str(scratch), init_from_scratch=True))
     folder = tmp_path_factory.mktemp("model")
     task.write_model(folder, TINY)
     model.save_pretrained(folder)
@@ -88,10 +87,9 @@ def run_config(
 
 def make_publisher(folder: Path, model_dir: Path) -> Callable[[int], WeightUpdateMeta]:
     """Publishes the tiny model with its weights scaled a little, so that versions differ."""
-    import torch
 
     publisher = DiskPublisher(str(folder / "weights"), keep=50, shard_bytes=1 << 30)
-    model = load_model(ModelConfig(path=str(model_dir)), torch.device("cpu"))
+    model = load_model(ModelConfig(path=str(model_dir)))
 
     def publish_version(version: int) -> WeightUpdateMeta:
         scale = 1.0 + 0.05 * version

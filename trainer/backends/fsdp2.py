@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headway.contracts.config.model import ModelConfig
@@ -43,6 +43,7 @@ from trainer.backends.packed_attention import NAME, PackedLayout, can_pack, regi
 from trainer.batching import SequenceBatch, pack_by_tokens
 from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
+from weight_sync.model_dir import load_model
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class FSDP2Engine:
     def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None) -> None:
         """Load the model on every rank and shard it; the group comes from torchrun, not from `addr`."""
         self._topology.join()
-        self._model = _load(self._model_config).to(self._topology.device)
+        self._model = load_model(self._model_config).to(self._topology.device)
         self._is_packed = self._model_config.attn_implementation == "sdpa" and can_pack(self._model)
         if self._is_packed:
             register()
@@ -182,9 +183,10 @@ class FSDP2Engine:
         if meta.weight_format == "hf":
             self._save_hf(Path(meta.path))
         else:
-            save_state(
-                self._state(meta.with_optim), checkpoint_id=meta.path, no_dist=self._is_single
-            )
+            state = self._state(meta.with_optim)
+            with warnings.catch_warnings():  # one process without a group is what we mean
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                save_state(state, checkpoint_id=meta.path, no_dist=self._is_single)
         self._topology.barrier()
 
     def load(self, meta: SaveLoadMeta) -> None:
@@ -292,23 +294,6 @@ class FSDP2Engine:
             source = Path(self._model_config.path) / name
             if source.is_file() and source.resolve() != (folder / name).resolve():
                 shutil.copy2(source, folder / name)
-
-
-def _load(config: ModelConfig) -> Any:
-    folder = Path(config.path)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} is not a model directory (no config.json); set model.path")
-    options = {
-        "dtype": getattr(torch, config.dtype),
-        "attn_implementation": config.attn_implementation,
-    }
-    try:
-        if config.init_from_scratch:
-            torch.manual_seed(config.seed)
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), **options)
-        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"cannot load a causal language model from {folder}: {error}") from error
 
 
 def _recompute_activations(model: Any) -> None:

@@ -82,7 +82,9 @@ def packed_attention(
     columns = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [T, heads, head_dim]
     outputs = []
     for positions, is_real in packed_layout.buckets:
-        q, k, v = (column[positions].transpose(1, 2) for column in columns)  # [n, heads, L, head_dim]
+        q, k, v = (
+            column[positions].transpose(1, 2) for column in columns
+        )  # [n, heads, L, head_dim]
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         output = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)

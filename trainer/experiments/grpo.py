@@ -45,6 +45,8 @@ def run(config: GRPOExperiment) -> None:
     state = RunState(_run_id(config, run_dir, topology))
     if config.recovery.resume:
         state = checkpoints.load_newest(engine) or state
+    else:
+        checkpoints.refuse_leftovers()
     client = None
     if topology.is_main:
         write_resolved(config, run_dir)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Any
+
+from pydantic import Field, model_validator
 
 from headway.contracts.config.base import Config
 from headway.contracts.config.experiment import GRPOExperiment
@@ -13,6 +15,8 @@ from headway.contracts.config.server import ServerConfig
 class LaunchConfig(Config):
     """The launcher fills in what the processes tell one another: URLs, ready files and weights."""
 
+    model: str | None = None
+    """Model directory of every process that names none of its own."""
     gateway: GatewayConfig
     server: ServerConfig
     trainer: GRPOExperiment
@@ -26,3 +30,24 @@ class LaunchConfig(Config):
     """OMP_NUM_THREADS of every process; None leaves the environment as it is."""
     start_timeout_s: float = Field(300.0, gt=0.0)
     """Seconds until a process must be ready."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share_model(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict) or not isinstance(tree.get("model"), str):
+            return tree
+        path = {"path": tree["model"]}
+        sections = {
+            "gateway": {"tokenizer": tree["model"]},
+            "server": {"model": path},
+            "trainer": {"model": path},
+        }
+        for name, shared in sections.items():
+            section = tree.get(name, {})
+            if isinstance(section, dict):
+                own = section.get("model", {})
+                merged = {**shared, **section}
+                if "model" in shared and isinstance(own, dict):
+                    merged["model"] = {**path, **own}
+                tree = {**tree, name: merged}
+        return tree

@@ -113,6 +113,18 @@ def test_an_unbounded_group_is_never_due():
     assert not made.has_due_running()
 
 
+def test_a_group_that_started_before_its_consumer_attached_is_bounded_from_then():
+    made = StalenessController(100)
+    made.start("mine", 3, is_bounded=False)
+    made.start("other", 1, is_bounded=False)
+    made.attach(4, 0, StalenessSnapshot(0, 0))
+    made.mark_bounded("mine")
+    made.mark_bounded("finished long ago")
+    assert made.capacity() == 1
+    made.accept("mine")
+    assert made.capacity() == 1
+
+
 def test_a_snapshot_restores_version_and_accepted_together():
     made = controller(batch_size=4, max_staleness=1, version=3, accepted=12)
     made.start("r0", 4)
