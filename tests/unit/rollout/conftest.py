@@ -1,12 +1,24 @@
+import asyncio
 import json
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from generators import Answer, ScriptedGenerator, at_once
+from rollout_builders import make_request
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
+from headway.contracts.codec import decode_groups
+from headway.contracts.config.gateway import ExecutorConfig
+from headway.contracts.http import ConsumerRequest, WaitRequest
+from headway.contracts.types import TrajectoryGroup
+from headway.rollout.ledger.sqlite import SqliteLedger
+from headway.rollout.service import RolloutService
 from headway.rollout.tokenizer import TextTokenizer
 
 WORDS = ["<unk>", "<s>", "</s>", "user:", "assistant:", "system:", "hello", "world", "x"]
@@ -47,3 +59,68 @@ def plain_tokenizer(tokenizer_dir: Path) -> TextTokenizer:
 def chat_tokenizer(tokenizer_dir: Path) -> TextTokenizer:
     (tokenizer_dir / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return TextTokenizer(str(tokenizer_dir))
+
+
+@dataclass
+class Bench:
+    """A service on a ledger in memory, with the calls that most tests make."""
+
+    service: RolloutService
+    ledger: SqliteLedger
+    generator: ScriptedGenerator
+
+    async def submit(self, *names: str, size: int = 1, consumer: str = "me", **fields) -> None:
+        requests = [make_request(name, size, consumer=consumer, **fields) for name in names]
+        await self.service.submit(requests)
+
+    async def wait(
+        self, count: int, delivery_id: str = "d", timeout_s: float = 20.0, **fields
+    ) -> list[TrajectoryGroup] | None:
+        fields = {"consumer": "me", **fields}
+        request = WaitRequest(delivery_id=delivery_id, count=count, timeout_s=timeout_s, **fields)
+        payloads, _ = await self.service.wait(request)
+        return payloads and [group for p in payloads for group in decode_groups(p)]
+
+    async def attach(self, batch_size=2, max_staleness=0, step=-1, version=0, consumer="me") -> int:
+        return await self.service.attach(
+            ConsumerRequest(
+                consumer=consumer,
+                batch_size=batch_size,
+                max_staleness=max_staleness,
+                step=step,
+                version=version,
+            )
+        )
+
+    async def until(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+        """Let the event loop turn until a condition holds."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():  # noqa: ASYNC110 - a deadline, and nothing to be notified by
+                await asyncio.sleep(0.001)
+
+    async def until_counts(self, timeout_s: float = 5.0, **wanted: int) -> None:
+        """Until the ledger counts so many trajectories in these states."""
+        async with asyncio.timeout(timeout_s):
+            counts = await self.ledger.counts()
+            while not wanted.items() <= counts.model_dump().items():
+                counts = await self.ledger.counts()
+
+
+@pytest.fixture
+async def open_service(plain_tokenizer: TextTokenizer):
+    """Opens a service; everything is closed after the test."""
+    async with AsyncExitStack() as stack:
+
+        async def opened(answer: Answer = at_once, ledger=None, version=0, **settings) -> Bench:
+            if ledger is None:
+                ledger = SqliteLedger(":memory:")
+                await ledger.open()
+                stack.push_async_callback(ledger.close)
+            generator = ScriptedGenerator(answer, version)
+            config = ExecutorConfig(**settings)
+            service = RolloutService(generator, ledger, plain_tokenizer, config)
+            await service.start()
+            stack.push_async_callback(service.aclose)
+            return Bench(service, ledger, generator)
+
+        yield opened

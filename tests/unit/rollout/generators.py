@@ -1,0 +1,66 @@
+"""Generators for tests of the rollout service: what they answer is decided by the test."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from rollout_builders import make_response
+
+from headway.contracts.errors import BackendError
+from headway.contracts.http import ServerStatus
+from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
+
+Answer = Callable[[LLMRequest, int], Awaitable[list[int]]]
+"""(request, attempt of this request) -> tokens."""
+
+
+async def at_once(req: LLMRequest, attempt: int) -> list[int]:
+    return [7]
+
+
+async def never(req: LLMRequest, attempt: int) -> list[int]:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def fails(times: int, error: Callable[[str], Exception] = BackendError) -> Answer:
+    """Each request fails so many times before it is answered."""
+
+    async def answer(req: LLMRequest, attempt: int) -> list[int]:
+        if attempt <= times:
+            raise error(f"attempt {attempt} failed")
+        return [7]
+
+    return answer
+
+
+class ScriptedGenerator:
+    """`Generator` that samples what its script says, at the version that was last committed."""
+
+    def __init__(self, answer: Answer = at_once, version: PolicyVersion = 0) -> None:
+        self.answer = answer
+        self.version = version
+        self.updates_in_flight = 0
+        self.attempts: Counter[str] = Counter()
+        self.playing: set[str] = set()
+        self.most_playing = 0
+
+    def statuses(self) -> list[ServerStatus]:
+        return []
+
+    async def agenerate(self, req: LLMRequest) -> LLMResponse:
+        self.attempts[req.rid] += 1
+        self.playing.add(req.rid)
+        self.most_playing = max(self.most_playing, len(self.playing))
+        version = self.version
+        try:
+            return make_response(req, await self.answer(req, self.attempts[req.rid]), version)
+        finally:
+            self.playing.discard(req.rid)
+
+    async def update_weights(self, meta: WeightUpdateMeta) -> PolicyVersion:
+        self.version = meta.version
+        return meta.version
+
+    async def aclose(self) -> None:
+        pass

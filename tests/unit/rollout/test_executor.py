@@ -1,0 +1,176 @@
+"""Every claimed rollout ends exactly once: as a result, a recorded failure, or back in the queue."""
+
+import asyncio
+import time
+
+import pytest
+from generators import fails, never
+
+from headway.contracts.config.base import PartConfig
+from headway.contracts.errors import (
+    ConfigError,
+    DataError,
+    ErrorBudgetExceeded,
+    QueueFull,
+    RequestTooLong,
+    UnknownName,
+    WorkflowError,
+)
+from headway.contracts.types import Prompt
+
+EXACT_X = PartConfig(name="exact")
+
+
+async def test_rollouts_are_played_scored_and_delivered(open_service):
+    bench = await open_service()
+    await bench.submit("a", "b", size=3)
+    first, second = await bench.wait(2)
+    assert (first.rollout_id, second.rollout_id) == ("a", "b")
+    assert [row.sample_index for row in first.trajectories] == [0, 1, 2]
+    assert {row.reward for row in first.trajectories} == {0.0}  # token 7 is "world", not "x"
+    await bench.submit("right", prompt=Prompt(group_id="g", text="hello", data={"answer": "world"}))
+    (group,) = await bench.wait(1, "d2")
+    assert group.trajectories[0].reward == 1.0
+
+
+async def test_an_always_raising_workflow_spends_the_budget_and_never_becomes_a_reward(
+    open_service,
+):
+    bench = await open_service(fails(99, ZeroDivisionError), error_budget=3)
+    await bench.submit(*(f"r{index}" for index in range(8)))
+    with pytest.raises(ErrorBudgetExceeded) as caught:
+        await bench.wait(1)
+    assert "executor.error_budget=3" in str(caught.value)
+    assert "workflow raised ZeroDivisionError: attempt 1 failed" in str(caught.value)
+    await bench.until_counts(failed=8, ready=0, delivered=0)
+    status = await bench.service.status()
+    assert len(status.last_failures) == 5
+    assert status.running == 0
+
+
+async def test_failures_within_the_budget_are_recorded_and_the_rest_goes_on(open_service):
+    async def odd_ones_fail(req, attempt):
+        if req.rid.startswith("bad"):
+            raise DataError("no good")
+        return [7]
+
+    bench = await open_service(odd_ones_fail, error_budget=2, error_window=4)
+    await bench.submit("bad1", "good1", "bad2", "good2", "good3", "good4")
+    assert len(await bench.wait(4)) == 4
+    with pytest.raises(WorkflowError, match="'bad1' is failed: DataError: no good"):
+        await bench.wait(1, "d2", rollout_ids=("bad1",))
+
+
+async def test_old_failures_leave_the_window(open_service):
+    async def bad_ones_fail(req, attempt):
+        if req.rid.startswith("bad"):
+            raise DataError("no good")
+        return [7]
+
+    bench = await open_service(bad_ones_fail, error_budget=1, error_window=3)
+    await bench.submit("bad1", "bad2")
+    with pytest.raises(ErrorBudgetExceeded):
+        await bench.wait(1, "d1")
+    await bench.until_counts(failed=2)
+    await bench.submit("a", "b", "c")
+    await bench.until_counts(ready=3)
+    assert len(await bench.wait(3, "d2")) == 3
+
+
+async def test_a_hanging_workflow_times_out(open_service):
+    bench = await open_service(never, rollout_timeout_s=0.1, error_budget=0)
+    start = time.monotonic()
+    await bench.submit("a", size=2)
+    with pytest.raises(ErrorBudgetExceeded, match=r"still in play after 0\.1 s"):
+        await bench.wait(1)
+    assert time.monotonic() - start < 5
+    assert not bench.generator.playing
+    counts = await bench.ledger.counts()
+    assert (counts.failed, counts.leased) == (2, 0)
+
+
+async def test_a_lost_server_is_no_failure(open_service):
+    bench = await open_service(fails(2), max_attempts=3, error_budget=0)
+    await bench.submit("a", "b")
+    assert len(await bench.wait(2)) == 2
+    assert (await bench.service.audit()).requeues == 4
+    assert (await bench.service.status()).last_failures == []
+
+
+async def test_a_rollout_that_loses_every_server_fails_with_the_last_reason(open_service):
+    bench = await open_service(fails(99), max_attempts=2, error_budget=0)
+    await bench.submit("a")
+    with pytest.raises(ErrorBudgetExceeded, match="2 attempts; last: attempt 2 failed"):
+        await bench.wait(1)
+
+
+async def test_one_failing_sibling_ends_the_group(open_service):
+    async def one_fails(req, attempt):
+        if req.rid.endswith(".1"):
+            raise RequestTooLong("too long")
+        return await never(req, attempt)
+
+    bench = await open_service(one_fails, error_budget=0)
+    await bench.submit("a", size=3)
+    with pytest.raises(ErrorBudgetExceeded, match="RequestTooLong: too long"):
+        await bench.wait(1)
+    assert not bench.generator.playing
+
+
+async def test_a_failing_verifier_is_a_failure_not_a_score(open_service):
+    bench = await open_service(error_budget=0)
+    reward = PartConfig(name="exact", args={"answer_key": "missing"})
+    await bench.submit("a", reward=reward)
+    with pytest.raises(ErrorBudgetExceeded, match="no field 'missing'"):
+        await bench.wait(1)
+
+
+async def test_concurrency_is_bounded_in_trajectories(open_service):
+    gate = asyncio.Event()
+
+    async def gated(req, attempt):
+        await gate.wait()
+        return [7]
+
+    bench = await open_service(gated, max_concurrent=5)
+    await bench.submit("a", "b", "c", size=2)
+    await bench.until(lambda: len(bench.generator.playing) == 4)
+    status = await bench.service.status()
+    assert (status.running, status.counts.queued) == (4, 2)
+    gate.set()
+    assert len(await bench.wait(3)) == 3
+    assert bench.generator.most_playing <= 5
+
+
+async def test_shutdown_puts_rollouts_back(open_service):
+    bench = await open_service(never)
+    await bench.submit("a", "b", size=2)
+    await bench.until(lambda: len(bench.generator.playing) == 4)
+    await bench.service.aclose()
+    counts = await bench.ledger.counts()
+    assert (counts.queued, counts.leased) == (4, 0)
+    assert not bench.generator.playing
+    audit = await bench.ledger.audit()
+    assert (audit.lost, audit.duplicated, audit.requeues) == (0, 0, 4)
+    again = await open_service(ledger=bench.ledger)
+    assert [group.rollout_id for group in await again.wait(2)] == ["a", "b"]
+
+
+async def test_wait_answers_none_when_the_time_is_over(open_service):
+    bench = await open_service(never)
+    await bench.submit("a")
+    assert await bench.wait(1, timeout_s=0.05) is None
+    assert await bench.wait(1, timeout_s=0) is None
+
+
+async def test_names_and_arguments_are_checked_before_anything_is_stored(open_service):
+    bench = await open_service(max_concurrent=4, max_queued=8)
+    with pytest.raises(UnknownName):
+        await bench.submit("a", "b", reward=PartConfig(name="exakt"))
+    with pytest.raises(ConfigError):
+        await bench.submit("a", reward=PartConfig(name="exact", args={"key": 1}))
+    with pytest.raises(ConfigError, match=r"group_size=5 .* exceeds executor\.max_concurrent=4"):
+        await bench.submit("a", size=5)
+    with pytest.raises(QueueFull):
+        await bench.submit("a", "b", "c", size=3)
+    assert (await bench.ledger.counts()).submitted == 0
