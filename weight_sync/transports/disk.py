@@ -74,19 +74,21 @@ class DiskPublisher:
         if final.exists():
             raise SyncError(f"{final} exists; a version is published once, take a newer number")
         staging = self._root / f"{STAGING_PREFIX}{version_name(version)}-{os.getpid()}"
-        staging.mkdir()
         try:
+            staging.mkdir()
             entries = [
                 entry
                 for index, shard in enumerate(self._shards(tensors))
                 for entry in self._write_shard(staging, f"shard-{index:05d}.safetensors", shard)
             ]
+            if not entries:
+                raise SyncError(f"version {version} has no tensors; publish the model's parameters")
             manifest = make_manifest(version, entries)
             _write_durably(staging / MANIFEST_NAME, manifest.model_dump_json().encode())
             _fsync(staging)
             staging.rename(final)
             _fsync(self._root)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise SyncError(
                 f"cannot publish version {version} below {self._root}: {error}"
             ) from error
@@ -113,12 +115,15 @@ class DiskPublisher:
         self, tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[dict[str, torch.Tensor]]:
         shard: dict[str, torch.Tensor] = {}
-        size = 0
+        size, storages = 0, set[int]()
         for name, tensor in tensors:
             held = tensor.detach().to(device="cpu", dtype=self._dtype).contiguous()
             if shard and size + held.nbytes > self._shard_bytes:
                 yield shard
-                shard, size = {}, 0
+                shard, size, storages = {}, 0, set()
+            if held.untyped_storage().data_ptr() in storages:
+                held = held.clone()  # tied or sliced: the format wants memory of its own for each
+            storages.add(held.untyped_storage().data_ptr())
             shard[name] = held
             size += held.nbytes
         if shard:
@@ -160,6 +165,8 @@ class DiskReader:
         if manifest.version != meta.version:
             raise SyncError(f"{folder} holds version {manifest.version}, not {meta.version}")
         _check_against(manifest, expected, folder)
+        for shard in {entry.shard for entry in manifest.tensors}:
+            self._allowed(str(folder / shard))
         return StagedWeights(manifest.version, manifest.digest, _read_tensors(folder, manifest))
 
     def _allowed(self, path: str) -> Path:
