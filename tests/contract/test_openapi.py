@@ -1,0 +1,59 @@
+"""The HTTP surface changes on purpose only.
+
+    HEADWAY_UPDATE_SNAPSHOTS=1 python -m pytest tests/contract/test_openapi.py
+
+writes the stored schemas anew; look at their diff, it is what clients will notice.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+
+from headway.contracts import http
+from headway.contracts.config.gateway import GatewayConfig
+from headway.contracts.config.server import FakeBackendConfig, ServerConfig
+from headway.rollout.app import create_app
+from headway.rollout.gateway import fleet_routes, open_gateway
+from inference_server.engine import make_generator
+from inference_server.main import make_app
+
+DATA = Path(__file__).parent / "data"
+
+
+def gateway() -> FastAPI:
+    config = GatewayConfig(tokenizer="unused")
+    return create_app("Headway gateway", lambda: open_gateway(config), 1 << 20, fleet_routes)
+
+
+def server() -> FastAPI:
+    config = ServerConfig(model={"path": "unused"}, backend=FakeBackendConfig())
+    return make_app(config, make_generator(config))
+
+
+APPS = {"gateway": gateway, "server": server}
+
+
+@pytest.mark.parametrize("name", APPS)
+def test_the_http_surface_is_the_stored_one(name):
+    schema = APPS[name]().openapi()
+    surface = {"paths": schema["paths"], "components": schema["components"]}
+    text = json.dumps(surface, indent=1, sort_keys=True) + "\n"
+    file = DATA / f"openapi-{name}.json"
+    if os.environ.get("HEADWAY_UPDATE_SNAPSHOTS") == "1":
+        file.write_text(text)
+    stored = file.read_text() if file.is_file() else "{}"
+    assert json.loads(stored) == surface, (
+        f"the HTTP surface of the {name} differs from {file.name}; if that is meant, run "
+        "`HEADWAY_UPDATE_SNAPSHOTS=1 python -m pytest tests/contract/test_openapi.py`, "
+        "look at the diff and commit it"
+    )
+
+
+def test_every_path_is_spelled_in_the_contract():
+    spelled = {value for name, value in vars(http).items() if name.isupper() and value[:1] == "/"}
+    served = {path for make in APPS.values() for path in make().openapi()["paths"]}
+    assert served <= spelled
+    assert spelled <= served, "a path of the contract is served by nobody"

@@ -1,0 +1,130 @@
+"""What a configuration may name exists, and what exists can be named."""
+
+import ast
+import importlib
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import pytest
+
+from headway.contracts.config import experiment, server
+from headway.contracts.config.base import Config
+from headway.contracts.config.rollout import RolloutConfig
+from headway.contracts.config.trainer import TrainerConfig
+from headway.contracts.registry import Registry
+from headway.contracts.types import RolloutRequest
+from headway.rollout.rewards.base import REWARDS
+from headway.rollout.workflows.base import WORKFLOWS
+from inference_server.backends.base import BACKENDS as GENERATION_BACKENDS
+from trainer.backends.base import BACKENDS as TRAIN_BACKENDS
+from trainer.experiments.base import EXPERIMENTS
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("headway", "weight_sync", "inference_server", "trainer")
+UNION_REGISTRIES: dict[type[Config], Registry | None] = {
+    server.EmbeddedTorchConfig: GENERATION_BACKENDS,
+    server.FakeBackendConfig: GENERATION_BACKENDS,
+    experiment.GRPOExperiment: EXPERIMENTS,
+    experiment.SFTExperiment: EXPERIMENTS,
+}
+"""The registry that holds the target of each tagged configuration."""
+SINGLE = {"DiskSync"}
+"""Tagged ahead of a second kind; built without a registry."""
+
+
+def own_targets(registry: Registry) -> dict[str, object]:
+    """What this distribution registers; installed packages may add more."""
+    return dict(registry._targets)
+
+
+def tagged_configs() -> list[type[Config]]:
+    found = []
+    for file in sorted((ROOT / "headway/contracts/config").glob("*.py")):
+        module = importlib.import_module(f"headway.contracts.config.{file.stem}")
+        for value in vars(module).values():
+            is_ours = isinstance(value, type) and issubclass(value, Config)
+            if is_ours and value.__module__ == module.__name__ and "type" in value.model_fields:
+                found.append(value)
+    return found
+
+
+def registries() -> list:
+    found = []
+    for package in PACKAGES:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+            for node in ast.parse(file.read_text()).body:
+                call = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+                if isinstance(call, ast.Call) and getattr(call.func, "id", None) == "Registry":
+                    name = (node.targets[0] if isinstance(node, ast.Assign) else node.target).id
+                    found.append(pytest.param(module, name, id=f"{module}.{name}"))
+    return found
+
+
+def test_every_tagged_configuration_is_known_here():
+    names = {config.__name__ for config in tagged_configs()} - SINGLE
+    assert names == {config.__name__ for config in UNION_REGISTRIES}, (
+        "a configuration with `type` was added: name its registry in UNION_REGISTRIES"
+    )
+
+
+@pytest.mark.parametrize("config", UNION_REGISTRIES, ids=lambda c: c.__name__)
+def test_each_type_has_a_target(config):
+    field = config.model_fields["type"]
+    assert get_origin(field.annotation) is Literal
+    assert get_args(field.annotation) == (field.default,)
+    assert field.default in own_targets(UNION_REGISTRIES[config])
+
+
+@pytest.mark.parametrize(
+    "registry", [GENERATION_BACKENDS, EXPERIMENTS], ids=lambda registry: registry.kind
+)
+def test_each_target_has_a_type(registry):
+    types = {c.model_fields["type"].default for c, r in UNION_REGISTRIES.items() if r is registry}
+    assert set(own_targets(registry)) == types
+
+
+def test_the_backend_union_offers_exactly_the_backends():
+    union, _ = get_args(server.BackendConfig)
+    types = {config.model_fields["type"].default for config in get_args(union)}
+    assert types == set(own_targets(GENERATION_BACKENDS))
+
+
+@pytest.mark.parametrize("name", own_targets(EXPERIMENTS))
+def test_an_experiment_is_configured_by_its_own_type(name):
+    assert EXPERIMENTS.get(name).config.model_fields["type"].default == name
+
+
+def test_the_search_finds_the_registries():
+    found = {param.values for param in registries()}
+    assert {
+        ("headway.rollout.rewards.base", "REWARDS"),
+        ("headway.rollout.workflows.base", "WORKFLOWS"),
+        ("inference_server.backends.base", "BACKENDS"),
+        ("trainer.backends.base", "BACKENDS"),
+        ("trainer.experiments.base", "EXPERIMENTS"),
+    } <= found
+
+
+@pytest.mark.parametrize(("module", "name"), registries())
+def test_every_target_can_be_imported(module, name):
+    registry = getattr(importlib.import_module(module), name)
+    assert own_targets(registry)
+    for target in own_targets(registry):
+        assert registry.get(target) is not None
+
+
+def test_defaults_name_registered_parts():
+    assert RolloutConfig.model_fields["workflow"].default.name in own_targets(WORKFLOWS)
+    assert RolloutRequest.model_fields["workflow"].default.name in own_targets(WORKFLOWS)
+    assert TrainerConfig().backend in own_targets(TRAIN_BACKENDS)
+
+
+@pytest.mark.parametrize("name", own_targets(WORKFLOWS))
+def test_every_workflow_declares_its_arguments(name):
+    assert issubclass(WORKFLOWS.get(name).Args, Config)
+
+
+@pytest.mark.parametrize("name", own_targets(REWARDS))
+def test_every_reward_is_documented(name):
+    assert REWARDS.get(name).__doc__
