@@ -17,7 +17,10 @@ class MetricsJournal:
         self._file = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
+            before = path.read_bytes() if path.is_file() else b""
             self._file = path.open("a")
+            if before and not before.endswith(b"\n"):  # the last line of a killed process
+                self._file.write("\n")
 
     def write(self, figures: Mapping[str, Any]) -> None:
         """One line."""
