@@ -46,7 +46,7 @@ class Progress:
         self._console = Console(file=sys.stderr, soft_wrap=True)
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
         self._is_live = self._console.is_terminal
-        self._shown_step = -1
+        self._shown_step = 0
         self._before: tuple[float, StatusResponse] | None = None
         self._tokens_per_s = self._server_idle = 0.0
 

@@ -127,8 +127,8 @@ class Executor:
             return False
         request = lease.request
         is_bounded = request.consumer == self._consumer
-        self._staleness.start(request.rollout_id, request.prompt.group_size, is_bounded)
-        task = asyncio.create_task(self._run(lease), name=request.rollout_id)
+        self._staleness.start(lease.key, request.prompt.group_size, is_bounded)
+        task = asyncio.create_task(self._run(lease), name=lease.key)
         self._tasks[task] = request.consumer
         task.add_done_callback(self._tasks.pop)
         # A task that is cancelled before its first step never runs, and would leave the lease behind.
@@ -142,38 +142,38 @@ class Executor:
                 group = await self._play(lease.request)
             await self._ledger.complete(group)
         except asyncio.CancelledError:
-            self._staleness.release(rollout_id)
             await self._ledger.requeue(rollout_id, "its play was cancelled")
+            self._staleness.release(lease.key)
             raise
         except BackendError as error:
             await self._retry_or_fail(lease, error)
         except TimeoutError:
-            await self._fail(
-                rollout_id, f"still in play after {self._config.rollout_timeout_s:g} s"
-            )
+            await self._fail(lease, f"still in play after {self._config.rollout_timeout_s:g} s")
         except ServiceError as error:
-            await self._fail(rollout_id, f"{type(error).__name__}: {error}")
+            await self._fail(lease, f"{type(error).__name__}: {error}")
         except Exception as error:
             log.warning("workflow raised", exc_info=error, extra={"rollout_id": rollout_id})
-            await self._fail(rollout_id, f"workflow raised {type(error).__name__}: {error}")
+            await self._fail(lease, f"workflow raised {type(error).__name__}: {error}")
         else:
-            self._staleness.accept(rollout_id)
+            self._staleness.accept(lease.key)
             self._outcomes.append(None)
         self.changed.notify()
 
     async def _retry_or_fail(self, lease: Lease, error: BackendError) -> None:
         rollout_id = lease.request.rollout_id
         if lease.attempt >= self._config.max_attempts:
-            await self._fail(rollout_id, f"{lease.attempt} attempts; last: {error}")
+            await self._fail(lease, f"{lease.attempt} attempts; last: {error}")
             return
         log.info(
             "rollout goes back to the queue", extra={"rollout_id": rollout_id, "reason": str(error)}
         )
-        self._staleness.release(rollout_id)
+        # Queued before its capacity returns: no younger rollout may take its place in the order.
         await self._ledger.requeue(rollout_id, str(error))
+        self._staleness.release(lease.key)
 
-    async def _fail(self, rollout_id: str, reason: str) -> None:
+    async def _fail(self, lease: Lease, reason: str) -> None:
+        rollout_id = lease.request.rollout_id
         log.warning("rollout failed", extra={"rollout_id": rollout_id, "reason": reason})
-        self._staleness.release(rollout_id)
+        self._staleness.release(lease.key)
         self._outcomes.append(reason)
         await self._ledger.fail(rollout_id, reason)

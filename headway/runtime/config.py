@@ -11,8 +11,9 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -47,7 +48,7 @@ def merge_sources(argv: Sequence[str]) -> dict[str, Any]:
 def validate_config(model: type[ConfigT], tree: Mapping[str, Any]) -> ConfigT:
     """Check a tree; on failure name each key by its full path."""
     try:
-        return model.model_validate(tree)
+        return model.model_validate(_settle_flags(tree, [model]))
     except ValidationError as error:
         lines = [_explain(model, dict(problem)) for problem in error.errors()]
         raise ConfigError("\n".join(lines)) from error
@@ -69,8 +70,10 @@ def dump_yaml(config: BaseModel) -> str:
 def deep_merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`over` wins; mappings are merged, everything else is replaced."""
     merged = dict(base)
-    for key, value in over.items():
+    for key, given in over.items():
         below = merged.get(key)
+        is_mapping = isinstance(given, FlagValue) and isinstance(given.value, Mapping)
+        value = given.value if is_mapping and isinstance(below, Mapping) else given
         merged[key] = (
             deep_merge(below, value)
             if isinstance(below, Mapping) and isinstance(value, Mapping)
@@ -129,18 +132,57 @@ def _split_arguments(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, An
     return files, flags
 
 
-def _flag_value(text: str) -> Any:
-    """Numbers, booleans, null, [lists] and {mappings} as YAML reads them; all else is text."""
+@dataclass(frozen=True, slots=True)
+class FlagValue:
+    """A flag that YAML reads as something else than text: which it is, its setting decides."""
+
+    text: str
+    value: Any
+    problem: str | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _flag_value(text: str) -> str | FlagValue:
+    """Numbers, booleans, null, [lists] and {mappings} may be meant as YAML; all else is text."""
     is_collection = text.lstrip().startswith(("{", "["))
     try:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
-        if is_collection:
-            raise ConfigError(f"{text!r} is not a YAML value: {error}") from error
-        return text
-    if value is None:
-        return None if text.strip().lower() in ("null", "~") else text
-    return value if is_collection or isinstance(value, bool | int | float) else text
+        return FlagValue(text, None, str(error)) if is_collection else text
+    is_null = value is None and text.strip().lower() in ("null", "~")
+    is_yaml = is_collection or is_null or isinstance(value, bool | int | float)
+    return FlagValue(text, value) if is_yaml else text
+
+
+def _settle_flags(tree: Any, models: Sequence[type[BaseModel]]) -> Any:
+    """Replace every `FlagValue` by its text where the setting holds text, else by its value."""
+    if not isinstance(tree, Mapping):
+        return tree
+    settled: dict[str, Any] = {}
+    for key, value in tree.items():
+        fields = [model.model_fields[key] for model in models if key in model.model_fields]
+        if not isinstance(value, FlagValue):
+            below = [section for field in fields for section in _section_models(field.annotation)]
+            settled[key] = _settle_flags(value, below)
+        elif fields and all(_holds_text(field.annotation) for field in fields):
+            settled[key] = None if value.value is None and value.problem is None else value.text
+        elif value.problem is not None:
+            raise ConfigError(f"{key}: {value.text!r} is not a YAML value: {value.problem}")
+        else:
+            settled[key] = value.value
+    return settled
+
+
+def _holds_text(annotation: Any) -> bool:
+    """Whether a setting of this type is text, or text or nothing."""
+    if get_origin(annotation) is Literal:
+        return all(isinstance(option, str) for option in get_args(annotation))
+    if get_origin(annotation) in (Union, types.UnionType):
+        arms = [arm for arm in get_args(annotation) if arm is not type(None)]
+        return all(_holds_text(arm) for arm in arms)
+    return annotation is str
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -32,6 +32,11 @@ class Lease:
     attempt: int
     """1 for the first."""
 
+    @property
+    def key(self) -> str:
+        """Names this attempt: a rollout that goes back to the queue may be leased before it is let go."""
+        return f"{self.request.rollout_id}#{self.attempt}"
+
 
 @dataclass(frozen=True, slots=True)
 class LeaseLimits:

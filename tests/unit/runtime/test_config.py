@@ -16,7 +16,6 @@ from headway.runtime.config import (
     describe,
     dump_yaml,
     load_config,
-    merge_sources,
     write_resolved,
 )
 
@@ -123,7 +122,10 @@ def test_small_numbers_are_numbers(write, text):
 
 @pytest.mark.parametrize(
     "text",
-    [":memory:", "/a b/c: d", "#1", "*x", "!tag", "a: b", "@", "2024-01-01", "2024-99-99", ""],
+    [
+        *(":memory:", "/a b/c: d", "#1", "*x", "!tag", "a: b", "@", "2024-01-01", "2024-99-99", ""),
+        *("yes", "12", "1e-6", "{question}", "[1", "{a: 1}"),
+    ],
 )
 def test_text_that_yaml_reads_otherwise_stays_text(text):
     config = load_config(GatewayConfig, ["--tokenizer", "t", "--ledger", text])
@@ -146,7 +148,7 @@ def test_flag_values_are_yaml_scalars_lists_and_mappings():
 @given(st.text(max_size=12))
 def test_any_flag_value_is_read_or_refused(text):
     try:
-        merge_sources(["--run-dir", text])
+        grpo("--trainer.num-threads", text)
     except ConfigError as error:
         assert text in str(error) or repr(text) in str(error)
 
@@ -157,7 +159,7 @@ def test_any_flag_value_is_read_or_refused(text):
         (["run-dir", "x"], "unexpected argument 'run-dir'"),
         (["--run-dir"], "--run-dir has no value"),
         (["--config", "/nowhere/a.yaml"], "cannot read config file /nowhere/a.yaml: No such file"),
-        (["--run-dir", "[1"], "is not a YAML value"),
+        (["--rollout.group-size", "[1"], "group_size: '[1' is not a YAML value"),
     ],
     ids=str,
 )
