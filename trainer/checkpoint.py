@@ -29,7 +29,11 @@ _STAGING = ".staging"
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Where a run stands; all counters move together."""
+    """Where a run stands; all counters move together.
+
+    The staleness counters follow from it: on attaching, the service takes them as version·B plus
+    what its ledger holds unconsumed.
+    """
 
     run_id: str
     step: int = 0

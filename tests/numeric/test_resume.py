@@ -23,9 +23,6 @@ from trainer.api import MicroBatchSpec, SaveLoadMeta
 from trainer.checkpoint import Checkpoints, RunState
 from trainer.topology import Topology
 
-# One process needs no process group, and torch.distributed.checkpoint says so.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
 TOPOLOGY = Topology(0, 1, torch.device("cpu"))
 
 

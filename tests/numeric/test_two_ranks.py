@@ -29,12 +29,7 @@ class Runs(NamedTuple):
     two_ranks: Path
 
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(120),
-    # One process needs no process group, and torch.distributed.checkpoint says so.
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +103,6 @@ class FSDP2Engine:
     def get_scheduling_config(self) -> Scheduling:
         return Scheduling(gpu=int(self._topology.device.type == "cuda"))
 
-    @property
-    def model_vocab_size(self) -> int:
-        """Rows of the embedding."""
-        return int(self._model.config.get_text_config().vocab_size)
-
     def train_batch(
         self,
         input_: SequenceBatch,
@@ -184,8 +180,7 @@ class FSDP2Engine:
             self._save_hf(Path(meta.path))
         else:
             state = self._state(meta.with_optim)
-            with warnings.catch_warnings():  # one process without a group is what we mean
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            with _quiet_about_no_group():
                 save_state(state, checkpoint_id=meta.path, no_dist=self._is_single)
         self._topology.barrier()
 
@@ -195,7 +190,8 @@ class FSDP2Engine:
         state = self._state(meta.with_optim)
         try:
             _refuse_more(meta.path, state["model"])
-            load_state(state, checkpoint_id=meta.path, no_dist=self._is_single)
+            with _quiet_about_no_group():
+                load_state(state, checkpoint_id=meta.path, no_dist=self._is_single)
         except (CheckpointException, OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"checkpoint {meta.path} does not fit the model at {self._model_config.path}: {error}"
@@ -313,6 +309,14 @@ def _refuse_more(path: str, wanted: Mapping[str, Any]) -> None:
     extra = [n for n in stored if n.startswith("model.") and n.removeprefix("model.") not in wanted]
     if extra:
         raise ValueError(f"it also holds {sorted(extra)[:3]}")
+
+
+@contextmanager
+def _quiet_about_no_group() -> Iterator[None]:
+    """One process without a group is what we mean; torch warns that it might not be."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _decoder_layers(model: Any) -> list[torch.nn.Module]:
