@@ -45,12 +45,13 @@ class RunState:
     trajectories: int = 0
     """Trajectories consumed."""
 
-    def after_step(self, num_trajectories: int) -> RunState:
+    def after_step(self, num_trajectories: int, cursor: int) -> RunState:
         """The state once a step trained on a batch and published its version."""
         return replace(
             self,
             step=self.step + 1,
             version=self.version + 1,
+            cursor=cursor,
             trajectories=self.trajectories + num_trajectories,
         )
 

@@ -2,19 +2,25 @@
 
 Rank 0 talks to the service (`engine` is None elsewhere); the other ranks get its batches by
 broadcast. Rollout ids follow from the run and the data cursor, so submitting again after a crash
-submits nothing twice.
+submits nothing twice. Rollouts that failed or were dropped as stale are replaced by the next prompts.
 """
 
 from __future__ import annotations
+
+import logging
 
 from headway.contracts.codec import decode_groups, encode_groups
 from headway.contracts.config.experiment import GRPOExperiment
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.engines import InferenceEngine
+from headway.contracts.errors import Starved
 from headway.contracts.types import RolloutRequest, TrajectoryBatch
 from headway.runtime.config import validate_config
+from trainer.checkpoint import RunState
 from trainer.data import PromptData
 from trainer.topology import Topology
+
+log = logging.getLogger(__name__)
 
 
 class Feed:
@@ -26,7 +32,7 @@ class Feed:
         data: PromptData,
         topology: Topology,
         config: GRPOExperiment,
-        run_id: str,
+        state: RunState,
     ) -> None:
         self._engine = engine
         self._data = data
@@ -34,27 +40,42 @@ class Feed:
         self._rollout = config.rollout
         self._sampling = config.sampling
         self._batch_size = config.data.batch_size
-        self._run_id = run_id
+        self._run_id = state.run_id
+        self.cursor = state.cursor
+        # What was submitted in place of rollouts that failed or were dropped.
+        self._replacements = max(0, state.cursor - self._target(state.step - 1))
 
-    def top_up(self, cursor: int, step: int) -> int:
-        """Submit prompts so far ahead that the service never runs dry; the new cursor.
-
-        The service admits up to η + 1 batches beyond what was consumed; one more waits there.
-        """
-        target = (step + self._rollout.max_staleness + 2) * self._batch_size
-        if self._engine is not None and target > cursor:
-            self._engine.submit([self._request(position) for position in range(cursor, target)])
-        return max(cursor, target)
+    def top_up(self, step: int) -> None:
+        """Submit prompts so far ahead of a step that the service never runs dry."""
+        self._submit_to(self._target(step) + self._replacements)
 
     def next_batch(self) -> TrajectoryBatch:
         """The oldest finished batch, on every rank."""
         payload = None
         if self._engine is not None:
-            batch = self._engine.wait(self._batch_size, self._rollout.wait_timeout_s)
+            batch = self._wait(self._engine)
             if self._topology.world_size == 1:
                 return batch
             payload = encode_groups(batch.groups)
         return TrajectoryBatch(decode_groups(self._topology.broadcast_bytes(payload)))
+
+    def _target(self, step: int) -> int:
+        """The service admits up to η + 1 batches beyond what was consumed; one more waits there."""
+        return (step + self._rollout.max_staleness + 2) * self._batch_size
+
+    def _submit_to(self, target: int) -> None:
+        if self._engine is not None and target > self.cursor:
+            self._engine.submit([self._request(at) for at in range(self.cursor, target)])
+        self.cursor = max(self.cursor, target)
+
+    def _wait(self, engine: InferenceEngine) -> TrajectoryBatch:
+        while True:
+            try:
+                return engine.wait(self._batch_size, self._rollout.wait_timeout_s)
+            except Starved as error:
+                log.warning("more prompts are submitted", extra={"reason": str(error)})
+                self._replacements += self._batch_size
+                self._submit_to(self.cursor + self._batch_size)
 
     def consumed(self, batch: TrajectoryBatch, step: int, checkpoint_step: int) -> None:
         """Tell the ledger which step trained on the batch."""

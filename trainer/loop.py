@@ -7,7 +7,6 @@ the service decides what may be generated ahead, and holds a batch back until it
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 from headway.runtime.journal import MetricsJournal
 from trainer.api import TrainEngine
@@ -32,7 +31,7 @@ def train(
     safe_step = state.step - 1  # the last step whose consumption a checkpoint holds
     while state.step < total_steps:
         started = time.monotonic()
-        state = replace(state, cursor=feed.top_up(state.cursor, state.step))
+        feed.top_up(state.step)
         batch = feed.next_batch()
         received = time.monotonic()
         stats = describe_step(state, batch) | actor.train_step(batch.trajectories)
@@ -42,7 +41,7 @@ def train(
         # The ledger hears of the consumption before the checkpoint holds it: after a crash in
         # between, the batch is given back, and is trained on once.
         feed.consumed(batch, state.step, safe_step)
-        state = state.after_step(len(batch.trajectories))
+        state = state.after_step(len(batch.trajectories), feed.cursor)
         if checkpoints.is_due(state.step, total_steps):
             checkpoints.save(engine, state)
             safe_step = state.step - 1

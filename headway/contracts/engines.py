@@ -48,6 +48,7 @@ class InferenceEngine(Protocol):
 
         Raises:
             WaitTimeout: fewer were finished within `timeout` seconds.
+            Starved: fewer of the attached consumer's groups are outstanding; submit more.
             ErrorBudgetExceeded: too many rollouts failed.
         """
 

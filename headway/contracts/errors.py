@@ -9,6 +9,7 @@ ServiceError
 ├── Conflict             the same id with other content, or a second owner 409
 ├── QueueFull            try again later                                   429  retryable
 ├── StaleVersion         a version behind the one that was asked for       409
+├── Starved              fewer rollouts are outstanding than waited for    409
 ├── BackendError         a generation server failed or went away           503  retryable
 ├── WorkflowError        a workflow raised                                 500
 │   └── ErrorBudgetExceeded  too many rollouts failed; the run must stop   500
@@ -110,6 +111,11 @@ class QueueFull(ServiceError):
 
 class StaleVersion(ServiceError):
     code = "stale_version"
+    http_status = 409
+
+
+class Starved(ServiceError):
+    code = "starved"
     http_status = 409
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.engines import Generator
-from headway.contracts.errors import ConfigError, Conflict, NotFound, WorkflowError
+from headway.contracts.errors import ConfigError, Conflict, NotFound, Starved, WorkflowError
 from headway.contracts.http import (
     ConsumerRequest,
     LedgerAudit,
@@ -94,6 +94,7 @@ class RolloutService:
 
         Raises:
             ErrorBudgetExceeded: too many rollouts failed.
+            Starved: the attached consumer has fewer groups outstanding than it waits for.
         """
         deadline = time.monotonic() + request.timeout_s
         while True:
@@ -115,6 +116,8 @@ class RolloutService:
                 if delivery.payloads is not None:
                     return delivery.payloads, delivery.num_ready
                 num_ready = delivery.num_ready
+                if request.rollout_ids is None:
+                    await self._check_supply(request.consumer, request.count)
             left = deadline - time.monotonic()
             if left <= 0:
                 return None, num_ready
@@ -123,6 +126,17 @@ class RolloutService:
                     await changed.wait()
             except TimeoutError:
                 return None, num_ready
+
+    async def _check_supply(self, consumer: str, count: int) -> None:
+        """A consumer whose rollouts failed or were dropped must hear that it waits in vain."""
+        if self._consumer is None or self._consumer.consumer != consumer:
+            return
+        outstanding = await self._ledger.outstanding(consumer)
+        if outstanding < count:
+            raise Starved(
+                f"{outstanding} prompt groups of {consumer!r} are outstanding, {count} are waited for; "
+                "submit more"
+            )
 
     async def attach(self, request: ConsumerRequest) -> int:
         """Bind the consumer whose steps and versions the bound refers to; see `ConsumerSpec`.

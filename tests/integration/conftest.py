@@ -42,6 +42,7 @@ def run_config(
     max_staleness: int = 1,
     num_servers: int = 1,
     num_trainer_ranks: int = 1,
+    every_steps: int = 2,
     resume: bool = False,
     lease_s: float = 10.0,
     num_slots: int = 64,
@@ -79,7 +80,7 @@ def run_config(
             },
             "weight_sync": {"type": "disk", "root": str(folder / "weights")},
             "trainer": {"total_steps": steps, "max_tokens_per_mb": 256, "num_threads": 1},
-            "recovery": {"every_steps": 2, "resume": resume},
+            "recovery": {"every_steps": every_steps, "resume": resume},
         },
     }
     return validate_config(LaunchConfig, tree)

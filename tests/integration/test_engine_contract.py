@@ -10,7 +10,14 @@ import pytest
 
 from headway.contracts.config.base import PartConfig
 from headway.contracts.engines import InferenceEngine
-from headway.contracts.errors import Conflict, SyncError, UnknownName, WaitTimeout, WorkflowError
+from headway.contracts.errors import (
+    Conflict,
+    Starved,
+    SyncError,
+    UnknownName,
+    WaitTimeout,
+    WorkflowError,
+)
 from headway.contracts.types import ConsumerSpec, TrajectoryBatch, WeightUpdateMeta
 from headway.launch.launchers.local import LocalRun
 from headway.runtime.inference_client import RemoteInferenceEngine
@@ -145,6 +152,8 @@ def test_a_consumer_is_bounded_and_closes_its_account(served: Served) -> None:
     assert batch.rollout_ids == names[:2]
     with pytest.raises(WaitTimeout):  # eta = 0: nothing more is played at this version
         engine.wait(1, timeout=0.5)
+    with pytest.raises(Starved, match="2 prompt groups of 'run' are outstanding, 3 are waited for"):
+        engine.wait(3, timeout=30)
     engine.consumed(batch.rollout_ids, step=0, checkpoint_step=-1)
     engine.consumed(batch.rollout_ids, step=0, checkpoint_step=-1)
     engine.detach()

@@ -55,7 +55,7 @@ def run(config: GRPOExperiment) -> None:
     publication = Publication(engine, publisher, client)
     state = _attach(config, state, topology, publication, publisher, client)
     metrics = MetricsJournal(run_dir / METRICS_NAME if topology.is_main else None)
-    feed = Feed(client, data, topology, config, state.run_id)
+    feed = Feed(client, data, topology, config, state)
     mb_spec = MicroBatchSpec(config.trainer.max_tokens_per_mb)
     actor = PPOActor(engine, topology, config.algorithm, mb_spec, config.sampling.temperature)
     total_steps = config.trainer.total_steps

@@ -108,6 +108,9 @@ class Ledger(Protocol):
             NotFound: one of `rollout_ids` was never submitted.
         """
 
+    async def outstanding(self, consumer: str) -> int:
+        """Groups of a consumer that are queued, in play or ready: what it may still be given."""
+
     async def consume(self, rollout_ids: Sequence[str], step: int, checkpoint_step: int) -> None:
         """Record consumption by a step; idempotent.
 

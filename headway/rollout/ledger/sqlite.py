@@ -112,6 +112,9 @@ class SqliteLedger:
             SqliteLedger._deliver_oldest, delivery_id, count, consumer, version, max_staleness
         )
 
+    async def outstanding(self, consumer: str) -> int:
+        return await self._run(SqliteLedger._outstanding, consumer)
+
     async def consume(self, rollout_ids: Sequence[str], step: int, checkpoint_step: int) -> None:
         await self._run(SqliteLedger._consume, rollout_ids, step, checkpoint_step)
 
@@ -361,6 +364,14 @@ class SqliteLedger:
                 "UPDATE rollouts SET delivery_id = ?, staleness = ? WHERE id = ?",
                 (delivery_id, version - oldest, rollout_id),
             )
+
+    def _outstanding(self, consumer: str) -> int:
+        (groups,) = self._db.execute(
+            "SELECT count(*) FROM rollouts "
+            "WHERE consumer = ? AND state IN ('queued', 'leased', 'ready')",
+            (consumer,),
+        ).fetchone()
+        return int(groups)
 
     def _consume(self, rollout_ids: Sequence[str], step: int, checkpoint_step: int) -> None:
         with self._transaction() as db:

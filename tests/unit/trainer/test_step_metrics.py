@@ -27,5 +27,5 @@ def test_staleness_counts_from_the_oldest_token(make_trajectory):
 
 def test_a_step_moves_all_counters_together():
     state = RunState("run", step=2, version=5, cursor=30, trajectories=64)
-    after = RunState("run", step=3, version=6, cursor=30, trajectories=96)
-    assert state.after_step(32) == after
+    after = RunState("run", step=3, version=6, cursor=34, trajectories=96)
+    assert state.after_step(32, cursor=34) == after
