@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from headway.contracts.config.server import ServerConfig
-from headway.contracts.http import ServerStatus
+from headway.contracts.http import ServerReport, ServerStatus
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
 from headway.rollout.in_process import InProcessEngine
 from headway.rollout.ledger.sqlite import SqliteLedger
@@ -34,21 +34,23 @@ class LocalGenerator:
     def updates_in_flight(self) -> int:
         return self.gate.updates_in_flight
 
-    def statuses(self) -> list[ServerStatus]:
+    def report(self, server_id: str, url: str) -> ServerReport:
+        """What a heartbeat says."""
         load = self.backend.load()
-        return [
-            ServerStatus(
-                server_id=self._name,
-                url="http://localhost",
-                version=self.version,
-                running=load.running,
-                queued=load.queued,
-                generated_tokens=load.generated_tokens,
-                busy_s=load.busy_s,
-                uptime_s=load.uptime_s,
-                state="ready",
-            )
-        ]
+        return ServerReport(
+            server_id=server_id,
+            url=url,
+            version=self.version,
+            running=load.running,
+            queued=load.queued,
+            generated_tokens=load.generated_tokens,
+            busy_s=load.busy_s,
+            uptime_s=load.uptime_s,
+        )
+
+    def statuses(self) -> list[ServerStatus]:
+        report = self.report(self._name, "http://localhost")
+        return [ServerStatus(**report.model_dump(), state="ready")]
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
         return await self.backend.generate(req)

@@ -28,7 +28,7 @@ async def keep_registered(
     async with aiohttp.ClientSession(timeout=timeout) as session:
         while True:
             try:
-                await _report(session, gateway, _make_report(generator, server_id, url))
+                await _report(session, gateway, generator.report(server_id, url))
                 is_reachable = True
             except ServiceError as error:
                 if is_reachable:
@@ -37,20 +37,6 @@ async def keep_registered(
                     )
                 is_reachable = False
             await asyncio.sleep(heartbeat_s)
-
-
-def _make_report(generator: LocalGenerator, server_id: str, url: str) -> ServerReport:
-    load = generator.backend.load()
-    return ServerReport(
-        server_id=server_id,
-        url=url,
-        version=generator.version,
-        running=load.running,
-        queued=load.queued,
-        generated_tokens=load.generated_tokens,
-        busy_s=load.busy_s,
-        uptime_s=load.uptime_s,
-    )
 
 
 async def _report(session: aiohttp.ClientSession, gateway: str, report: ServerReport) -> None:
