@@ -12,7 +12,7 @@ import aiohttp
 
 from headway.contracts.errors import BackendError, ServiceError
 from headway.contracts.http import SERVERS, ServerReport
-from headway.runtime.inference_client import error_of
+from headway.runtime.server_calls import error_of
 from inference_server.engine import LocalGenerator
 
 log = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from headway.contracts.http import (
     WeightUpdateResponse,
 )
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
-from headway.runtime.inference_client import error_of, post_generate
+from headway.runtime.server_calls import error_of, post_generate
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import aiohttp
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from headway.contracts import http
 from headway.contracts.codec import decode_groups
-from headway.contracts.errors import BackendError, ErrorBody, ServiceError, WaitTimeout
+from headway.contracts.errors import BackendError, ServiceError, WaitTimeout
 from headway.contracts.types import (
     ConsumerSpec,
     FinetuneSpec,
@@ -31,6 +31,7 @@ from headway.contracts.types import (
     TrajectoryBatch,
     WeightUpdateMeta,
 )
+from headway.runtime.server_calls import error_of, post_generate
 
 POLL_S = 20.0
 SUBMIT_CHUNK = 256
@@ -180,38 +181,6 @@ class RemoteInferenceEngine:
         if answer.is_error:
             raise error_of(answer.status_code, answer.content, f"{self._url}{path}")
         return answer
-
-
-async def post_generate(session: aiohttp.ClientSession, url: str, req: LLMRequest) -> LLMResponse:
-    """One generation on one server.
-
-    Raises:
-        BackendError: the server did not answer, or answered with something else than a response.
-        ServiceError: whatever the server raised.
-    """
-    body = req.model_dump_json().encode()
-    target = url + http.GENERATE
-    try:
-        async with session.post(
-            target, data=body, headers={"content-type": "application/json"}
-        ) as answer:
-            content = await answer.read()
-            if answer.status >= 400:
-                raise error_of(answer.status, content, target)
-            return LLMResponse.model_validate_json(content)
-    except ValidationError as error:
-        raise BackendError(f"{target} answered with no generation: {error}") from error
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise BackendError(f"{target} failed: {type(error).__name__}: {error}") from error
-
-
-def error_of(status: int, content: bytes, target: str) -> ServiceError:
-    """The error a server meant, as the class it raised there."""
-    try:
-        return ServiceError.from_body(ErrorBody.model_validate_json(content))
-    except ValidationError:
-        kind = BackendError if status in (502, 503, 504) else ServiceError
-        return kind(f"{target} answered {status}: {content[:200]!r}")
 
 
 def _is_retryable(error: BaseException) -> bool:
