@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -15,10 +17,14 @@ from headway.rollout.service import RolloutService
 from headway.runtime.config import load_config
 from headway.runtime.http_service import serve
 from headway.runtime.logging import configure_logging
+from inference_server.backends.base import GenerationBackend
 from inference_server.engine import LocalGenerator, make_generator, open_service
 from inference_server.registration import keep_registered
 from inference_server.routes import weights
 
+log = logging.getLogger(__name__)
+
+WATCH_S = 1.0
 ANY_HOST = ("0.0.0.0", "::")
 
 
@@ -39,17 +45,29 @@ def make_app(config: ServerConfig, generator: LocalGenerator) -> FastAPI:
     @asynccontextmanager
     async def opened() -> AsyncIterator[RolloutService]:
         async with open_service(config, generator) as service:
-            beat = asyncio.create_task(_register(app, config, generator), name="heartbeat")
+            tasks = [
+                asyncio.create_task(_register(app, config, generator), name="heartbeat"),
+                asyncio.create_task(_end_with(generator.backend), name="watch backend"),
+            ]
             try:
                 yield service
             finally:
-                beat.cancel()
-                await asyncio.gather(beat, return_exceptions=True)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     app = create_app(
         "Headway generation server", opened, config.service.max_body_bytes, weights.router
     )
     return app
+
+
+async def _end_with(backend: GenerationBackend) -> None:
+    """End this process once its backend is dead: a supervisor starts a new one, a dead one only fails."""
+    while backend.is_alive:  # noqa: ASYNC110 - the engine thread cannot set an event of this loop
+        await asyncio.sleep(WATCH_S)
+    log.error("the backend died; this server ends")
+    signal.raise_signal(signal.SIGTERM)
 
 
 async def _register(app: FastAPI, config: ServerConfig, generator: LocalGenerator) -> None:

@@ -41,6 +41,10 @@ class GenerationBackend(Protocol):
     def parameters(self) -> Mapping[str, torch.Size]:
         """Names and shapes that a version must bring."""
 
+    @property
+    def is_alive(self) -> bool:
+        """False once it failed for good; the server then ends, so that it is started again."""
+
     def start(self) -> None:
         """Begin to decode."""
 

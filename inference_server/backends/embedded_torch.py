@@ -92,6 +92,7 @@ class EmbeddedTorchBackend:
         self._plan: SamplingPlan | None = None
         self._wake = threading.Condition()
         self._stopping = False
+        self._has_died = False
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._started = time.monotonic()
         self._busy_s = 0.0
@@ -104,6 +105,10 @@ class EmbeddedTorchBackend:
     @property
     def parameters(self) -> Mapping[str, torch.Size]:
         return {name: parameter.shape for name, parameter in self._model.named_parameters()}
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._has_died
 
     def start(self) -> None:
         self._started = time.monotonic()
@@ -182,6 +187,7 @@ class EmbeddedTorchBackend:
                     self._busy_s += time.monotonic() - before
         except Exception as error:
             log.exception("the engine thread died")
+            self._has_died = True
             reason = f"the engine died: {type(error).__name__}: {error}"
         finally:
             self._fail_all(reason)

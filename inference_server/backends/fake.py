@@ -47,6 +47,10 @@ class FakeBackend:
     def parameters(self) -> Mapping[str, torch.Size]:
         return {}
 
+    @property
+    def is_alive(self) -> bool:
+        return True
+
     def start(self) -> None:
         self._started = time.monotonic()
 

@@ -179,6 +179,7 @@ async def test_an_engine_that_dies_in_a_swap_tells_every_caller(llama_dir):
     backend.start()
     running = asyncio.create_task(generate(backend, max_new_tokens=240))
     await until(lambda: backend.load().running == 1)
+    assert backend.is_alive
     with pytest.raises(BackendError, match="the engine died: KeyError"):
         await asyncio.wait_for(backend.swap(StagedWeights(1, "0" * 64, {})), PATIENCE_S)
     with pytest.raises(BackendError, match="the engine died"):
@@ -186,6 +187,7 @@ async def test_an_engine_that_dies_in_a_swap_tells_every_caller(llama_dir):
     assert backend.version == 0
     with pytest.raises(BackendError):
         await generate(backend)
+    assert not backend.is_alive
 
 
 async def test_an_engine_that_dies_in_a_prefill_tells_the_requests_of_that_prefill(llama_dir):
