@@ -10,6 +10,8 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # Debian packages that the tests use besides Python's.
 DEBIAN_PACKAGES := redis-server bubblewrap
 ARGS ?=
+# Test processes; each starts gateways, servers and trainers of its own.
+TEST_WORKERS ?= 2
 
 export HF_HUB_OFFLINE := 1
 
@@ -24,7 +26,7 @@ quickstart: $(VENV)/.installed
 	$(BIN)/headway quickstart $(ARGS)
 
 test: system-packages $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(ARGS)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
