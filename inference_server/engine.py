@@ -13,7 +13,7 @@ from headway.rollout.in_process import InProcessEngine
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.service import RolloutService
 from headway.rollout.tokenizer import TextTokenizer
-from inference_server.backends.base import GenerationBackend, make_backend
+from inference_server.backends.base import GenerationBackend, OnDelta, make_backend
 from inference_server.version_gate import VersionGate
 from weight_sync.transports.disk import DiskReader
 
@@ -21,9 +21,16 @@ from weight_sync.transports.disk import DiskReader
 class LocalGenerator:
     """`Generator` over one backend and its version gate."""
 
-    def __init__(self, backend: GenerationBackend, gate: VersionGate, name: str) -> None:
+    def __init__(
+        self,
+        backend: GenerationBackend,
+        gate: VersionGate,
+        name: str,
+        tokenizer: TextTokenizer | None = None,
+    ) -> None:
         self.backend = backend
         self.gate = gate
+        self.tokenizer = tokenizer
         self._name = name
 
     @property
@@ -52,23 +59,26 @@ class LocalGenerator:
         report = self.report(self._name, "http://localhost")
         return [ServerStatus(**report.model_dump(), state="ready")]
 
-    async def agenerate(self, req: LLMRequest) -> LLMResponse:
-        return await self.backend.generate(req)
+    async def agenerate(self, req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
+        return await self.backend.generate(req, on_delta)
 
     async def update_weights(self, meta: WeightUpdateMeta) -> PolicyVersion:
         await self.gate.prepare(meta)
-        await self.gate.commit(meta)
+        await self.gate.commit(meta.version)
         return self.version
 
     async def aclose(self) -> None:
-        self.backend.close()
+        await self.backend.aclose()
 
 
 def make_generator(config: ServerConfig) -> LocalGenerator:
     """Load the model and build its gate; nothing runs yet."""
-    backend = make_backend(config.backend, config.model, config.initial_version)
+    has_tokenizer = (Path(config.model.path) / "tokenizer.json").is_file()
+    tokenizer = TextTokenizer(config.model.path) if has_tokenizer else None
+    backend = make_backend(config.backend, config.model, config.initial_version, tokenizer)
     reader = None if config.weights_root is None else DiskReader(config.weights_root)
-    return LocalGenerator(backend, VersionGate(backend, reader), name="local")
+    gate = VersionGate(backend, reader, config.update_policy)
+    return LocalGenerator(backend, gate, "local", tokenizer)
 
 
 @asynccontextmanager
@@ -76,14 +86,12 @@ async def open_service(
     config: ServerConfig, generator: LocalGenerator
 ) -> AsyncIterator[RolloutService]:
     """A rollout service over one backend, with a ledger in memory."""
-    has_tokenizer = (Path(config.model.path) / "tokenizer.json").is_file()
-    tokenizer = TextTokenizer(config.model.path) if has_tokenizer else None
     ledger = SqliteLedger(":memory:")
     await ledger.open()
-    service = RolloutService(generator, ledger, tokenizer, config.executor)
-    generator.backend.start()
-    await service.start()
+    service = RolloutService(generator, ledger, generator.tokenizer, config.executor)
     try:
+        await generator.backend.start()
+        await service.start()
         yield service
     finally:
         await service.aclose()

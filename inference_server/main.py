@@ -20,7 +20,7 @@ from headway.runtime.logging import configure_logging
 from inference_server.backends.base import GenerationBackend
 from inference_server.engine import LocalGenerator, make_generator, open_service
 from inference_server.registration import keep_registered
-from inference_server.routes import weights
+from inference_server.routes import generation, weights
 
 log = logging.getLogger(__name__)
 
@@ -57,16 +57,20 @@ def make_app(config: ServerConfig, generator: LocalGenerator) -> FastAPI:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     app = create_app(
-        "Headway generation server", opened, config.service.max_body_bytes, weights.router
+        "Headway generation server",
+        opened,
+        config.service.max_body_bytes,
+        generation.router,
+        weights.router,
     )
     return app
 
 
 async def _end_with(backend: GenerationBackend) -> None:
     """End this process once its backend is dead: a supervisor starts a new one, a dead one only fails."""
-    while backend.is_alive:  # noqa: ASYNC110 - the engine thread cannot set an event of this loop
+    while backend.failure is None:  # noqa: ASYNC110 - the engine thread cannot set an event of this loop
         await asyncio.sleep(WATCH_S)
-    log.error("the backend died; this server ends")
+    log.error("the backend died; this server ends", extra={"reason": backend.failure})
     signal.raise_signal(signal.SIGTERM)
 
 

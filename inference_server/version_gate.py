@@ -1,29 +1,38 @@
 """Load, prove, swap: how a server changes its version while it generates.
 
 `prepare` reads and proves a version on a thread, `commit` swaps it in between two decode steps,
-`abort` forgets it. The policy is `keep`: sequences in flight go on under the new weights with their
-KV cache; each token carries the version that sampled it. Updates are serial (`_lock`); preparing or
-committing the same version again is answered without work.
+`abort` forgets it. What a commit does to running sequences is the update policy (`keep`,
+`recompute`, `abort`, `drain`). Updates are serial (`_lock`); preparing or committing the same
+version again is answered without work.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
+from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import StaleVersion, SyncError
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
-from inference_server.backends.base import GenerationBackend
-from weight_sync.channel import StagedWeights, WeightReader
+from inference_server.backends.base import GenerationBackend, Staged
+from weight_sync.channel import WeightReader
 
 
 class VersionGate:
     """The one door through which weights enter a server."""
 
-    def __init__(self, backend: GenerationBackend, reader: WeightReader | None) -> None:
+    def __init__(
+        self,
+        backend: GenerationBackend,
+        reader: WeightReader | None,
+        policy: UpdatePolicy = "keep",
+    ) -> None:
         self._backend = backend
         self._reader = reader
-        self._staged: StagedWeights | None = None
+        self._policy = policy
+        self._staged: Staged | None = None
         self._lock = asyncio.Lock()
+        self.updates = 0
         self.updates_in_flight = 0
 
     @property
@@ -32,36 +41,42 @@ class VersionGate:
         return self._backend.version
 
     async def prepare(self, meta: WeightUpdateMeta) -> None:
-        """Stage a version while generation goes on.
+        """Stage a published version while generation goes on.
 
         Raises:
             SyncError: the version is torn, tampered or of another model; what was staged is dropped.
             StaleVersion: it is not newer than the one that serves.
         """
-        async with self._lock:
-            if self._is_known(meta.version):
-                return
-            if self._reader is None:
-                raise SyncError("this server takes no weights; set weights_root in its config")
-            self._staged = None
-            self._staged = await asyncio.to_thread(
-                self._reader.stage, meta, self._backend.parameters
+        reader = self._reader
+        if reader is None:
+            raise SyncError(
+                "this server takes no weights from disk; set weights_root in its config"
             )
+        await self.stage(meta.version, lambda: self._backend.stage(meta, reader))
 
-    async def commit(self, meta: WeightUpdateMeta) -> int:
+    async def stage(self, version: PolicyVersion, load: Callable[[], Staged]) -> None:
+        """Stage what `load` brings, called on a thread; the same promises as `prepare`."""
+        async with self._lock:
+            if self._is_known(version):
+                return
+            self._staged = None
+            self._staged = await asyncio.to_thread(load)
+
+    async def commit(self, version: PolicyVersion, policy: UpdatePolicy | None = None) -> int:
         """Swap the staged version in; sequences that were running at that moment.
 
         Raises:
             SyncError: this version is not staged.
         """
         async with self._lock:
-            if meta.version == self._backend.version:
+            if version == self._backend.version:
                 return 0
-            if self._staged is None or self._staged.version != meta.version:
+            if self._staged is None or self._staged.version != version:
                 held = None if self._staged is None else self._staged.version
-                raise SyncError(f"version {meta.version} is not prepared here (staged: {held})")
-            running = await self._backend.swap(self._staged)
+                raise SyncError(f"version {version} is not prepared here (staged: {held})")
+            running = await self._backend.swap(self._staged, policy or self._policy)
             self._staged = None
+            self.updates += 1
             self.updates_in_flight += running > 0
             return running
 

@@ -11,12 +11,18 @@ from typing import Literal
 from pydantic import Field
 
 from headway.contracts.config.base import Config
+from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.types import Identifier, PolicyVersion, RolloutRequest
 
 HEALTH = "/health"
 METRICS = "/metrics"
 STATUS = "/v1/status"
 GENERATE = "/v1/generate"
+GENERATE_STREAM = "/v1/generate/stream"
+GENERATION_ABORT = "/v1/generation/abort"
+GENERATION_PAUSE = "/v1/generation/pause"
+GENERATION_RESUME = "/v1/generation/resume"
+GENERATION_FLUSH = "/v1/generation/flush"
 ROLLOUTS = "/v1/rollouts"
 ROLLOUTS_WAIT = "/v1/rollouts/wait"
 ROLLOUTS_CONSUMED = "/v1/rollouts/consumed"
@@ -33,6 +39,9 @@ READY_HEADER = "x-headway-ready"
 """On an empty `wait` answer (204): how many finished groups could have been given out."""
 
 ServerState = Literal["joining", "ready", "fenced", "lost"]
+PauseMode = Literal["abort", "in_place", "retract"]
+"""What a pause does to running sequences: end them with the tokens so far, freeze them with their KV
+cache, or send them back to the queue without it (SGLang's words)."""
 
 
 class SubmitRequest(Config):
@@ -101,12 +110,32 @@ class WeightUpdateRequest(Config):
 
     version: PolicyVersion = Field(ge=0)
     path: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")
+    policy: UpdatePolicy | None = None
+    """On commit: what the swap does to running sequences; None takes the server's `update_policy`."""
 
 
 class WeightUpdateResponse(Config):
     version: PolicyVersion
     running: int = Field(0, ge=0)
     """Sequences that were being generated at the moment of the swap."""
+
+
+class GenerationAbortRequest(Config):
+    """`POST /v1/generation/abort`: the requests end with the tokens so far."""
+
+    rid: str | None = Field(None, min_length=1, max_length=128)
+    """One request; None ends all."""
+
+
+class GenerationPauseRequest(Config):
+    """`POST /v1/generation/pause`: decoding stops; new requests wait until it goes on."""
+
+    mode: PauseMode = "in_place"
+
+
+class FlushResponse(Config):
+    flushed: bool
+    """False if sequences were running; nothing was dropped."""
 
 
 class WeightAbortRequest(Config):

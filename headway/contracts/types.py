@@ -77,8 +77,27 @@ class LLMRequest(Config):
     rid: Identifier
     input_ids: tuple[TokenId, ...] = Field(min_length=1)
     gconfig: SamplingConfig = SamplingConfig()
+    top_logprobs: int = Field(0, ge=0, le=64)
+    """Also report this many most likely tokens at every reported position."""
+    logprob_start: int | None = Field(None, ge=0)
+    """Report the logprobs of the prompt's tokens from this position on, of the unscaled
+    distribution; None reports none."""
     metadata: dict[str, str] = {}
     """For logs and routing (for example `group_id`); it never changes what is sampled."""
+
+
+TopLogprobs = list[tuple[int, float]]
+"""`(token id, logprob)` of the most likely tokens of one position, most likely first."""
+
+
+class LLMDelta(Config):
+    """What one decode step added to a request: a part of the response as it grows."""
+
+    output_tokens: list[int]
+    output_logprobs: list[float]
+    version: PolicyVersion
+    """Version that sampled these tokens."""
+    top_logprobs: list[TopLogprobs] | None = None
 
 
 class LLMResponse(Config):
@@ -91,10 +110,22 @@ class LLMResponse(Config):
     version_runs: list[tuple[PolicyVersion, int, int]]
     """Runs `(version, from, to)` over output positions, stamped by the server at the decode step."""
     stop_reason: StopReason
+    """`interrupt`: aborted; the tokens so far are valid, and a prefix to go on from."""
+    stop_match: int | str | None = None
+    """Token id or string that ended the sequence."""
     latency_s: float
     """Seconds from arrival at the server to the last token."""
     ttft_s: float
     """Seconds from arrival at the server to the first token."""
+    top_logprobs: list[TopLogprobs] | None = None
+    """Per output token, if asked for."""
+    prompt_logprobs: list[float | None] | None = None
+    """From `logprob_start` on, if asked for; the first token of a prompt has none."""
+    prompt_top_logprobs: list[TopLogprobs | None] | None = None
+    cached_tokens: int = Field(0, ge=0)
+    """Prompt tokens whose keys and values were shared, not computed."""
+    num_recomputes: int = Field(0, ge=0)
+    """Times that the cache of this sequence was dropped and computed again."""
 
     @property
     def output_versions(self) -> list[PolicyVersion]:

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from headway.contracts.config.server import UpdatePolicy
+from headway.contracts.errors import DataError, RequestTooLong
+from headway.contracts.http import PauseMode
 from headway.contracts.registry import Registry
-from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
+from headway.contracts.types import (
+    LLMDelta,
+    LLMRequest,
+    LLMResponse,
+    PolicyVersion,
+    WeightUpdateMeta,
+)
 
 if TYPE_CHECKING:
-    import torch
+    from headway.rollout.tokenizer import TextTokenizer
+    from weight_sync.channel import WeightReader
 
-    from weight_sync.channel import StagedWeights
+OnDelta = Callable[[LLMDelta], None]
+"""Called on the caller's event loop with what each step added."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request must keep to."""
+
+    vocab_size: int
+    """Token ids are below this."""
+    max_context: int
+    """Tokens per sequence, prompt included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,34 +43,58 @@ class Load:
     running: int
     """Sequences being decoded."""
     queued: int
-    """Sequences that wait for a slot."""
+    """Sequences that wait."""
     generated_tokens: int
     """Tokens sampled since the start."""
     busy_s: float
     """Seconds with work since the start."""
     uptime_s: float
+    prefill_tokens: int = 0
+    """Prompt tokens computed since the start; shared ones are not."""
+    kv_tokens: int = 0
+    """Tokens whose keys and values are held."""
+    kv_capacity_tokens: int = 0
+    """Tokens whose keys and values fit; 0 if the backend does not say."""
+
+
+class Staged(Protocol):
+    """A proven version, ready to be swapped in."""
+
+    @property
+    def version(self) -> PolicyVersion: ...
 
 
 class GenerationBackend(Protocol):
-    """Continuous batching over one copy of the weights."""
+    """Continuous batching over one copy of the weights.
+
+    A request that is aborted, by `abort`, by a pause or by a swap under the policy `abort`, ends
+    with `stop_reason="interrupt"` and the tokens so far. While paused, new requests wait.
+    """
+
+    @property
+    def limits(self) -> Limits:
+        """Known once started."""
 
     @property
     def version(self) -> PolicyVersion:
         """Version that samples the next token."""
 
     @property
-    def parameters(self) -> Mapping[str, torch.Size]:
-        """Names and shapes that a version must bring."""
+    def is_paused(self) -> bool: ...
 
     @property
-    def is_alive(self) -> bool:
-        """False once it failed for good; the server then ends, so that it is started again."""
+    def failure(self) -> str | None:
+        """Why it failed for good; the server then ends, so that it is started again."""
 
-    def start(self) -> None:
-        """Begin to decode."""
+    async def start(self) -> None:
+        """Begin to decode; returns when requests are served.
 
-    async def generate(self, req: LLMRequest) -> LLMResponse:
-        """Generate one sequence; cancelling the call frees its slot.
+        Raises:
+            BackendError: it did not come up.
+        """
+
+    async def generate(self, req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
+        """Generate one sequence; cancelling the call frees what it holds.
 
         Raises:
             RequestTooLong: prompt + max_new_tokens exceed the context.
@@ -57,8 +102,27 @@ class GenerationBackend(Protocol):
             BackendError: the backend failed or is closed.
         """
 
-    async def swap(self, staged: StagedWeights) -> int:
-        """Exchange the weights between two decode steps; the running sequences go on.
+    async def abort(self, rid: str | None) -> None:
+        """End the request of this id, or all; an unknown id is no error."""
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop decoding after the current step."""
+
+    async def resume(self) -> None:
+        """Go on; of no effect when not paused."""
+
+    async def flush(self) -> bool:
+        """Drop shared prefixes; false if sequences were running, and nothing was dropped."""
+
+    def stage(self, meta: WeightUpdateMeta, reader: WeightReader) -> Staged:
+        """Read and prove a version; called on a thread, while generation goes on.
+
+        Raises:
+            SyncError: torn, tampered, of another model, or outside the allowed directory.
+        """
+
+    async def swap(self, staged: Staged, policy: UpdatePolicy = "keep") -> int:
+        """Exchange the weights between two decode steps.
 
         Returns:
             Sequences that were running at that moment.
@@ -67,21 +131,54 @@ class GenerationBackend(Protocol):
     def load(self) -> Load:
         """Counters for heartbeats and metrics."""
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         """Stop; what is running fails with `BackendError`."""
+
+
+def check_request(req: LLMRequest, limits: Limits) -> None:
+    """Refuse what no server of this model could serve.
+
+    Raises:
+        RequestTooLong: prompt + max_new_tokens exceed the context.
+        DataError: a token id is outside of the vocabulary.
+    """
+    wanted = len(req.input_ids) + req.gconfig.max_new_tokens
+    if wanted > limits.max_context:
+        raise RequestTooLong(
+            f"{len(req.input_ids)} prompt tokens + max_new_tokens={req.gconfig.max_new_tokens} "
+            f"exceed the context of {limits.max_context}; shorten the prompt or max_new_tokens"
+        )
+    named = {
+        "input_ids": req.input_ids,
+        "stop_token_ids": req.gconfig.stop_token_ids,
+        "logit_bias": tuple(req.gconfig.logit_bias),
+    }
+    for name, ids in named.items():
+        if ids and max(ids) >= limits.vocab_size:
+            raise DataError(
+                f"{name} holds {max(ids)}, the vocabulary has {limits.vocab_size} tokens"
+            )
+    if req.logprob_start is not None and req.logprob_start > len(req.input_ids):
+        raise DataError(
+            f"logprob_start={req.logprob_start} is behind the prompt of {len(req.input_ids)} tokens"
+        )
 
 
 BACKENDS: Registry[Callable[..., GenerationBackend]] = Registry(
     "generation backend",
     {
         "embedded_torch": "inference_server.backends.embedded_torch:EmbeddedTorchBackend",
+        "sglang": "inference_server.backends.sglang:SGLangBackend",
+        "vllm": "inference_server.backends.vllm:VLLMBackend",
         "fake": "inference_server.backends.fake:FakeBackend",
     },
     entry_point_group="headway.generation_backends",
 )
-"""Factories called with (backend config, model config, initial version)."""
+"""Factories called with (backend config, model config, initial version, tokenizer or None)."""
 
 
-def make_backend(config: Any, model: Any, version: PolicyVersion) -> GenerationBackend:
+def make_backend(
+    config: Any, model: Any, version: PolicyVersion, tokenizer: TextTokenizer | None
+) -> GenerationBackend:
     """Build the backend that `config.type` names."""
-    return BACKENDS.get(config.type)(config, model, version)
+    return BACKENDS.get(config.type)(config, model, version, tokenizer)

@@ -1,103 +1,197 @@
 """A backend without a model: tokens are a function of the prompt, position and version.
 
-For tests and load runs. It keeps every promise of a real one: versions per token, swaps between
-tokens while sequences run, limits, cancellation.
+For tests and load runs. It keeps every promise of a real one that does not need a distribution:
+versions per token, the four update policies, pauses, aborts, limits, cancellation, stop tokens. What
+shapes a distribution (temperature, penalties, ...) has nothing to act on: every logprob is -1.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 from zlib import crc32
 
 from headway.contracts.config.model import ModelConfig
-from headway.contracts.config.server import FakeBackendConfig
-from headway.contracts.errors import BackendError, DataError, RequestTooLong
-from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
-from inference_server.backends.base import Load
-
-if TYPE_CHECKING:
-    import torch
-
-    from weight_sync.channel import StagedWeights
+from headway.contracts.config.server import FakeBackendConfig, UpdatePolicy
+from headway.contracts.errors import BackendError, DataError
+from headway.contracts.http import PauseMode
+from headway.contracts.types import (
+    LLMDelta,
+    LLMRequest,
+    LLMResponse,
+    PolicyVersion,
+    StopReason,
+    WeightUpdateMeta,
+)
+from headway.rollout.tokenizer import TextTokenizer
+from inference_server.backends.base import Limits, Load, OnDelta, Staged, check_request
+from weight_sync.channel import WeightReader
 
 LOGPROB = -1.0
 
 
+@dataclass
+class _Running:
+    rid: str
+    tokens: list[int] = field(default_factory=list)
+    runs: list[tuple[PolicyVersion, int, int]] = field(default_factory=list)
+    is_interrupted: bool = False
+    num_recomputes: int = 0
+
+
 class FakeBackend:
-    """Samples `crc32(prompt, position, version) mod vocab_size`, always `max_new_tokens` of them."""
+    """Samples `crc32(prompt, position, version) mod vocab_size`."""
 
     def __init__(
-        self, config: FakeBackendConfig, model: ModelConfig, version: PolicyVersion
+        self,
+        config: FakeBackendConfig,
+        model: ModelConfig,
+        version: PolicyVersion,
+        tokenizer: TextTokenizer | None = None,
     ) -> None:
         self._config = config
         self._version = version
-        self._running = 0
+        self._running: dict[int, _Running] = {}
         self._tokens = 0
         self._started = time.monotonic()
         self._closed = False
+        self._going = asyncio.Event()
+        self._going.set()
+        self._admitting = asyncio.Event()
+        self._admitting.set()
+        self._changed = asyncio.Event()
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self._config.vocab_size, self._config.max_context)
 
     @property
     def version(self) -> PolicyVersion:
         return self._version
 
     @property
-    def parameters(self) -> Mapping[str, torch.Size]:
-        return {}
+    def is_paused(self) -> bool:
+        return not self._going.is_set()
 
     @property
-    def is_alive(self) -> bool:
-        return True
+    def failure(self) -> str | None:
+        return None
 
-    def start(self) -> None:
+    async def start(self) -> None:
         self._started = time.monotonic()
 
-    async def generate(self, req: LLMRequest) -> LLMResponse:
-        wanted = req.gconfig.max_new_tokens
-        if len(req.input_ids) + wanted > self._config.max_context:
-            raise RequestTooLong(
-                f"{len(req.input_ids)} prompt + {wanted} new tokens exceed {self._config.max_context}"
-            )
-        if max(req.input_ids) >= self._config.vocab_size:
-            raise DataError(f"token id {max(req.input_ids)} is outside of the vocabulary")
+    async def generate(self, req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
+        check_request(req, self.limits)
+        if req.gconfig.stop or req.logprob_start is not None or req.top_logprobs:
+            raise DataError("the fake backend has no text and no distribution; ask for neither")
         arrival = time.monotonic()
-        seed = crc32(repr((req.input_ids, req.gconfig.seed)).encode())
-        tokens: list[int] = []
-        runs: list[tuple[PolicyVersion, int, int]] = []
-        self._running += 1
+        await self._admitting.wait()
+        one = _Running(req.rid)
+        self._running[id(one)] = one
         try:
-            for position in range(wanted):
-                if self._config.token_latency_s:
-                    await asyncio.sleep(self._config.token_latency_s)
-                if self._closed:
-                    raise BackendError("the backend was closed")
-                text = f"{seed}:{position}:{self._version}"
-                tokens.append(crc32(text.encode()) % self._config.vocab_size)
-                start = runs.pop()[1] if runs and runs[-1][0] == self._version else position
-                runs.append((self._version, start, position + 1))
-                self._tokens += 1
+            reason, match = await self._decode(req, one, on_delta)
         finally:
-            self._running -= 1
+            del self._running[id(one)]
         latency_s = time.monotonic() - arrival
         return LLMResponse(
             rid=req.rid,
-            output_tokens=tokens,
-            output_logprobs=[LOGPROB] * wanted,
-            version_runs=runs,
-            stop_reason="length",
+            output_tokens=one.tokens,
+            output_logprobs=[LOGPROB] * len(one.tokens),
+            version_runs=one.runs,
+            stop_reason=reason,
+            stop_match=match,
             latency_s=latency_s,
-            ttft_s=latency_s / wanted,
+            ttft_s=latency_s / max(1, len(one.tokens)),
+            num_recomputes=one.num_recomputes,
         )
 
-    async def swap(self, staged: StagedWeights) -> int:
+    async def _decode(
+        self, req: LLMRequest, one: _Running, on_delta: OnDelta | None
+    ) -> tuple[StopReason, int | None]:
+        gconfig = req.gconfig
+        seed = crc32(repr((req.input_ids, gconfig.seed)).encode())
+        for position in range(gconfig.max_new_tokens):
+            if self._config.token_latency_s:
+                await asyncio.sleep(self._config.token_latency_s)
+            while not (self._going.is_set() or one.is_interrupted):
+                await self._changed.wait()
+            if self._closed:
+                raise BackendError("the backend was closed")
+            if one.is_interrupted:
+                return "interrupt", None
+            text = f"{seed}:{position}:{self._version}"
+            token = crc32(text.encode()) % self._config.vocab_size
+            one.tokens.append(token)
+            start = one.runs.pop()[1] if one.runs and one.runs[-1][0] == self._version else position
+            one.runs.append((self._version, start, position + 1))
+            self._tokens += 1
+            if on_delta is not None:
+                on_delta(
+                    LLMDelta(
+                        output_tokens=[token], output_logprobs=[LOGPROB], version=self._version
+                    )
+                )
+            if token in gconfig.stop_token_ids and position + 1 >= gconfig.min_new_tokens:
+                return "stop", token
+        return "length", None
+
+    async def abort(self, rid: str | None) -> None:
+        for one in self._running.values():
+            one.is_interrupted |= rid is None or one.rid == rid
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._going.clear()
+        self._admitting.clear()
+        if mode == "abort":
+            await self.abort(None)
+            await self._until_idle()
+        if mode == "retract":
+            self._recompute()
+
+    async def resume(self) -> None:
+        self._going.set()
+        self._admitting.set()
+        self._notify()
+
+    async def flush(self) -> bool:
+        return not self._running
+
+    def stage(self, meta: WeightUpdateMeta, reader: WeightReader) -> Staged:
+        return reader.stage(meta, {})
+
+    async def swap(self, staged: Staged, policy: UpdatePolicy = "keep") -> int:
+        running = len(self._running)
+        if policy == "abort":
+            await self.abort(None)
+        if policy == "recompute":
+            self._recompute()
+        if policy in ("abort", "drain") and self._going.is_set():
+            self._admitting.clear()
+            try:
+                await self._until_idle()
+            finally:
+                self._admitting.set()
         self._version = staged.version
-        return self._running
+        return running
+
+    def _recompute(self) -> None:
+        for one in self._running.values():
+            one.num_recomputes += bool(one.tokens)
+
+    async def _until_idle(self) -> None:
+        while self._running:  # noqa: ASYNC110 - a stand-in: polling is precise enough
+            await asyncio.sleep(0.001)
 
     def load(self) -> Load:
         uptime_s = time.monotonic() - self._started
-        return Load(self._running, 0, self._tokens, 0.0, uptime_s)
+        return Load(len(self._running), 0, self._tokens, 0.0, uptime_s)
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         self._closed = True
+        await self.resume()

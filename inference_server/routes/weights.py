@@ -19,7 +19,7 @@ async def prepare(body: http.WeightUpdateRequest, request: Request) -> http.Weig
 
 @router.post(http.WEIGHTS_COMMIT)
 async def commit(body: http.WeightUpdateRequest, request: Request) -> http.WeightUpdateResponse:
-    running = await _gate(request).commit(WeightUpdateMeta(version=body.version, path=body.path))
+    running = await _gate(request).commit(body.version, body.policy)
     return http.WeightUpdateResponse(version=body.version, running=running)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from typing import Annotated
+
+from pydantic import Field, StringConstraints, model_validator
 
 from headway.contracts.config.base import Config
 
@@ -10,12 +12,13 @@ from headway.contracts.config.base import Config
 class SamplingConfig(Config):
     """Sampling parameters of one sequence.
 
-    Reported logprobs are those of the temperature-scaled distribution before `top_k`, `top_p` and
-    `min_p` cut it (the convention of SGLang's server).
+    Reported logprobs are those of the temperature-scaled distribution, after penalties and
+    `logit_bias`, before `top_k`, `top_p` and `min_p` cut it (the convention of SGLang's server).
+    Greedy sampling reports the distribution of temperature 1.
     """
 
-    max_new_tokens: int = Field(256, ge=1, le=1_000_000)
-    """Most tokens to sample."""
+    max_new_tokens: int = Field(256, ge=0, le=1_000_000)
+    """Most tokens to sample; 0 only scores the prompt."""
     min_new_tokens: int = Field(0, ge=0, le=1_000_000)
     """Stop tokens cannot be sampled before this many tokens."""
     temperature: float = Field(1.0, ge=0.0, le=100.0)
@@ -28,8 +31,23 @@ class SamplingConfig(Config):
     """Keep tokens with at least this share of the highest probability."""
     stop_token_ids: tuple[int, ...] = Field((), max_length=64)
     """Token ids that end a sequence, besides the model's own end of sequence."""
+    stop: tuple[Annotated[str, StringConstraints(min_length=1, max_length=256)], ...] = Field(
+        (), max_length=16
+    )
+    """Strings that end a sequence; the tokens that spell one stay in the output."""
     ignore_eos: bool = False
     """Go on past the model's end of sequence."""
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    """Taken off the logit of every token that was sampled before."""
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    """Taken off the logit of a token once for each time that it was sampled."""
+    repetition_penalty: float = Field(1.0, gt=0.0, le=10.0)
+    """Divides positive and multiplies negative logits of tokens in prompt or output (CTRL,
+    arXiv:1909.05858)."""
+    logit_bias: dict[
+        Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=-100.0, le=100.0)]
+    ] = Field({}, max_length=1024)
+    """Added to the logits of these token ids; 100 forces and -100 forbids."""
     seed: int | None = Field(None, ge=0, lt=2**63)
     """Seed of this request: same seed, same version, same tokens. None draws one."""
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from headway.contracts.config.base import Config
 from headway.contracts.config.gateway import ExecutorConfig, ServiceConfig, default_port
 from headway.contracts.config.model import ModelConfig
+
+UpdatePolicy = Literal["keep", "recompute", "abort", "drain"]
+"""What a swap does to running sequences: `keep` goes on with the KV cache, `recompute` rebuilds it
+under the new weights, `abort` answers with the tokens so far, `drain` lets them end first."""
 
 
 class EmbeddedTorchConfig(Config):
@@ -16,15 +20,52 @@ class EmbeddedTorchConfig(Config):
 
     type: Literal["embedded_torch"] = "embedded_torch"
     max_sequences: int = Field(128, ge=1)
-    """Sequences decoded together (slots of the KV cache)."""
+    """Sequences decoded together, at most."""
     max_context: int | None = Field(None, ge=2)
     """Tokens per sequence, prompt included; None takes the model's limit."""
-    max_prefill_tokens: int = Field(8192, ge=1)
-    """Padded tokens of one prefill pass, at most (one longer prompt still runs, alone)."""
+    max_prefill_tokens: int = Field(2048, ge=1)
+    """Prompt tokens computed in one step, at most: a longer prompt is cut into chunks, between
+    which running sequences go on."""
+    kv_cache_bytes: int | None = Field(None, ge=1 << 16)
+    """Memory for keys and values; None takes 40 % of what is free."""
     num_threads: int | None = Field(None, ge=1)
     """CPU threads; None keeps PyTorch's choice."""
     seed: int = Field(0, ge=0)
     """Seed for requests that bring none."""
+
+
+class EngineProcessConfig(Config):
+    """A generation engine of its own, as a child of this server or at a URL."""
+
+    url: str | None = Field(None, pattern=r"^https?://[^\s/]+$")
+    """Attach to the engine that answers here; None starts one."""
+    python: str | None = None
+    """Python interpreter that has the engine installed; None takes this one."""
+    args: dict[str, JsonValue] = {}
+    """The engine's own flags, not renamed: `{"--tp-size": 2, "--trust-remote-code": true}`; a flag
+    without a value is `true`."""
+    env: dict[str, str] = {}
+    """Environment variables of the child, besides those of this server."""
+    log_file: str | None = None
+    """File for the child's output; None writes it beside the ready file, or to standard error."""
+    start_timeout_s: float = Field(600.0, gt=0.0)
+    """Seconds until the engine must answer."""
+    health_interval_s: float = Field(5.0, gt=0.0)
+    """Seconds between health checks."""
+    health_timeout_s: float = Field(60.0, gt=0.0)
+    """An engine without progress and without an answer for this long is taken for hung, and ended."""
+
+
+class SGLangConfig(EngineProcessConfig):
+    """An SGLang server behind our contract."""
+
+    type: Literal["sglang"] = "sglang"
+
+
+class VLLMConfig(EngineProcessConfig):
+    """A vLLM server behind our contract."""
+
+    type: Literal["vllm"] = "vllm"
 
 
 class FakeBackendConfig(Config):
@@ -39,7 +80,10 @@ class FakeBackendConfig(Config):
     """Tokens per sequence, prompt included."""
 
 
-BackendConfig = Annotated[EmbeddedTorchConfig | FakeBackendConfig, Field(discriminator="type")]
+BackendConfig = Annotated[
+    EmbeddedTorchConfig | SGLangConfig | VLLMConfig | FakeBackendConfig,
+    Field(discriminator="type"),
+]
 
 
 class ServerConfig(Config):
@@ -53,7 +97,15 @@ class ServerConfig(Config):
     heartbeat_s: float = Field(1.0, gt=0.0)
     """Seconds between heartbeats to the gateway."""
     weights_root: str | None = None
-    """Directory below which versions may be loaded; None refuses every update."""
+    """Directory below which versions may be loaded; None refuses every update from disk."""
     initial_version: int = Field(0, ge=0)
     """Version of the weights in `model.path`."""
+    update_policy: UpdatePolicy = "keep"
+    """What a new version does to the sequences that are running."""
+    max_in_flight: int = Field(4096, ge=1)
+    """Requests running or waiting, at most; more get 429."""
+    request_timeout_s: float | None = Field(None, gt=0.0)
+    """Seconds after which a request is ended and answered with 504; None has no limit."""
+    served_model_name: str | None = None
+    """Name that OpenAI clients see; None takes the last part of `model.path`."""
     executor: ExecutorConfig = ExecutorConfig()

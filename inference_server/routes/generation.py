@@ -1,0 +1,73 @@
+"""What one server offers beside the common contract: streams, aborts, pauses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, Request
+from fastapi.responses import StreamingResponse
+
+from headway.contracts import http
+from headway.contracts.errors import ServiceError
+from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
+from inference_server.engine import LocalGenerator
+
+router = APIRouter()
+
+
+@router.post(http.GENERATE_STREAM, response_class=StreamingResponse)
+async def stream(body: LLMRequest, request: Request) -> StreamingResponse:
+    """Server-sent events: `delta` (`LLMDelta`) per step, then `response` (`LLMResponse`) or `error`."""
+
+    async def events() -> AsyncIterator[str]:
+        try:
+            async for part in stream_of(local(request), body):
+                name = "delta" if isinstance(part, LLMDelta) else "response"
+                yield f"event: {name}\ndata: {part.model_dump_json()}\n\n"
+        except ServiceError as error:
+            failed = error.to_body(request.state.request_id)
+            yield f"event: error\ndata: {failed.model_dump_json()}\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+@router.post(http.GENERATION_ABORT, status_code=204)
+async def abort(body: http.GenerationAbortRequest, request: Request) -> None:
+    await local(request).backend.abort(body.rid)
+
+
+@router.post(http.GENERATION_PAUSE, status_code=204)
+async def pause(body: http.GenerationPauseRequest, request: Request) -> None:
+    await local(request).backend.pause(body.mode)
+
+
+@router.post(http.GENERATION_RESUME, status_code=204)
+async def resume(request: Request) -> None:
+    await local(request).backend.resume()
+
+
+@router.post(http.GENERATION_FLUSH)
+async def flush(request: Request) -> http.FlushResponse:
+    return http.FlushResponse(flushed=await local(request).backend.flush())
+
+
+async def stream_of(
+    generator: LocalGenerator, req: LLMRequest
+) -> AsyncIterator[LLMDelta | LLMResponse]:
+    """The deltas of a request as they come, then its response; leaving early cancels it."""
+    parts: asyncio.Queue[LLMDelta | None] = asyncio.Queue()
+    work = asyncio.ensure_future(generator.agenerate(req, parts.put_nowait))
+    work.add_done_callback(lambda _: parts.put_nowait(None))
+    try:
+        while (part := await parts.get()) is not None:
+            yield part
+        yield await work
+    finally:
+        work.cancel()
+
+
+def local(request: Request) -> LocalGenerator:
+    """The generator of this server."""
+    generator: LocalGenerator = request.app.state.service.generator
+    return generator
