@@ -1,11 +1,13 @@
-"""The embedded torch backend: continuous batching for any full-attention causal LM of transformers.
+"""The embedded torch backend: continuous batching for causal LMs of transformers, on CPU or one GPU.
 
-One engine thread owns the model, the KV cache and all sequences. Between two decode steps it applies
-a waiting weight swap, drops cancelled sequences and admits new ones (one prefill per distinct prompt,
-so siblings of a group share it); then one forward samples one token for every running sequence. Event
-loops hand over work through `_inbox` and wake the thread; results go back with
-`call_soon_threadsafe`, once per step. The version is read and changed on the engine thread only,
-which is why the version of a token is the one that sampled it.
+One engine thread owns the model, the KV cache and all sequences. Between two steps it takes orders
+(new sequences, aborts, pauses, swaps) from `_inbox`; then one forward computes what the scheduler
+chose and samples a token for every sequence that has nothing pending. Results go back with
+`call_soon_threadsafe`, once per step and event loop. The version is read and changed on the engine
+thread only, which is why the version of a token is the one that sampled it.
+
+A swap exchanges pointers where the staged tensors already have the model's type and device, and
+copies in place elsewhere.
 """
 
 from __future__ import annotations
@@ -16,53 +18,48 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import psutil
 import torch
 from torch import Tensor
 
 from headway.contracts.config.model import ModelConfig
-from headway.contracts.config.server import EmbeddedTorchConfig
-from headway.contracts.errors import BackendError, ConfigError, DataError, RequestTooLong
-from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, StopReason
-from inference_server.backends.base import Load
-from inference_server.backends.kv_cache import SlotCache
-from inference_server.sampler import SamplingPlan
-from weight_sync.channel import StagedWeights
+from headway.contracts.config.server import EmbeddedTorchConfig, UpdatePolicy
+from headway.contracts.errors import BackendError, ConfigError, DataError, SyncError
+from headway.contracts.http import PauseMode
+from headway.contracts.types import (
+    LLMDelta,
+    LLMRequest,
+    LLMResponse,
+    PolicyVersion,
+    WeightUpdateMeta,
+)
+from headway.rollout.tokenizer import TextTokenizer
+from inference_server.backends.base import Limits, Load, OnDelta, Staged, check_request
+from inference_server.embedded import attention
+from inference_server.embedded.attention import Span, Step
+from inference_server.embedded.kv_cache import KVCache, KVShape
+from inference_server.embedded.sampler import Sampled, SamplingPlan, SamplingRow, top_logprobs
+from inference_server.embedded.scheduler import Scheduler, Work
+from inference_server.embedded.sequence import Caller, Sequence, StopText
+from weight_sync.channel import StagedWeights, WeightReader
 from weight_sync.model_dir import load_model
 
 log = logging.getLogger(__name__)
 
-LENGTH_STEP = 32
-"""Attention reads the cache up to a multiple of this, so that shapes repeat."""
-
-
-@dataclass
-class _Sequence:
-    request: LLMRequest
-    future: asyncio.Future[LLMResponse]
-    loop: asyncio.AbstractEventLoop
-    uniforms: random.Random
-    stop_ids: frozenset[int]
-    arrival: float
-    first_token: float = 0.0
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    runs: list[tuple[PolicyVersion, int, int]] = field(default_factory=list)
-    is_cancelled: bool = False
-
-    @property
-    def length(self) -> int:
-        """Positions whose key and value are in the cache once the last token was fed."""
-        return len(self.request.input_ids) + len(self.tokens)
+T = TypeVar("T")
+FREE_SHARE = 0.4
+"""Share of the free memory that keys and values take unless told otherwise."""
 
 
 @dataclass
 class _Swap:
     staged: StagedWeights
+    policy: UpdatePolicy
     done: Future[int]
 
 
@@ -70,109 +67,211 @@ class EmbeddedTorchBackend:
     """`GenerationBackend` on this machine's CPU or one GPU."""
 
     def __init__(
-        self, config: EmbeddedTorchConfig, model: ModelConfig, version: PolicyVersion
+        self,
+        config: EmbeddedTorchConfig,
+        model: ModelConfig,
+        version: PolicyVersion,
+        tokenizer: TextTokenizer | None = None,
     ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        self._config = config
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = load_model(model).to(self._device).eval().requires_grad_(False)
+        self._model = _load(model).to(self._device)
         text = self._model.config.get_text_config()
-        self._vocab_size: int = text.vocab_size
-        self.max_context = min(config.max_context or 2**31, text.max_position_embeddings)
-        self._adds_mask = model.attn_implementation == "eager"  # it adds the mask to the scores
+        max_context = min(config.max_context or 2**31, text.max_position_embeddings)
+        self._limits = Limits(text.vocab_size, max_context)
         self._eos = _eos_ids(self._model)
+        self._tokenizer = tokenizer
         self._version = version
-        self._cache = _make_cache(text, config, self.max_context, self._model.dtype, self._device)
+        shape = _kv_shape(text, self._model.dtype, self._device)
+        self._cache = _make_cache(shape, max_context, config)
+        self._probe()
+        self._scheduler = Scheduler(self._cache, config.max_sequences, config.max_prefill_tokens)
         self._seeds = random.Random(config.seed)
-        self._inbox: deque[_Sequence | _Swap] = deque()
+        self._inbox: deque[Callable[[], None]] = deque()
         self._swaps: deque[_Swap] = deque()
-        self._waiting: deque[_Sequence] = deque()
-        self._running: list[_Sequence] = []
-        self._plan: SamplingPlan | None = None
+        self._outbox: list[tuple[Caller, LLMDelta | LLMResponse | Exception]] = []
+        self._plan: tuple[list[Sequence], SamplingPlan] | None = None
         self._wake = threading.Condition()
-        self._stopping = False
-        self._has_died = False
+        self._is_paused = False
+        self._is_stopping = False
+        self._failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._started = time.monotonic()
         self._busy_s = 0.0
-        self._num_tokens = 0
+        self._num_generated = 0
+        self._num_prefilled = 0
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
 
     @property
     def version(self) -> PolicyVersion:
         return self._version
 
     @property
-    def parameters(self) -> Mapping[str, torch.Size]:
-        return {name: parameter.shape for name, parameter in self._model.named_parameters()}
+    def is_paused(self) -> bool:
+        return self._is_paused
 
     @property
-    def is_alive(self) -> bool:
-        return not self._has_died
+    def failure(self) -> str | None:
+        return self._failure
 
-    def start(self) -> None:
+    @property
+    def parameters(self) -> Mapping[str, torch.Size]:
+        """Names and shapes that a version must bring."""
+        return {name: parameter.shape for name, parameter in self._model.named_parameters()}
+
+    def read_parameter(self, name: str) -> Tensor:
+        """A copy of one parameter, as it is between two steps.
+
+        Raises:
+            DataError: the model has no parameter of this name.
+        """
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        if name not in parameters:
+            raise DataError(f"the model has no parameter {name!r}")
+        return self._call(lambda: parameters[name].detach().cpu().clone()).result()
+
+    async def start(self) -> None:
         self._started = time.monotonic()
         self._thread.start()
 
-    async def generate(self, req: LLMRequest) -> LLMResponse:
-        self._check(req)
+    async def generate(self, req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
+        check_request(req, self._limits)
         loop = asyncio.get_running_loop()
-        gconfig = req.gconfig
-        sequence = _Sequence(
-            request=req,
-            future=loop.create_future(),
-            loop=loop,
-            uniforms=random.Random(self._seeds.random() if gconfig.seed is None else gconfig.seed),
-            stop_ids=frozenset(gconfig.stop_token_ids)
-            | (frozenset() if gconfig.ignore_eos else self._eos),
-            arrival=time.monotonic(),
-        )
-        self._hand_over(sequence)
+        caller = Caller(loop, loop.create_future(), on_delta)
+        sequence = self._sequence(req, caller)
+        self._order(lambda: self._scheduler.waiting.append(sequence))
         try:
-            return await sequence.future
-        finally:
-            sequence.is_cancelled = True  # of no effect on a finished one
+            return await caller.future
+        except asyncio.CancelledError:
+            sequence.is_cancelled = True
+            self._nudge()
+            raise
 
-    async def swap(self, staged: StagedWeights) -> int:
-        swap = _Swap(staged, Future())
-        self._hand_over(swap)
-        return await asyncio.wrap_future(swap.done)
+    async def abort(self, rid: str | None) -> None:
+        await asyncio.wrap_future(self._call(lambda: self._interrupt(rid)))
+
+    async def pause(self, mode: PauseMode) -> None:
+        def stop() -> None:
+            self._is_paused = True
+            if mode == "abort":
+                self._interrupt(None)
+            elif mode == "retract":
+                self._scheduler.retract()
+
+        await asyncio.wrap_future(self._call(stop))
+
+    async def resume(self) -> None:
+        def go() -> None:
+            self._is_paused = False
+
+        await asyncio.wrap_future(self._call(go))
+
+    async def flush(self) -> bool:
+        def drop() -> bool:
+            if self._scheduler.running:
+                return False
+            self._cache.drop_kept()
+            return True
+
+        return await asyncio.wrap_future(self._call(drop))
+
+    def stage(self, meta: WeightUpdateMeta, reader: WeightReader) -> Staged:
+        return self.fit(reader.stage(meta, self.parameters))
+
+    def fit(self, staged: StagedWeights) -> StagedWeights:
+        """The same version with the model's types, ready to be exchanged for its parameters."""
+        parameters = dict(self._model.named_parameters())
+        tensors = {
+            name: tensor.to(parameters[name].dtype).contiguous()
+            for name, tensor in staged.tensors.items()
+        }
+        return StagedWeights(staged.version, staged.digest, tensors)
+
+    async def swap(self, staged: Staged, policy: UpdatePolicy = "keep") -> int:
+        if not isinstance(staged, StagedWeights):
+            raise SyncError(f"{type(staged).__name__} was not staged by this backend")
+        swap = _Swap(staged, policy, Future())
+        self._order(lambda: self._swaps.append(swap))
+        try:
+            return await asyncio.wrap_future(swap.done)
+        finally:
+            self._nudge()  # if the caller gave up, the engine must stop draining for it
 
     def load(self) -> Load:
-        queued = len(self._waiting) + len(self._inbox)
-        uptime_s = time.monotonic() - self._started
-        return Load(len(self._running), queued, self._num_tokens, self._busy_s, uptime_s)
+        scheduler, cache = self._scheduler, self._cache
+        return Load(
+            running=len(scheduler.running),
+            queued=len(scheduler.waiting),
+            generated_tokens=self._num_generated,
+            busy_s=self._busy_s,
+            uptime_s=time.monotonic() - self._started,
+            prefill_tokens=self._num_prefilled,
+            kv_tokens=sum(s.computed for s in list(scheduler.running)),
+            kv_capacity_tokens=cache.budget_tokens,
+        )
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         with self._wake:
-            self._stopping = True
+            self._is_stopping = True
             self._wake.notify()
         if self._thread.is_alive():
-            self._thread.join()
+            await asyncio.to_thread(self._thread.join)
         else:
             self._fail_all("the backend was closed")
 
-    def _check(self, req: LLMRequest) -> None:
-        wanted = len(req.input_ids) + req.gconfig.max_new_tokens
-        if wanted > self.max_context:
-            raise RequestTooLong(
-                f"{len(req.input_ids)} prompt tokens + max_new_tokens={req.gconfig.max_new_tokens} "
-                f"exceed the context of {self.max_context}; shorten the prompt or max_new_tokens"
-            )
-        for name, ids in (
-            ("input_ids", req.input_ids),
-            ("stop_token_ids", req.gconfig.stop_token_ids),
-        ):
-            if ids and max(ids) >= self._vocab_size:
-                raise DataError(
-                    f"{name} holds {max(ids)}, the vocabulary has {self._vocab_size} tokens"
-                )
+    def _probe(self) -> None:
+        """Find out now, not on the first request, whether the model fits this backend."""
+        row = self._cache.allocate(2)
+        if row is None:
+            raise ConfigError("no room in the KV cache for two tokens")
+        with torch.inference_mode():
+            self._forward([0, 0], [0, 1], [1], [Span(row, 0, 2, 0)])
+        self._cache.release(row, keep=False)
 
-    def _hand_over(self, item: _Sequence | _Swap) -> None:
+    def _sequence(self, req: LLMRequest, caller: Caller) -> Sequence:
+        gconfig = req.gconfig
+        if gconfig.stop and self._tokenizer is None:
+            raise DataError("stop strings need a tokenizer; this model directory has none")
+        return Sequence(
+            request=req,
+            stop_ids=frozenset(gconfig.stop_token_ids)
+            | (frozenset() if gconfig.ignore_eos else self._eos),
+            stop_text=StopText(gconfig.stop, self._tokenizer)
+            if gconfig.stop and self._tokenizer is not None
+            else None,
+            uniforms=random.Random(self._seeds.random() if gconfig.seed is None else gconfig.seed),
+            arrival=time.monotonic(),
+            caller=caller,
+            tokens=list(req.input_ids),
+        )
+
+    def _order(self, order: Callable[[], None]) -> None:
         with self._wake:
-            if self._stopping:
-                raise BackendError("the backend is closed")
-            self._inbox.append(item)
+            if self._is_stopping:
+                raise BackendError(self._failure or "the backend is closed")
+            self._inbox.append(order)
+            self._wake.notify()
+
+    def _call(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work` on the engine thread, between two steps."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            if done.set_running_or_notify_cancel():
+                done.set_result(work())
+
+        if not self._thread.is_alive() and not self._is_stopping:
+            run()  # not started yet: nobody else is there
+        else:
+            self._order(run)
+        return done
+
+    def _nudge(self) -> None:
+        with self._wake:
             self._wake.notify()
 
     # Everything below runs on the engine thread.
@@ -181,260 +280,263 @@ class EmbeddedTorchBackend:
         reason = "the backend was closed"
         try:
             with torch.inference_mode():
-                while self._take_work():
+                while self._take_orders():
                     before = time.monotonic()
                     self._step()
                     self._busy_s += time.monotonic() - before
         except Exception as error:
             log.exception("the engine thread died")
-            self._has_died = True
             reason = f"the engine died: {type(error).__name__}: {error}"
+            self._failure = reason
         finally:
             self._fail_all(reason)
 
-    def _take_work(self) -> bool:
+    def _take_orders(self) -> bool:
         """Sleep until there is something to do; false when closing."""
-        with self._wake:
-            while not (self._stopping or self._inbox or self._running or self._waiting):
-                self._wake.wait()
-            while self._inbox:
-                item = self._inbox.popleft()
-                if isinstance(item, _Swap):
-                    self._swaps.append(item)
-                else:
-                    self._waiting.append(item)
-            return not self._stopping
+        while True:
+            with self._wake:
+                while not (self._is_stopping or self._inbox or self._is_due()):
+                    self._wake.wait()
+                orders, self._inbox = self._inbox, deque()
+                is_stopping = self._is_stopping
+            for order in orders:
+                order()
+            self._deliver()
+            if is_stopping:
+                return False
+            if self._is_due():
+                return True
+
+    def _is_due(self) -> bool:
+        if any(s.is_cancelled for s in self._scheduler.sequences):
+            return True
+        return bool(self._swaps) or (not self._is_paused and self._scheduler.has_work)
 
     def _step(self) -> None:
+        for sequence in self._scheduler.sequences:
+            if sequence.is_cancelled:
+                self._scheduler.finish(sequence)
+        self._swap_if_due()
+        if self._is_paused:
+            return
+        works = self._scheduler.schedule()
+        if works:
+            self._compute(works)
+        self._deliver()
+
+    def _swap_if_due(self) -> None:
         while self._swaps:
-            self._apply(self._swaps[0])
+            swap = self._swaps[0]
+            if swap.done.cancelled():
+                self._swaps.popleft()
+                continue
+            is_held = any(s.has_started for s in self._scheduler.sequences) and not self._is_paused
+            if swap.policy == "drain" and is_held:
+                self._scheduler.is_draining = True
+                return
+            self._apply(swap)
             self._swaps.popleft()  # only now: if the engine dies in it, the caller hears of it
-        self._drop_cancelled()
-        self._admit()
-        if self._running:
-            self._decode()
+        self._scheduler.is_draining = False
 
     def _apply(self, swap: _Swap) -> None:
         if not swap.done.set_running_or_notify_cancel():
             return  # the caller gave up before the swap began
+        running = len([s for s in self._scheduler.sequences if s.has_started])
+        if swap.policy == "abort":
+            for sequence in self._scheduler.sequences:
+                if sequence.has_started:
+                    self._answer_early(sequence)
+        elif swap.policy == "recompute":
+            self._scheduler.retract()
         for name, parameter in self._model.named_parameters():
-            parameter.copy_(swap.staged.tensors[name])
+            _exchange(parameter, swap.staged.tensors[name])
+        self._cache.taint()
         self._version = swap.staged.version
-        swap.done.set_result(len(self._running))
+        swap.done.set_result(running)
 
-    def _admit(self) -> None:
-        """Prefill waiting sequences while slots are free."""
-        while self._waiting and len(self._running) < self._config.max_sequences:
-            batch = self._next_prefill()
-            if batch:
-                self._prefill(batch)
+    def _interrupt(self, rid: str | None) -> None:
+        for sequence in self._scheduler.sequences:
+            if rid is None or sequence.request.rid == rid:
+                self._answer_early(sequence)
 
-    def _next_prefill(self) -> list[_Sequence]:
-        """Oldest waiting sequences whose distinct prompts fit one padded pass."""
-        batch: list[_Sequence] = []
-        prompts: set[tuple[int, ...]] = set()
-        longest = 0
-        free = self._config.max_sequences - len(self._running)
-        while self._waiting and len(batch) < free:
-            candidate = self._waiting[0]
-            if candidate.is_cancelled:
-                self._waiting.popleft()
-                continue
-            prompt = candidate.request.input_ids
-            width = max(longest, len(prompt))
-            if batch and width * len(prompts | {prompt}) > self._config.max_prefill_tokens:
-                break
-            prompts.add(prompt)
-            longest = width
-            batch.append(self._waiting.popleft())
-        return batch
+    def _answer_early(self, sequence: Sequence) -> None:
+        self._end(sequence, sequence.response("interrupt", None, time.monotonic()))
 
-    def _prefill(self, batch: list[_Sequence]) -> None:
-        """Run the distinct prompts, left-padded, and sample the first token of every sequence."""
-        rows_of: dict[tuple[int, ...], int] = {}
-        for sequence in batch:
-            rows_of.setdefault(sequence.request.input_ids, len(rows_of))
-        width = max(len(prompt) for prompt in rows_of)
-        input_ids = torch.zeros(len(rows_of), width, dtype=torch.long)
-        padding = torch.empty(len(rows_of), 1, dtype=torch.long)
-        for prompt, row in rows_of.items():
-            padding[row] = width - len(prompt)
-            input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        first_slot = len(self._running)
-        rows, columns, slots, positions = [], [], [], []
-        for offset, sequence in enumerate(batch):
-            prompt = sequence.request.input_ids
-            row = rows_of[prompt]
-            rows.append(torch.full((len(prompt),), row))
-            columns.append(torch.arange(width - len(prompt), width))
-            slots.append(torch.full((len(prompt),), first_slot + offset))
-            positions.append(torch.arange(len(prompt)))
-        place = [torch.cat(part).to(self._device) for part in (rows, columns, slots, positions)]
-        self._cache.plan_prefill(*place)
-        column = torch.arange(width)
-        allowed = (column[None, :, None] >= column[None, None, :]) & (
-            column[None, None, :] >= padding[:, :, None]
-        )
-        allowed |= torch.eye(
-            width, dtype=torch.bool
-        )  # a padded row with nothing to read would be NaN
-        self._running.extend(batch)
-        self._plan = None
-        logits = self._forward(input_ids, (column[None] - padding).clamp(min=0), allowed[:, None])
-        new_rows = torch.tensor([rows_of[sequence.request.input_ids] for sequence in batch])
-        self._take_tokens(
-            batch,
-            logits[new_rows.to(self._device)],
-            SamplingPlan([s.request.gconfig for s in batch], self._device),
-        )
+    def _compute(self, works: list[Work]) -> None:
+        """One forward over the tokens of a step; samples where nothing is pending then."""
+        ids: list[int] = []
+        positions: list[int] = []
+        for work in works:
+            span = work.span
+            ids.extend(work.sequence.tokens[span.start : span.end])
+            positions.extend(range(span.start, span.end))
+        wanted, scored = _wanted_logits(works)
+        logits = self._forward(ids, positions, wanted, [work.span for work in works])
+        for work in works:
+            work.span.row.length = work.span.end
+            if work.span.end - work.span.start > 1 or not work.sequence.num_output:
+                self._num_prefilled += work.span.end - work.span.start
+        self._score(scored, logits)
+        self._sample([work.sequence for work in works if work.is_last], logits[len(scored) :])
 
-    def _decode(self) -> None:
-        """One token for every running sequence."""
-        running = self._running
-        last = torch.tensor([sequence.tokens[-1] for sequence in running])[:, None]
-        positions = torch.tensor([sequence.length - 1 for sequence in running])
-        longest = int(positions.max()) + 1
-        length = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, self.max_context)
-        on_device = positions.to(self._device)
-        self._cache.plan_decode(torch.arange(len(running), device=self._device), on_device, length)
-        allowed = torch.arange(length)[None, :] <= positions[:, None]
-        logits = self._forward(last, positions[:, None], allowed[:, None, None])
-        if self._plan is None:
-            self._plan = SamplingPlan(
-                [sequence.request.gconfig for sequence in running], self._device
-            )
-        self._take_tokens(running, logits, self._plan)
-
-    def _forward(self, input_ids: Tensor, position_ids: Tensor, allowed: Tensor) -> Tensor:
-        """Logits [n, V] of the last column; `allowed` [n, 1, q, k] says what each query may read."""
-        mask = allowed.to(self._device)
-        if self._adds_mask:
-            smallest = torch.finfo(self._model.dtype).min
-            mask = torch.zeros_like(mask, dtype=self._model.dtype).masked_fill(~mask, smallest)
+    def _forward(
+        self, ids: list[int], positions: list[int], wanted: list[int], spans: list[Span]
+    ) -> Tensor:
+        """[len(wanted), V] logits behind these tokens of the step."""
         output = self._model(
-            input_ids=input_ids.to(self._device),
-            position_ids=position_ids.to(self._device),
-            attention_mask=mask,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
+            input_ids=torch.tensor([ids], device=self._device),
+            position_ids=torch.tensor([positions], device=self._device),
+            logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=self._device),
+            use_cache=False,
+            step=Step(spans, self._cache.shape.num_kv_heads, self._device),
         )
-        logits: Tensor = output.logits[:, -1]
+        logits: Tensor = output.logits[0]
         return logits
 
-    def _take_tokens(self, sequences: list[_Sequence], logits: Tensor, plan: SamplingPlan) -> None:
-        """Sample, stamp, and end what is finished."""
-        uniforms = torch.tensor([s.uniforms.random() for s in sequences], device=self._device)
-        forbidden = [
-            (row, sorted(s.stop_ids))
-            for row, s in enumerate(sequences)
-            if s.stop_ids and len(s.tokens) < s.request.gconfig.min_new_tokens
-        ]
-        tokens, logprobs = plan.sample(logits, uniforms, forbidden)
-        now = time.monotonic()
-        finished: list[tuple[_Sequence, LLMResponse | BackendError]] = []
-        first_slot = len(self._running) - len(sequences)
-        for slot, (sequence, token, logprob) in enumerate(
-            zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True), start=first_slot
-        ):
-            if logprob != logprob or logprob == float("-inf"):
-                error = BackendError(
-                    f"request {sequence.request.rid}: version {self._version} gave logits "
-                    "that are not finite"
-                )
-                finished.append((sequence, error))
-                self._cache.clear(slot)
-                continue
-            self._record(sequence, token, logprob, now)
-            reason = _stop_reason(sequence, token)
-            if reason is not None:
-                finished.append((sequence, _response(sequence, reason, now)))
-        self._num_tokens += len(sequences)
-        self._end(finished)
-
-    def _record(self, sequence: _Sequence, token: int, logprob: float, now: float) -> None:
-        position = len(sequence.tokens)
-        if not sequence.tokens:
-            sequence.first_token = now
-        sequence.tokens.append(token)
-        sequence.logprobs.append(logprob)
-        runs = sequence.runs
-        start = runs.pop()[1] if runs and runs[-1][0] == self._version else position
-        runs.append((self._version, start, position + 1))
-
-    def _end(self, finished: list[tuple[_Sequence, LLMResponse | BackendError]]) -> None:
-        """Free the slots and answer, one wake-up per event loop."""
-        if not finished:
+    def _score(self, scored: list[tuple[Sequence, int]], logits: Tensor) -> None:
+        """Logprobs of prompt tokens: row i of the logits predicts the token at `scored[i]`."""
+        if not scored:
             return
-        self._remove({id(sequence) for sequence, _ in finished})
-        loops = {sequence.loop for sequence, _ in finished}
-        for loop in loops:
-            mine = [(s.future, outcome) for s, outcome in finished if s.loop is loop]
+        table = torch.log_softmax(logits[: len(scored)].float(), dim=-1)
+        for (sequence, position), row in zip(scored, table, strict=True):
+            sequence.prompt_logprobs[position] = float(row[sequence.tokens[position]])
+            if sequence.request.top_logprobs:
+                sequence.prompt_top[position] = top_logprobs(row, sequence.request.top_logprobs)
+
+    def _sample(self, sequences: list[Sequence], logits: Tensor) -> None:
+        """Draw, stamp, and end what is finished."""
+        if not sequences:
+            return
+        uniforms = torch.tensor([s.uniforms.random() for s in sequences], device=self._device)
+        forbidden = [(row, f) for row, s in enumerate(sequences) if (f := s.forbidden)]
+        sampled = self._plan_for(sequences).sample(logits, uniforms, forbidden)
+        now = time.monotonic()
+        tokens, logprobs = sampled.tokens.tolist(), sampled.logprobs.tolist()
+        for row, sequence in enumerate(sequences):
+            if sequence.request.gconfig.max_new_tokens == 0:
+                self._end(sequence, sequence.response("length", None, now))
+            elif logprobs[row] != logprobs[row] or abs(logprobs[row]) == float("inf"):
+                self._scheduler.discard(sequence)
+                self._plan = None
+                self._tell(sequence, self._not_finite(sequence))
+            else:
+                self._num_generated += 1
+                self._record(sequence, tokens[row], logprobs[row], row, sampled, now)
+
+    def _record(
+        self,
+        sequence: Sequence,
+        token: int,
+        logprob: float,
+        row: int,
+        sampled: Sampled,
+        now: float,
+    ) -> None:
+        count = sequence.request.top_logprobs
+        top = top_logprobs(sampled.scaled[row], count) if count else None
+        sequence.append(token, logprob, self._version, top, now)
+        if sequence.caller.on_delta is not None:
+            delta = LLMDelta(
+                output_tokens=[token],
+                output_logprobs=[logprob],
+                version=self._version,
+                top_logprobs=None if top is None else [top],
+            )
+            self._tell(sequence, delta)
+        ended = sequence.end()
+        if ended is not None:
+            self._end(sequence, sequence.response(*ended, now))
+
+    def _end(self, sequence: Sequence, response: LLMResponse) -> None:
+        self._scheduler.finish(sequence)
+        self._tell(sequence, response)
+
+    def _tell(self, sequence: Sequence, news: LLMDelta | LLMResponse | Exception) -> None:
+        self._outbox.append((sequence.caller, news))
+
+    def _deliver(self) -> None:
+        """Send what is in the outbox, with one wake-up per event loop."""
+        outbox, self._outbox = self._outbox, []
+        for loop in {caller.loop for caller, _ in outbox}:
+            mine = [(caller, news) for caller, news in outbox if caller.loop is loop]
             try:
-                loop.call_soon_threadsafe(_answer, mine)
+                loop.call_soon_threadsafe(_take_all, mine)
             except RuntimeError:
                 log.debug("an event loop closed before its answers came")
 
-    def _drop_cancelled(self) -> None:
-        cancelled = {id(sequence) for sequence in self._running if sequence.is_cancelled}
-        if cancelled:
-            self._remove(cancelled)
+    def _plan_for(self, sequences: list[Sequence]) -> SamplingPlan:
+        """The plan of these rows; that of the last step if they are the same."""
+        if self._plan is None or self._plan[0] != sequences:
+            rows = [
+                SamplingRow(s.request.gconfig, s.request.input_ids, s.output) for s in sequences
+            ]
+            self._plan = (sequences, SamplingPlan(rows, self._limits.vocab_size, self._device))
+        return self._plan[1]
 
-    def _remove(self, doomed: set[int]) -> None:
-        """Take sequences out; the last ones move into the holes, so rows stay contiguous."""
-        running = self._running
-        row = 0
-        while row < len(running):
-            if id(running[row]) not in doomed:
-                row += 1
-                continue
-            last = running.pop()
-            if row < len(running):
-                if id(last) not in doomed:
-                    self._cache.move(len(running), row, last.length)
-                running[row] = last
-        self._plan = None
+    def _not_finite(self, sequence: Sequence) -> BackendError:
+        return BackendError(
+            f"request {sequence.request.rid}: version {self._version} gave logits "
+            "that are not finite"
+        )
 
     def _fail_all(self, reason: str) -> None:
         with self._wake:
-            self._stopping = True
-            items = [*self._running, *self._waiting, *self._inbox]
-            swaps = [*self._swaps, *(item for item in items if isinstance(item, _Swap))]
-            self._inbox.clear()
-        self._end([(s, BackendError(reason)) for s in items if isinstance(s, _Sequence)])
-        for swap in swaps:
+            self._is_stopping = True
+            orders, self._inbox = self._inbox, deque()
+        for order in orders:
+            order()  # they only hand over work, which fails below
+        sequences = self._scheduler.sequences
+        self._scheduler.clear()
+        for sequence in sequences:
+            self._tell(sequence, BackendError(reason))
+        self._deliver()
+        for swap in self._swaps:
             if not swap.done.done():
                 swap.done.set_exception(BackendError(reason))
 
 
-def _answer(outcomes: list[tuple[asyncio.Future[LLMResponse], LLMResponse | BackendError]]) -> None:
-    for future, outcome in outcomes:
-        if future.done():
+def _take_all(mine: list[tuple[Caller, LLMDelta | LLMResponse | Exception]]) -> None:
+    for caller, news in mine:
+        caller.take(news)
+
+
+def _wanted_logits(works: list[Work]) -> tuple[list[int], list[tuple[Sequence, int]]]:
+    """Positions in the step whose logits are wanted: first those that score a prompt's tokens, each
+    with its sequence and the position that it predicts, then the last ones of what is sampled."""
+    wanted: list[int] = []
+    scored: list[tuple[Sequence, int]] = []
+    for work in works:
+        sequence, span = work.sequence, work.span
+        first = sequence.scored_from
+        if first is None:
             continue
-        if isinstance(outcome, BackendError):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
+        for position in range(max(span.start, first - 1), min(span.end, sequence.num_prompt - 1)):
+            wanted.append(span.first + position - span.start)
+            scored.append((sequence, position + 1))
+    last = [work.span.first + work.span.end - work.span.start - 1 for work in works if work.is_last]
+    return wanted + last, scored
 
 
-def _stop_reason(sequence: _Sequence, token: int) -> StopReason | None:
-    if token in sequence.stop_ids:
-        return "stop"
-    if len(sequence.tokens) >= sequence.request.gconfig.max_new_tokens:
-        return "length"
-    return None
+def _exchange(parameter: Tensor, tensor: Tensor) -> None:
+    if (tensor.device, tensor.dtype) == (parameter.device, parameter.dtype):
+        parameter.data = tensor
+    else:
+        parameter.copy_(tensor)
 
 
-def _response(sequence: _Sequence, reason: StopReason, now: float) -> LLMResponse:
-    return LLMResponse(
-        rid=sequence.request.rid,
-        output_tokens=sequence.tokens,
-        output_logprobs=sequence.logprobs,
-        version_runs=sequence.runs,
-        stop_reason=reason,
-        latency_s=now - sequence.arrival,
-        ttft_s=sequence.first_token - sequence.arrival,
-    )
+def _load(config: ModelConfig) -> Any:
+    attention.register()
+    model = load_model(config.model_copy(update={"attn_implementation": attention.NAME}))
+    text = model.config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if not kinds <= {"full_attention", "sliding_attention"} or not getattr(
+        model, "_supports_attention_backend", False
+    ):
+        raise ConfigError(
+            f"the embedded torch backend does not run {type(model).__name__} with layers of type "
+            f"{sorted(kinds)}; use backend.type: sglang"
+        )
+    return model.eval().requires_grad_(False)
 
 
 def _eos_ids(model: Any) -> frozenset[int]:
@@ -444,21 +546,26 @@ def _eos_ids(model: Any) -> frozenset[int]:
     return frozenset(eos) if isinstance(eos, list) else frozenset({eos})
 
 
-def _make_cache(
-    text: Any,
-    config: EmbeddedTorchConfig,
-    max_context: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> SlotCache:
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise ConfigError(
-            f"the embedded torch backend runs full-attention models; this one has layers of type {kinds}"
-        )
+def _kv_shape(text: Any, dtype: torch.dtype, device: torch.device) -> KVShape:
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    return SlotCache(
-        text.num_hidden_layers, config.max_sequences, kv_heads, max_context, head_dim, dtype, device
-    )
+    return KVShape(text.num_hidden_layers, kv_heads, head_dim, dtype, device)
+
+
+def _make_cache(shape: KVShape, max_context: int, config: EmbeddedTorchConfig) -> KVCache:
+    one = max_context * shape.token_bytes
+    most = 2 * config.max_sequences * one
+    budget = config.kv_cache_bytes or min(most, max(one, int(FREE_SHARE * _free_bytes(shape))))
+    if budget < one:
+        raise ConfigError(
+            f"backend.kv_cache_bytes={budget} holds no sequence of {max_context} tokens; give at "
+            f"least {one}, or a smaller backend.max_context"
+        )
+    return KVCache(shape, max_context, budget)
+
+
+def _free_bytes(shape: KVShape) -> int:
+    if shape.device.type == "cuda":
+        return torch.cuda.mem_get_info(shape.device)[0]
+    return psutil.virtual_memory().available

@@ -1,0 +1,238 @@
+"""Keys and values of all sequences, in slabs of rows of equal capacity.
+
+    slab of capacity 128:  [row, kv_head, 128, head_dim] per layer
+    slab of capacity 256:  [row, kv_head, 256, head_dim] per layer      ... up to the whole context
+
+A sequence owns one row and moves to the next slab when it outgrows it (each token is copied about
+once, over its life). Rows of running sequences come first in a slab, so that a decode step reads
+`[:n, :, :length]` as a view, without a gather, and pads a sequence to less than twice its length.
+Behind them stand rows that no sequence owns any more, kept for prompts that begin alike, until
+their memory is wanted.
+
+Memory is what the slabs hold allocated; it never exceeds the budget. One thread uses a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+SMALLEST_ROW = 128
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one token takes."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """Room for one sequence."""
+
+    slab: Slab
+    index: int
+    tokens: Sequence[int] = ()
+    """The sequence's tokens; the first `length` of them have their keys and values here."""
+    length: int = 0
+    is_pure: bool = True
+    """All of it was computed by the weights that serve now, so another prompt may copy it."""
+    is_running: bool = True
+    last_used: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Slab:
+    """Rows of one capacity: the running ones, then the kept ones, then free ones."""
+
+    capacity: int
+    keys: list[Tensor]
+    """Per layer [rows, kv_heads, capacity, head_dim]."""
+    values: list[Tensor]
+    rows: list[Row] = field(default_factory=list)
+    num_running: int = 0
+
+    @property
+    def num_allocated(self) -> int:
+        """Rows that there is memory for."""
+        return self.keys[0].shape[0]
+
+    def resize(self, num_rows: int) -> None:
+        """Allocate for exactly `num_rows`, which hold at least the rows in use."""
+        used = len(self.rows)
+        for cache in (self.keys, self.values):
+            for layer, old in enumerate(cache):
+                # Zeros, not empty: attention reads masked values too, and 0 · NaN is NaN.
+                new = old.new_zeros((num_rows, *old.shape[1:]))
+                new[:used] = old[:used]
+                cache[layer] = new
+
+    def add(self) -> Row:
+        """A new running row; there is memory for it."""
+        row = Row(self, len(self.rows))
+        self.rows.append(row)
+        self._exchange(row.index, self.num_running)
+        self.num_running += 1
+        return row
+
+    def remove(self, row: Row) -> None:
+        """Free a row."""
+        row.length = 0  # nothing of it is worth moving
+        if row.is_running:
+            self.keep(row)
+        self._exchange(row.index, len(self.rows) - 1)
+        self.rows.pop()
+
+    def keep(self, row: Row) -> None:
+        """A running row is nobody's any more, but stays."""
+        self.num_running -= 1
+        self._exchange(row.index, self.num_running)
+        row.is_running = False
+
+    def _exchange(self, first: int, second: int) -> None:
+        if first == second:
+            return
+        one, two = self.rows[first], self.rows[second]
+        length = max(one.length, two.length)
+        if length:
+            for cache in (*self.keys, *self.values):
+                held = cache[first, :, : one.length].clone()
+                cache[first, :, : two.length] = cache[second, :, : two.length]
+                cache[second, :, : one.length] = held
+        self.rows[first], self.rows[second] = two, one
+        one.index, two.index = second, first
+
+
+class KVCache:
+    """All slabs, within one budget."""
+
+    def __init__(self, shape: KVShape, max_context: int, budget_bytes: int) -> None:
+        self.shape = shape
+        self.max_context = max_context
+        self.budget_tokens = budget_bytes // shape.token_bytes
+        capacities = []
+        capacity = SMALLEST_ROW
+        while capacity < max_context:
+            capacities.append(capacity)
+            capacity *= 2
+        self.slabs = [self._new_slab(capacity) for capacity in (*capacities, max_context)]
+        self._clock = 0
+
+    def __iter__(self) -> Iterator[Row]:
+        """Every row, running or kept."""
+        for slab in self.slabs:
+            yield from slab.rows
+
+    @property
+    def allocated_tokens(self) -> int:
+        """Tokens that the slabs have memory for."""
+        return sum(slab.num_allocated * slab.capacity for slab in self.slabs)
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens whose keys and values are held."""
+        return sum(row.length for row in self)
+
+    def allocate(self, length: int) -> Row | None:
+        """A running row for at least `length` tokens; None if memory does not allow it."""
+        slab = next(slab for slab in self.slabs if slab.capacity >= length)
+        if len(slab.rows) == slab.num_allocated and not self._make_room(slab):
+            return None
+        return slab.add()
+
+    def grow(self, row: Row, length: int) -> Row | None:
+        """The same sequence in a row for at least `length` tokens; None leaves it where it is."""
+        if length <= row.slab.capacity:
+            return row
+        bigger = self.allocate(length)
+        if bigger is None:
+            return None
+        self.copy(row, bigger, row.length)
+        bigger.tokens, bigger.is_pure = row.tokens, row.is_pure
+        row.slab.remove(row)
+        return bigger
+
+    def copy(self, source: Row, target: Row, length: int) -> None:
+        """The first `length` positions of a row into another."""
+        for caches, others in (
+            (source.slab.keys, target.slab.keys),
+            (source.slab.values, target.slab.values),
+        ):
+            for cache, other in zip(caches, others, strict=True):
+                other[target.index, :, :length] = cache[source.index, :, :length]
+        target.length = length
+        self.touch(source)
+
+    def touch(self, row: Row) -> None:
+        """It was of use just now: it is evicted later."""
+        self._clock += 1
+        row.last_used = self._clock
+
+    def release(self, row: Row, keep: bool) -> None:
+        """The sequence gives up its row; kept rows stay for prompts that begin alike."""
+        if keep and row.is_pure and row.length:
+            row.slab.keep(row)
+            self.touch(row)
+        else:
+            row.slab.remove(row)
+
+    def clear(self, row: Row) -> None:
+        """Forget values that are not finite: whoever gets the row next would read them, masked."""
+        for cache in (*row.slab.keys, *row.slab.values):
+            cache[row.index].zero_()
+
+    def taint(self) -> None:
+        """The weights changed: kept rows go, running ones are of mixed origin."""
+        self.drop_kept()
+        for row in self:
+            row.is_pure = False
+
+    def drop_kept(self) -> None:
+        """Free every row that no sequence owns."""
+        for slab in self.slabs:
+            for row in slab.rows[slab.num_running :][::-1]:
+                slab.remove(row)
+
+    def _make_room(self, slab: Slab) -> bool:
+        """Memory for one more row: the budget's, a kept row's, or what other slabs do not use."""
+        if self._extend(slab):
+            return True
+        kept = slab.rows[slab.num_running :]
+        if kept:
+            slab.remove(min(kept, key=lambda row: row.last_used))
+            return True
+        self.drop_kept()
+        for other in self.slabs:
+            if other.num_allocated > len(other.rows):
+                other.resize(len(other.rows))
+        return self._extend(slab)
+
+    def _extend(self, slab: Slab) -> bool:
+        """Half as many rows again, as far as the budget goes."""
+        room = (self.budget_tokens - self.allocated_tokens) // slab.capacity
+        if room < 1:
+            return False
+        slab.resize(slab.num_allocated + min(room, max(2, slab.num_allocated // 2)))
+        return True
+
+    def _new_slab(self, capacity: int) -> Slab:
+        shape = (0, self.shape.num_kv_heads, capacity, self.shape.head_dim)
+        tensors = [
+            torch.zeros(shape, dtype=self.shape.dtype, device=self.shape.device)
+            for _ in range(2 * self.shape.num_layers)
+        ]
+        half = self.shape.num_layers
+        return Slab(capacity, tensors[:half], tensors[half:])
