@@ -12,12 +12,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from headway.contracts.errors import ServiceError
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.05
 LOG_TAIL_LINES = 15
+LOG_TAIL_BYTES = 1 << 16
+STDERR = 2
 
 _libc = ctypes.CDLL(None)
 
@@ -28,8 +31,8 @@ class ProcessSpec:
 
     name: str
     argv: Sequence[str]
-    log: Path
-    """Standard output and error are appended here."""
+    log: Path | None
+    """Standard output and error are appended here; None: both go to our standard error."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to this process's environment."""
     ready_file: Path | None = None
@@ -43,8 +46,7 @@ class Process:
         self.spec = spec
         if spec.ready_file is not None:
             spec.ready_file.unlink(missing_ok=True)
-        spec.log.parent.mkdir(parents=True, exist_ok=True)
-        with spec.log.open("ab") as log:
+        with _open_log(spec.log) as log:
             self._popen = subprocess.Popen(
                 spec.argv,
                 stdin=subprocess.DEVNULL,
@@ -106,8 +108,22 @@ class Process:
 
     def log_tail(self) -> str:
         """The last lines of its log."""
-        lines = self.spec.log.read_text(errors="replace").splitlines()
+        if self.spec.log is None:
+            return f"(the output of {self.spec.name} is on standard error)"
+        try:
+            with self.spec.log.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+                lines = log.read().decode(errors="replace").splitlines()
+        except OSError as error:
+            return f"(its log {self.spec.log} cannot be read: {error.strerror})"
         return "\n".join(lines[-LOG_TAIL_LINES:])
+
+
+def _open_log(path: Path | None) -> BinaryIO:
+    if path is None:
+        return os.fdopen(os.dup(STDERR), "wb")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("ab")
 
 
 def _die_with_parent() -> None:

@@ -1,0 +1,368 @@
+"""An engine with a server of its own: started and ended by us, or reached at a URL; watched either way.
+
+`EngineProcess` owns the child, the connections to it and two watches: one on the child's exit, one on
+signs of life (new tokens, or an answer on the liveness path). Whichever fires first writes `failure`
+and ends every call in flight with `BackendError`; a managed engine is then ended with its whole process
+group. All of it runs on one event loop; the child must be started there, since it is told to end when
+the thread that started it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+from pydantic import JsonValue
+
+from headway.contracts.config.server import EngineProcessConfig
+from headway.contracts.errors import BackendError, ConfigError
+from headway.runtime.process import Process, ProcessSpec
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOOPBACK = "127.0.0.1"
+POLL_S = 0.25
+STOP_GRACE_S = 15.0
+"""From SIGTERM to SIGKILL."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCommand:
+    """What starts one kind of engine: `python -m module` with our flags under the user's."""
+
+    name: str
+    """What messages call it."""
+    module: str
+    args: Mapping[str, JsonValue]
+    """Flags that we set; those of the user's config win."""
+    ready_path: str
+    """Answers 200 once requests are served."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    owned_flags: Mapping[str, str] = field(default_factory=dict)
+    """Flags that the user must not set, each with the setting of ours to use instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the engine answered."""
+
+    status: int
+    content: bytes
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status < 400
+
+    def json(self) -> Any:
+        """The body; None if it is no JSON."""
+        try:
+            return json.loads(self.content)
+        except ValueError:
+            return None
+
+    def text(self) -> str:
+        """The start of the body, for messages."""
+        return self.content[:500].decode(errors="replace")
+
+
+class EngineProcess:
+    """One engine behind HTTP, and the certainty that it is there.
+
+    Args:
+        config: managed or attached, flags, deadlines.
+        command: how to start this kind of engine.
+        progress: tokens generated so far; any change is a sign of life.
+        live_path: path to ask when there was no progress; called before each question.
+    """
+
+    def __init__(
+        self,
+        config: EngineProcessConfig,
+        command: EngineCommand,
+        progress: Callable[[], int],
+        live_path: Callable[[], str],
+    ) -> None:
+        self._config = config
+        self._command = command
+        self._progress = progress
+        self._live_path = live_path
+        self._process: Process | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._pidfd: int | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._failed: asyncio.Future[None] | None = None
+        self.url = config.url or ""
+        self.failure: str | None = None
+
+    @property
+    def is_managed(self) -> bool:
+        """Whether we start and end it."""
+        return self._config.url is None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the managed engine."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        """Start or reach the engine; returns once it answers.
+
+        Raises:
+            ConfigError: the flags cannot be passed on.
+            BackendError: it ended, or did not answer in `start_timeout_s`; nothing is left running.
+        """
+        self._failed = asyncio.get_running_loop().create_future()
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._config.health_timeout_s),
+            read_bufsize=1 << 20,
+        )
+        try:
+            if self.is_managed:
+                self._launch()
+            await self.guard(self._until_ready())
+        except BaseException:
+            await self.aclose()
+            raise
+        self._watch = asyncio.create_task(self._watch_life(), name="engine health")
+
+    async def aclose(self) -> None:
+        """End the managed engine and every call; an attached engine goes on."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        self._unwatch_exit()
+        self._fail("the backend was closed")
+        if self._process is not None:
+            await asyncio.to_thread(self._process.stop, STOP_GRACE_S)
+        if self._session is not None:
+            await self._session.close()
+
+    async def get(self, path: str, timeout_s: float | None = None) -> Answer:
+        """See `call`."""
+        return await self.call("GET", path, None, timeout_s)
+
+    async def post(self, path: str, body: Any, timeout_s: float | None = None) -> Answer:
+        """See `call`."""
+        return await self.call("POST", path, body, timeout_s)
+
+    async def call(self, method: str, path: str, body: Any, timeout_s: float | None) -> Answer:
+        """One exchange, whatever its status.
+
+        Raises:
+            BackendError: no answer came: the engine failed, was lost, or took too long.
+        """
+
+        async def exchange() -> Answer:
+            async with self._exchange(method, path, body, timeout_s) as response:
+                return Answer(response.status, await response.read())
+
+        return await self.guard(exchange())
+
+    @contextlib.asynccontextmanager
+    async def stream(self, path: str, body: Any) -> AsyncIterator[Answer | AsyncIterator[bytes]]:
+        """POST, and the lines of the answer as they come, or an `Answer` if it was refused.
+
+        Put a `guard` around the whole use: the stream itself does not hear of a failure.
+
+        Raises:
+            BackendError: the connection broke, also from the lines.
+        """
+        async with self._exchange("POST", path, body, None) as response:
+            if response.status >= 400:
+                yield Answer(response.status, await response.read())
+            else:
+                yield _lines(response.content)
+
+    async def guard(self, work: Awaitable[T]) -> T:
+        """Await `work` while the engine lives.
+
+        Raises:
+            BackendError: the engine failed; `work` is cancelled.
+        """
+        if self._failed is None:
+            raise BackendError(f"{self._command.name} was not started")
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait((task, self._failed), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return await task
+            raise BackendError(self.failure or f"{self._command.name} failed")
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    def log_tail(self) -> str:
+        """The last lines that the managed engine wrote."""
+        return "" if self._process is None else self._process.log_tail()
+
+    def _launch(self) -> None:
+        argv, port = self._command_line()
+        self.url = f"http://{LOOPBACK}:{port}"
+        spec = ProcessSpec(
+            name=self._command.name,
+            argv=argv,
+            log=None if self._config.log_file is None else Path(self._config.log_file),
+            # What lies in our working directory is not for the engine to import.
+            env={"PYTHONSAFEPATH": "1", **self._command.env, **self._config.env},
+        )
+        try:
+            self._process = Process(spec)
+        except OSError as error:
+            raise BackendError(
+                f"cannot start {argv[0]}: {error.strerror}; set backend.python"
+            ) from error
+        log.info(
+            "engine started",
+            extra={"engine": self._command.name, "pid": self._process.pid, "argv": argv},
+        )
+        self._pidfd = os.pidfd_open(self._process.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
+
+    def _command_line(self) -> tuple[list[str], int]:
+        for flag, setting in self._command.owned_flags.items():
+            if flag in self._config.args:
+                raise ConfigError(f"backend.args sets {flag}; set {setting} instead")
+        free_port = _free_port()
+        args = {
+            "--host": LOOPBACK,
+            "--port": free_port,
+            **self._command.args,
+            **self._config.args,
+        }
+        port = args["--port"]
+        if not isinstance(port, int):
+            raise ConfigError(f"backend.args: --port is {port!r}, needs a number")
+        python = self._config.python or sys.executable
+        return [python, "-m", self._command.module, *command_flags(args)], port
+
+    def _on_exit(self) -> None:
+        """The child has ended; runs as soon as the kernel says so."""
+        self._unwatch_exit()
+        process = self._process
+        if process is None:
+            return
+        code = process.wait(STOP_GRACE_S)  # it has ended already: this only collects the status
+        self._fail(
+            f"{self._command.name} (pid {process.pid}) ended with status {code}:\n"
+            f"{process.log_tail()}"
+        )
+        process.stop(0.0)  # what it started may live on
+
+    def _unwatch_exit(self) -> None:
+        if self._pidfd is not None:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    async def _until_ready(self) -> None:
+        timeout_s = self._config.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await self._answers(  # noqa: ASYNC110 - the engine tells nobody
+                    self._command.ready_path, timeout_s
+                ):
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise BackendError(
+                f"{self._command.name} at {self.url} did not answer {self._command.ready_path} "
+                f"within start_timeout_s={timeout_s:g}:\n{self.log_tail()}"
+            ) from None
+
+    async def _watch_life(self) -> None:
+        """Ends with a failure once there was no sign of life for `health_timeout_s`."""
+        timeout_s = self._config.health_timeout_s
+        seen, last_sign = self._progress(), time.monotonic()
+        while time.monotonic() - last_sign < timeout_s:
+            await asyncio.sleep(self._config.health_interval_s)
+            is_alive = self._progress() != seen or await self._answers(self._live_path(), timeout_s)
+            if is_alive or self._progress() != seen:
+                seen, last_sign = self._progress(), time.monotonic()
+        self._fail(
+            f"{self._command.name} at {self.url} is hung: no new token and no answer on "
+            f"{self._live_path()} for health_timeout_s={timeout_s:g}:\n{self.log_tail()}"
+        )
+        if self._process is not None:
+            self._unwatch_exit()
+            await asyncio.to_thread(self._process.stop, 0.0)
+
+    def _fail(self, reason: str) -> None:
+        if self.failure is None:
+            self.failure = reason
+        if self._failed is not None and not self._failed.done():
+            self._failed.set_result(None)
+
+    async def _answers(self, path: str, timeout_s: float) -> bool:
+        try:
+            return (await self.get(path, timeout_s)).is_ok
+        except BackendError:
+            return False
+
+    @contextlib.asynccontextmanager
+    async def _exchange(
+        self, method: str, path: str, body: Any, timeout_s: float | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        if self.failure is not None or self._session is None:
+            raise BackendError(self.failure or f"{self._command.name} was not started")
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.request(
+                method, self.url + path, json=body, timeout=timeout
+            ) as response:
+                yield response
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            detail = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise BackendError(
+                f"{self._command.name} at {self.url}{path} gave no answer: {detail}"
+            ) from error
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Lines of whatever length (the reader's own have a limit)."""
+    rest = b""
+    while chunk := await content.readany():
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            yield line
+    if rest:
+        yield rest
+
+
+def command_flags(args: Mapping[str, JsonValue]) -> list[str]:
+    """A mapping of flags as a command line.
+
+    `true` is a bare flag, `false` or null leaves it out, a list repeats values after the flag, a
+    mapping is written as JSON.
+
+    Raises:
+        ConfigError: a key is not a flag.
+    """
+    line: list[str] = []
+    for flag, value in args.items():
+        if not flag.startswith("-") or "=" in flag or " " in flag:
+            raise ConfigError(f"backend.args: {flag!r} is not a flag; write it like --tp-size")
+        if value is None or value is False:
+            continue
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        line += [flag, *(one if isinstance(one, str) else json.dumps(one) for one in values)]
+    return line
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
