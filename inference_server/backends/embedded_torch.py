@@ -43,6 +43,8 @@ from inference_server.backends.base import Limits, Load, OnDelta, Staged, check_
 from inference_server.embedded import attention
 from inference_server.embedded.attention import Span, Step
 from inference_server.embedded.kv_cache import KVCache, KVShape
+from inference_server.embedded.packed_linear import PackedLinears
+from inference_server.embedded.packed_linear import can_pack as can_pack_weights
 from inference_server.embedded.sampler import Sampled, SamplingPlan, SamplingRow, top_logprobs
 from inference_server.embedded.scheduler import Scheduler, Work
 from inference_server.embedded.sequence import Caller, Sequence, StopText
@@ -56,9 +58,18 @@ FREE_SHARE = 0.4
 """Share of the free memory that keys and values take unless told otherwise."""
 
 
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A proven version in the form in which the model holds its weights."""
+
+    version: PolicyVersion
+    tensors: Mapping[str, Tensor]
+    packed: Mapping[str, Tensor]
+
+
 @dataclass
 class _Swap:
-    staged: StagedWeights
+    staged: Fitted
     policy: UpdatePolicy
     done: Future[int]
 
@@ -77,6 +88,8 @@ class EmbeddedTorchBackend:
             torch.set_num_threads(config.num_threads)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = _load(model).to(self._device)
+        can_pack = config.pack_weights and can_pack_weights(self._device, self._model.dtype)
+        self._linears = PackedLinears(self._model) if can_pack else None
         text = self._model.config.get_text_config()
         max_context = min(config.max_context or 2**31, text.max_position_embeddings)
         self._limits = Limits(text.vocab_size, max_context)
@@ -182,17 +195,20 @@ class EmbeddedTorchBackend:
     def stage(self, meta: WeightUpdateMeta, reader: WeightReader) -> Staged:
         return self.fit(reader.stage(meta, self.parameters))
 
-    def fit(self, staged: StagedWeights) -> StagedWeights:
+    def fit(self, staged: StagedWeights) -> Fitted:
         """The same version with the model's types, ready to be exchanged for its parameters."""
         parameters = dict(self._model.named_parameters())
         tensors = {
             name: tensor.to(parameters[name].dtype).contiguous()
             for name, tensor in staged.tensors.items()
         }
-        return StagedWeights(staged.version, staged.digest, tensors)
+        packed = {} if self._linears is None else self._linears.pack(tensors)
+        return Fitted(staged.version, tensors, packed)
 
     async def swap(self, staged: Staged, policy: UpdatePolicy = "keep") -> int:
-        if not isinstance(staged, StagedWeights):
+        if isinstance(staged, StagedWeights):
+            staged = await asyncio.to_thread(self.fit, staged)
+        if not isinstance(staged, Fitted):
             raise SyncError(f"{type(staged).__name__} was not staged by this backend")
         swap = _Swap(staged, policy, Future())
         self._order(lambda: self._swaps.append(swap))
@@ -350,6 +366,8 @@ class EmbeddedTorchBackend:
             self._scheduler.retract()
         for name, parameter in self._model.named_parameters():
             _exchange(parameter, swap.staged.tensors[name])
+        if self._linears is not None:
+            self._linears.exchange(swap.staged.packed)
         self._cache.taint()
         self._version = swap.staged.version
         swap.done.set_result(running)

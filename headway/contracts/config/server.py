@@ -7,7 +7,12 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue
 
 from headway.contracts.config.base import Config
-from headway.contracts.config.gateway import ExecutorConfig, ServiceConfig, default_port
+from headway.contracts.config.gateway import (
+    EnvironmentName,
+    ExecutorConfig,
+    ServiceConfig,
+    default_port,
+)
 from headway.contracts.config.model import ModelConfig
 
 UpdatePolicy = Literal["keep", "recompute", "abort", "drain"]
@@ -28,6 +33,8 @@ class EmbeddedTorchConfig(Config):
     which running sequences go on."""
     kv_cache_bytes: int | None = Field(None, ge=1 << 16)
     """Memory for keys and values; None takes 40 % of what is free."""
+    pack_weights: bool = True
+    """On the CPU, hold the weights of linear layers a second time in the layout of the fastest kernels."""
     num_threads: int | None = Field(None, ge=1)
     """CPU threads; None keeps PyTorch's choice."""
     seed: int = Field(0, ge=0)
@@ -92,6 +99,8 @@ class ServerConfig(Config):
     backend: BackendConfig = EmbeddedTorchConfig()
     gateway: str | None = Field(None, pattern=r"^https?://[^\s/]+$")
     """Gateway to register with; None serves alone."""
+    gateway_token_env: EnvironmentName | None = None
+    """Environment variable with the bearer token that the gateway asks for."""
     advertise_url: str | None = Field(None, pattern=r"^https?://[^\s/]+$")
     """URL under which the gateway reaches this server; None takes the bound address."""
     heartbeat_s: float = Field(1.0, gt=0.0)

@@ -1,0 +1,71 @@
+"""Linear layers on the CPU over weights in the layout of oneDNN's kernels.
+
+A plain weight is laid out anew in every call; for the few rows of a decode step that costs as much
+as the product. Packed once, float32 and bfloat16 products of 1 to 32 rows take 0.4 to 0.8 of the
+time, for a second copy of the weights in memory. A version is packed while it is staged, so that a
+swap exchanges packed weights by pointer too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+DTYPES = (torch.float32, torch.bfloat16)
+ROWS = 32
+"""Rows of a typical step: a hint for the layout."""
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this machine has packed products of this type."""
+    return (
+        device.type == "cpu"
+        and dtype in DTYPES
+        and torch.backends.mkldnn.is_available()
+        and (dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
+class PackedLinears:
+    """The linear layers of one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self._layers: dict[str, list[nn.Linear]] = {}
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                self._layers.setdefault(names[module.weight], []).append(module)
+        for layers in self._layers.values():
+            for layer in layers:
+                layer.forward = _Packed(layer)  # type: ignore[method-assign]
+        self.exchange(self.pack({name: layers[0].weight for name, layers in self._layers.items()}))
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of linear layers among `tensors`, packed; callable on any thread."""
+        with torch.no_grad():
+            return {
+                name: torch.ops.mkldnn._reorder_linear_weight(tensors[name].detach(), ROWS)
+                for name in self._layers.keys() & tensors.keys()
+            }
+
+    def exchange(self, packed: Mapping[str, Tensor]) -> None:
+        """Put packed weights in place."""
+        for name, weight in packed.items():
+            for layer in self._layers[name]:
+                layer.forward.weight = weight  # type: ignore[attr-defined]
+
+
+class _Packed:
+    """The forward of one layer."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self._layer = layer
+        self.weight: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self.weight, self._layer.bias, "none", [], ""
+        )
+        return output
