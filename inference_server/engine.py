@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from headway.contracts.config.server import ServerConfig
-from headway.contracts.http import ServerReport, ServerStatus
+from headway.contracts.config.server import ServerConfig, UpdatePolicy
+from headway.contracts.errors import ServiceError
+from headway.contracts.http import ServerReport, ServerState, ServerStatus
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
 from headway.rollout.in_process import InProcessEngine
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.service import RolloutService
 from headway.rollout.tokenizer import TextTokenizer
+from headway.runtime.logging import note_request
+from inference_server.admission import Admission
 from inference_server.backends.base import GenerationBackend, OnDelta, make_backend
+from inference_server.metrics import ServerMetrics, ServerPicture
 from inference_server.version_gate import VersionGate
 from weight_sync.transports.disk import DiskReader
 
+log = logging.getLogger(__name__)
+
+END_GRACE_S = 2.0
+"""For sequences that were aborted to answer with the tokens so far."""
+
 
 class LocalGenerator:
-    """`Generator` over one backend and its version gate."""
+    """`Generator` over one backend and its version gate, with the manners of `Admission`."""
 
     def __init__(
         self,
@@ -27,10 +37,14 @@ class LocalGenerator:
         gate: VersionGate,
         name: str,
         tokenizer: TextTokenizer | None = None,
+        admission: Admission | None = None,
     ) -> None:
         self.backend = backend
         self.gate = gate
         self.tokenizer = tokenizer
+        self.admission = admission or Admission()
+        self.metrics = ServerMetrics()
+        self.metrics.watch(self._picture)
         self._name = name
 
     @property
@@ -40,6 +54,10 @@ class LocalGenerator:
     @property
     def updates_in_flight(self) -> int:
         return self.gate.updates_in_flight
+
+    @property
+    def generated_tokens(self) -> int:
+        return self.backend.load().generated_tokens
 
     def report(self, server_id: str, url: str) -> ServerReport:
         """What a heartbeat says."""
@@ -53,22 +71,60 @@ class LocalGenerator:
             generated_tokens=load.generated_tokens,
             busy_s=load.busy_s,
             uptime_s=load.uptime_s,
+            draining=self.admission.draining.is_set(),
         )
 
     def statuses(self) -> list[ServerStatus]:
         report = self.report(self._name, "http://localhost")
-        return [ServerStatus(**report.model_dump(), state="ready")]
+        state: ServerState = "draining" if report.draining else "ready"
+        return [ServerStatus(**report.model_dump(), state=state)]
 
     async def agenerate(self, req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
-        return await self.backend.generate(req, on_delta)
+        """Generate one sequence; every face of the server comes through here.
 
-    async def update_weights(self, meta: WeightUpdateMeta) -> PolicyVersion:
+        Raises:
+            QueueFull, Conflict, Draining, RequestTimeout: by `Admission.admit`.
+            RequestTooLong, DataError, BackendError: by the backend.
+        """
+        try:
+            with self.metrics.counted(req) as answered:
+                async with self.admission.admit(req.rid):
+                    response = await self.backend.generate(req, on_delta)
+                answered(response)
+        except ServiceError as error:
+            note_request(rid=req.rid, code=error.code, reason=error.message)
+            raise
+        return response
+
+    async def update_weights(
+        self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
+    ) -> PolicyVersion:
         await self.gate.prepare(meta)
-        await self.gate.commit(meta.version)
+        await self.gate.commit(meta.version, policy)
         return self.version
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new, let what runs end, then end it with the tokens so far."""
+        self.admission.draining.set()
+        if await self.admission.until_idle(timeout_s):
+            return
+        log.info("requests are ended early", extra={"requests": self.admission.in_flight})
+        await self.backend.abort(None)
+        if not await self.admission.until_idle(END_GRACE_S):
+            self.admission.end_all()
+            await self.admission.until_idle(END_GRACE_S)
 
     async def aclose(self) -> None:
         await self.backend.aclose()
+
+    def _picture(self) -> ServerPicture:
+        return ServerPicture(
+            load=self.backend.load(),
+            in_flight=self.admission.in_flight,
+            is_draining=self.admission.draining.is_set(),
+            swaps=self.gate.updates,
+            swap_s=self.gate.swap_s,
+        )
 
 
 def make_generator(config: ServerConfig) -> LocalGenerator:
@@ -78,7 +134,8 @@ def make_generator(config: ServerConfig) -> LocalGenerator:
     backend = make_backend(config.backend, config.model, config.initial_version, tokenizer)
     reader = None if config.weights_root is None else DiskReader(config.weights_root)
     gate = VersionGate(backend, reader, config.update_policy)
-    return LocalGenerator(backend, gate, "local", tokenizer)
+    admission = Admission(config.max_in_flight, config.request_timeout_s)
+    return LocalGenerator(backend, gate, "local", tokenizer, admission)
 
 
 @asynccontextmanager

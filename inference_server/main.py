@@ -17,6 +17,7 @@ from headway.rollout.service import RolloutService
 from headway.runtime.config import load_config
 from headway.runtime.http_service import serve
 from headway.runtime.logging import configure_logging
+from headway.runtime.secret import read_token
 from inference_server.backends.base import GenerationBackend
 from inference_server.engine import LocalGenerator, make_generator, open_service
 from inference_server.registration import keep_registered
@@ -36,17 +37,40 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(
             f"service.host={config.service.host} cannot be called by the gateway; set advertise_url"
         )
-    serve(make_app(config, make_generator(config)), config.service)
+    token, gateway_token = (
+        read_token(config.service.token_env),
+        read_token(config.gateway_token_env),
+    )
+    generator = make_generator(config)
+    app = make_app(config, generator, token, gateway_token)
+
+    async def drain() -> None:
+        await app.state.service.drain()
+        await generator.drain(config.service.drain_timeout_s)
+
+    serve(app, config.service, drain)
 
 
-def make_app(config: ServerConfig, generator: LocalGenerator) -> FastAPI:
-    """The app of one server."""
+def make_app(
+    config: ServerConfig,
+    generator: LocalGenerator,
+    token: str | None = None,
+    gateway_token: str | None = None,
+) -> FastAPI:
+    """The app of one server.
+
+    Args:
+        token: what callers must carry.
+        gateway_token: what this server carries to its gateway.
+    """
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[RolloutService]:
         async with open_service(config, generator) as service:
             tasks = [
-                asyncio.create_task(_register(app, config, generator), name="heartbeat"),
+                asyncio.create_task(
+                    _register(app, config, generator, gateway_token), name="heartbeat"
+                ),
                 asyncio.create_task(_end_with(generator.backend), name="watch backend"),
             ]
             try:
@@ -62,6 +86,8 @@ def make_app(config: ServerConfig, generator: LocalGenerator) -> FastAPI:
         config.service.max_body_bytes,
         generation.router,
         weights.router,
+        token=token,
+        metrics=generator.metrics.registry,
     )
     return app
 
@@ -74,7 +100,9 @@ async def _end_with(backend: GenerationBackend) -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
-async def _register(app: FastAPI, config: ServerConfig, generator: LocalGenerator) -> None:
+async def _register(
+    app: FastAPI, config: ServerConfig, generator: LocalGenerator, token: str | None
+) -> None:
     if config.gateway is not None:
         url = config.advertise_url or app.state.url
-        await keep_registered(generator, config.gateway, url, config.heartbeat_s)
+        await keep_registered(generator, config.gateway, url, config.heartbeat_s, token)

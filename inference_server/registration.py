@@ -1,4 +1,4 @@
-"""Tells a gateway that this server is here, every second."""
+"""Tells a gateway that this server is here, at every heartbeat and as soon as it drains."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import logging
 import os
 import socket
 import uuid
+from contextlib import suppress
 
 import aiohttp
 
 from headway.contracts.errors import BackendError, ServiceError
 from headway.contracts.http import SERVERS, ServerReport
+from headway.runtime.secret import authorization
 from headway.runtime.server_calls import error_of
 from inference_server.engine import LocalGenerator
 
@@ -19,13 +21,13 @@ log = logging.getLogger(__name__)
 
 
 async def keep_registered(
-    generator: LocalGenerator, gateway: str, url: str, heartbeat_s: float
+    generator: LocalGenerator, gateway: str, url: str, heartbeat_s: float, token: str | None = None
 ) -> None:
     """Report forever; a gateway that is away is tried again at the next beat."""
     server_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
     timeout = aiohttp.ClientTimeout(total=max(5.0, heartbeat_s))
     is_reachable = True
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    async with aiohttp.ClientSession(timeout=timeout, headers=authorization(token)) as session:
         while True:
             try:
                 await _report(session, gateway, generator.report(server_id, url))
@@ -36,7 +38,17 @@ async def keep_registered(
                         "gateway does not answer", extra={"gateway": gateway, "reason": str(error)}
                     )
                 is_reachable = False
-            await asyncio.sleep(heartbeat_s)
+            await _pause(generator, heartbeat_s)
+
+
+async def _pause(generator: LocalGenerator, heartbeat_s: float) -> None:
+    """Until the next heartbeat; the beginning of a drain is one."""
+    if generator.admission.draining.is_set():
+        await asyncio.sleep(heartbeat_s)
+        return
+    with suppress(TimeoutError):
+        async with asyncio.timeout(heartbeat_s):
+            await generator.admission.draining.wait()
 
 
 async def _report(session: aiohttp.ClientSession, gateway: str, report: ServerReport) -> None:

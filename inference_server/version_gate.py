@@ -9,6 +9,7 @@ version again is answered without work.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from headway.contracts.config.server import UpdatePolicy
@@ -34,6 +35,8 @@ class VersionGate:
         self._lock = asyncio.Lock()
         self.updates = 0
         self.updates_in_flight = 0
+        self.swap_s = 0.0
+        """Seconds spent in swaps, with the wait for what a policy lets end first."""
 
     @property
     def version(self) -> PolicyVersion:
@@ -74,7 +77,9 @@ class VersionGate:
             if self._staged is None or self._staged.version != version:
                 held = None if self._staged is None else self._staged.version
                 raise SyncError(f"version {version} is not prepared here (staged: {held})")
+            before = time.monotonic()
             running = await self._backend.swap(self._staged, policy or self._policy)
+            self.swap_s += time.monotonic() - before
             self._staged = None
             self.updates += 1
             self.updates_in_flight += running > 0

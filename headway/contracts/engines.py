@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
+from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.http import ServerStatus
 from headway.contracts.types import (
     ConsumerSpec,
@@ -58,8 +59,13 @@ class InferenceEngine(Protocol):
     def rollout(self, requests: Sequence[RolloutRequest], timeout: float) -> TrajectoryBatch:
         """Submit these groups and wait for exactly them."""
 
-    def update_weights(self, meta: WeightUpdateMeta) -> Future[PolicyVersion]:
-        """Make a published version the one that samples; the future ends when it is committed."""
+    def update_weights(
+        self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
+    ) -> Future[PolicyVersion]:
+        """Make a published version the one that samples; the future ends when it is committed.
+
+        `policy` says what becomes of running sequences; None takes each server's own.
+        """
 
     def destroy(self) -> None:
         """Close connections and threads."""
@@ -76,6 +82,10 @@ class Generator(Protocol):
     def updates_in_flight(self) -> int:
         """Committed updates during which at least one sequence was being generated."""
 
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens sampled so far; never falls, also when a server goes."""
+
     def statuses(self) -> list[ServerStatus]:
         """The servers behind this generator."""
 
@@ -87,8 +97,10 @@ class Generator(Protocol):
             RequestTooLong: the request can never fit.
         """
 
-    async def update_weights(self, meta: WeightUpdateMeta) -> PolicyVersion:
-        """Commit a published version.
+    async def update_weights(
+        self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
+    ) -> PolicyVersion:
+        """Commit a published version; `policy` as for `InferenceEngine.update_weights`.
 
         Raises:
             SyncError: the version was refused; the old one goes on serving.

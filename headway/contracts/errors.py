@@ -5,12 +5,15 @@ ServiceError
 │   └── UnknownName      a registered name that nobody registered          404
 ├── DataError            a row of a data set is wrong                      400
 ├── RequestTooLong       prompt + new tokens exceed the context            413
+├── RequestTimeout       a generation took longer than allowed             504  retryable
+├── Unauthorized         no token, or a wrong one                          401
 ├── NotFound             no such rollout, server or version                404
 ├── Conflict             the same id with other content, or a second owner 409
 ├── QueueFull            try again later                                   429  retryable
 ├── StaleVersion         a version behind the one that was asked for       409
 ├── Starved              fewer rollouts are outstanding than waited for    409
 ├── BackendError         a generation server failed or went away           503  retryable
+│   └── Draining         it is shutting down and takes nothing new          503  retryable
 ├── WorkflowError        a workflow raised                                 500
 │   └── ErrorBudgetExceeded  too many rollouts failed; the run must stop   500
 ├── RewardError          a verifier raised, hung or returned no number     500
@@ -45,6 +48,9 @@ class ServiceError(Exception):
     code: ClassVar[str] = "internal"
     http_status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
+
+    retry_after_s: float = 1.0
+    """Seconds to wait before a retryable request is sent again."""
 
     _by_code: ClassVar[dict[str, type[ServiceError]]] = {}
 
@@ -93,6 +99,17 @@ class RequestTooLong(ServiceError):
     http_status = 413
 
 
+class RequestTimeout(ServiceError):
+    code = "request_timeout"
+    http_status = 504
+    retryable = True
+
+
+class Unauthorized(ServiceError):
+    code = "unauthorized"
+    http_status = 401
+
+
 class NotFound(ServiceError):
     code = "not_found"
     http_status = 404
@@ -123,6 +140,10 @@ class BackendError(ServiceError):
     code = "backend"
     http_status = 503
     retryable = True
+
+
+class Draining(BackendError):
+    code = "draining"
 
 
 class WorkflowError(ServiceError):

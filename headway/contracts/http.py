@@ -34,11 +34,14 @@ WEIGHTS_COMMIT = "/v1/weights/commit"
 WEIGHTS_ABORT = "/v1/weights/abort"
 SERVERS = "/v1/servers"
 
+OPEN_PATHS = (HEALTH, "/ping", "/ready")
+"""Answered without a token: probes hold no secrets."""
+
 REQUEST_ID_HEADER = "x-request-id"
 READY_HEADER = "x-headway-ready"
 """On an empty `wait` answer (204): how many finished groups could have been given out."""
 
-ServerState = Literal["joining", "ready", "fenced", "lost"]
+ServerState = Literal["joining", "ready", "fenced", "draining", "lost"]
 PauseMode = Literal["abort", "in_place", "retract"]
 """What a pause does to running sequences: end them with the tokens so far, freeze them with their KV
 cache, or send them back to the queue without it (SGLang's words)."""
@@ -154,6 +157,8 @@ class ServerReport(Config):
     busy_s: float = Field(0.0, ge=0.0)
     """Seconds in which the engine had work, since the server started."""
     uptime_s: float = Field(0.0, ge=0.0)
+    draining: bool = False
+    """It is shutting down: what runs may end, nothing new is taken."""
 
 
 class ServerReportResponse(Config):

@@ -59,7 +59,7 @@ def follow(run: LocalRun, run_dir: Path, total_steps: int, progress: Progress) -
     Raises:
         ServiceError: the trainer failed, or a service died too often.
     """
-    client = RemoteInferenceEngine(run.url, connect_timeout_s=STATUS_TIMEOUT_S)
+    client = RemoteInferenceEngine(run.url, connect_timeout_s=STATUS_TIMEOUT_S, token=run.token)
     code = None
     while code is None:
         code = run.watch()
@@ -76,7 +76,7 @@ def follow(run: LocalRun, run_dir: Path, total_steps: int, progress: Progress) -
 
 def summarise(run: LocalRun, run_dir: Path, eta: int, started: float) -> Summary:
     """Ask the ledger for its proof, draw the curves, and sum up; the services still run."""
-    client = RemoteInferenceEngine(run.url)
+    client = RemoteInferenceEngine(run.url, token=run.token)
     audit, status = client.audit(), client.status()
     client.destroy()
     steps = read_steps(run_dir / METRICS_NAME)

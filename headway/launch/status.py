@@ -7,15 +7,17 @@ from collections.abc import Sequence
 
 from headway.contracts.errors import ConfigError
 from headway.runtime.inference_client import RemoteInferenceEngine
+from headway.runtime.secret import take_token
 
 CONNECT_TIMEOUT_S = 5.0
 
 
 def main(argv: Sequence[str]) -> None:
     """Print the status and the ledger's audit as JSON."""
-    if len(argv) != 1:
-        raise ConfigError("usage: headway status URL")
-    client = RemoteInferenceEngine(argv[0], connect_timeout_s=CONNECT_TIMEOUT_S)
+    names, token = take_token(argv)
+    if len(names) != 1:
+        raise ConfigError("usage: headway status URL [--token-env VARIABLE]")
+    client = RemoteInferenceEngine(names[0], connect_timeout_s=CONNECT_TIMEOUT_S, token=token)
     sys.stdout.write(client.status().model_dump_json(indent=1) + "\n")
     sys.stdout.write(client.audit().model_dump_json(indent=1) + "\n")
     client.destroy()

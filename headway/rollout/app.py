@@ -8,19 +8,26 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from prometheus_client import CollectorRegistry
+from starlette.requests import ClientDisconnect
 
 from headway.contracts import http
 from headway.contracts.codec import MEDIA_TYPE, decode_groups, encode_groups
 from headway.contracts.types import LLMRequest, LLMResponse, WeightUpdateMeta
 from headway.rollout.service import RolloutService
 from headway.runtime.http_service import create_service
-from headway.runtime.metrics import render_metrics
+from headway.runtime.metrics import METRICS_TYPE, render_metrics
 
 OpenService = Callable[[], AbstractAsyncContextManager[RolloutService]]
 
 
 def create_app(
-    title: str, open_service: OpenService, max_body_bytes: int, *routers: APIRouter
+    title: str,
+    open_service: OpenService,
+    max_body_bytes: int,
+    *routers: APIRouter,
+    token: str | None = None,
+    metrics: CollectorRegistry | None = None,
 ) -> FastAPI:
     """An app that opens a service, serves it, and closes it on shutdown.
 
@@ -29,6 +36,8 @@ def create_app(
         open_service: entered on the server's event loop, before the first request.
         max_body_bytes: larger requests get 413.
         routers: routes of this kind of process, besides the common ones.
+        token: what every request must carry; None asks for nothing.
+        metrics: what this kind of process measures, besides the common figures.
     """
 
     @asynccontextmanager
@@ -37,7 +46,8 @@ def create_app(
             app.state.service = service
             yield
 
-    app = create_service(title, lifespan, max_body_bytes)
+    app = create_service(title, lifespan, max_body_bytes, token)
+    app.state.metrics = metrics
     for router in (common, *routers):
         app.include_router(router)
     return app
@@ -89,7 +99,8 @@ async def update_weights(
     body: http.WeightUpdateRequest, request: Request
 ) -> http.WeightUpdateResponse:
     meta = WeightUpdateMeta(version=body.version, path=body.path)
-    return http.WeightUpdateResponse(version=await _service(request).update_weights(meta))
+    version = await _service(request).update_weights(meta, body.policy)
+    return http.WeightUpdateResponse(version=version)
 
 
 @common.get(http.STATUS)
@@ -104,19 +115,22 @@ async def audit(request: Request) -> http.LedgerAudit:
 
 @common.get(http.METRICS, response_class=Response)
 async def metrics(request: Request) -> Response:
-    return Response(
-        render_metrics(await _service(request).status()), media_type="text/plain; version=0.0.4"
-    )
+    status = await _service(request).status()
+    return Response(render_metrics(status, request.app.state.metrics), media_type=METRICS_TYPE)
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """Await `work`, and cancel it when the client goes away (the server would not)."""
+    """Await `work`, and cancel it when the client goes away (the server would not).
+
+    Raises:
+        ClientDisconnect: it went away; the application answers nobody.
+    """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            task.cancel()
+            raise ClientDisconnect
         return await task
     finally:
         gone.cancel()

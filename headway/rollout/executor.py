@@ -63,11 +63,15 @@ class Executor:
         """Begin to claim."""
         self._claiming = asyncio.create_task(self._claim(), name="claim rollouts")
 
-    async def aclose(self) -> None:
-        """Cancel what is in play; it goes back to the queue."""
+    async def stop_claiming(self) -> None:
+        """Claim no more; what is in play may end."""
         if self._claiming is not None:
             self._claiming.cancel()
             await asyncio.gather(self._claiming, return_exceptions=True)
+
+    async def aclose(self) -> None:
+        """Cancel what is in play; it goes back to the queue."""
+        await self.stop_claiming()
         await self._stop(list(self._tasks))
 
     @property

@@ -13,16 +13,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import aiohttp
 from pydantic import BaseModel
 
 from headway.contracts.config.gateway import FleetConfig
-from headway.contracts.errors import BackendError, ServiceError, StaleVersion, SyncError
+from headway.contracts.config.server import UpdatePolicy
+from headway.contracts.errors import (
+    BackendError,
+    Draining,
+    QueueFull,
+    ServiceError,
+    StaleVersion,
+    SyncError,
+)
 from headway.contracts.http import (
     WEIGHTS_ABORT,
     WEIGHTS_COMMIT,
@@ -36,6 +46,8 @@ from headway.contracts.http import (
     WeightUpdateResponse,
 )
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
+from headway.rollout.executor import Signal
+from headway.runtime.secret import authorization
 from headway.runtime.server_calls import error_of, post_generate
 
 log = logging.getLogger(__name__)
@@ -43,6 +55,11 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 4096
 CLIENT_KEEP_ALIVE_S = 30.0
 FORGET_LOST_S = 600.0
+JITTER = 0.25
+"""Share by which the wait for a full server varies."""
+RID_CHARS = 119
+"""Of a request's id, so that a suffix fits."""
+LEAVING: frozenset[ServerState] = frozenset({"draining", "lost"})
 
 RecordCommit = Callable[[WeightUpdateMeta], Awaitable[None]]
 
@@ -52,6 +69,8 @@ class _Server:
     report: ServerReport
     state: ServerState
     last_seen: float
+    busy_until: float = 0.0
+    """It has no room before this moment (monotonic clock)."""
     outstanding_tokens: int = 0
     requests: set[asyncio.Task[LLMResponse]] = field(default_factory=set)
     catching_up: asyncio.Task[None] | None = None
@@ -61,13 +80,19 @@ class Fleet:
     """`Generator` over the servers that reported themselves."""
 
     def __init__(
-        self, config: FleetConfig, committed: WeightUpdateMeta | None, record_commit: RecordCommit
+        self,
+        config: FleetConfig,
+        committed: WeightUpdateMeta | None,
+        record_commit: RecordCommit,
+        token: str | None = None,
     ) -> None:
         self._config = config
         self._committed = committed
         self._record_commit = record_commit
         self._servers: dict[str, _Server] = {}
-        self._arrival = asyncio.Condition()
+        self._token = token
+        self._arrival = Signal()
+        self._forgotten_tokens = 0
         self._publishing = asyncio.Lock()
         self._session: aiohttp.ClientSession | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -80,6 +105,7 @@ class Fleet:
                 limit=MAX_CONNECTIONS, keepalive_timeout=CLIENT_KEEP_ALIVE_S
             ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
+            headers=authorization(self._token),
         )
         self._watch = asyncio.create_task(self._watch_leases(), name="watch leases")
 
@@ -103,6 +129,12 @@ class Fleet:
         """Committed updates during which at least one sequence was being generated."""
         return self._updates_in_flight
 
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens that were reported, also by servers that are gone."""
+        known = sum(server.report.generated_tokens for server in self._servers.values())
+        return known + self._forgotten_tokens
+
     def statuses(self) -> list[ServerStatus]:
         """Every server that was seen lately."""
         return [
@@ -119,29 +151,50 @@ class Fleet:
             self._servers[report.server_id] = server
         server.report = report
         server.last_seen = time.monotonic()
+        if report.draining:
+            self._drain(server)
         if server.state in ("joining", "fenced") and not self._publishing.locked():
             await self._admit(server)
         return ServerReportResponse(state=server.state, version=self.version)
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
-        async with self._route(req) as server:
-            task = asyncio.create_task(post_generate(self._http, server.report.url, req))
-            server.requests.add(task)
+        # An id of its own each time: a server may not have noticed yet that a request sent before
+        # was given up.
+        sent = req.model_copy(update={"rid": f"{req.rid[:RID_CHARS]}.{uuid.uuid4().hex[:8]}"})
+        deadline = time.monotonic() + self._config.server_wait_s
+        while True:
+            server = await self._choose(deadline)
             try:
-                return await task
-            except asyncio.CancelledError:
-                if server.state == "lost" and not _is_cancelled():
-                    raise BackendError(f"server {server.report.server_id} was lost") from None
-                task.cancel()
-                raise
-            except BackendError as error:
-                if isinstance(error.__cause__, aiohttp.ClientConnectionError):
-                    self._lose(server, str(error))
-                raise
-            finally:
-                server.requests.discard(task)
+                with _outstanding(server, req):
+                    response = await self._ask(server, sent)
+            except Draining:
+                self._drain(server)
+            except QueueFull as error:
+                wait_s = error.retry_after_s * random.uniform(1.0, 1.0 + JITTER)
+                server.busy_until = time.monotonic() + wait_s
+            else:
+                return response.model_copy(update={"rid": req.rid})
 
-    async def update_weights(self, meta: WeightUpdateMeta) -> PolicyVersion:
+    async def _ask(self, server: _Server, req: LLMRequest) -> LLMResponse:
+        task = asyncio.create_task(post_generate(self._http, server.report.url, req))
+        server.requests.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if server.state == "lost" and not _is_cancelled():
+                raise BackendError(f"server {server.report.server_id} was lost") from None
+            task.cancel()
+            raise
+        except BackendError as error:
+            if isinstance(error.__cause__, aiohttp.ClientConnectionError):
+                self._lose(server, str(error))
+            raise
+        finally:
+            server.requests.discard(task)
+
+    async def update_weights(
+        self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
+    ) -> PolicyVersion:
         async with self._publishing:
             if self._committed is not None and meta == self._committed:
                 return meta.version
@@ -155,7 +208,9 @@ class Fleet:
             prepared = await self._prepare_all(live, meta)
             await self._record_commit(meta)
             self._committed = meta
-            running = await asyncio.gather(*(self._commit(server, meta) for server in prepared))
+            running = await asyncio.gather(
+                *(self._commit(server, meta, policy) for server in prepared)
+            )
             self._updates_in_flight += sum(running) > 0
         return meta.version
 
@@ -190,21 +245,23 @@ class Fleet:
             self._fence(server, f"prepare of version {meta.version}: {out}")
         return prepared
 
-    async def _commit(self, server: _Server, meta: WeightUpdateMeta) -> int:
+    async def _commit(
+        self, server: _Server, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
+    ) -> int:
         """Swap one server; sequences that were running there at that moment."""
-        request = WeightUpdateRequest(version=meta.version, path=meta.path)
+        request = WeightUpdateRequest(version=meta.version, path=meta.path, policy=policy)
         try:
             answer = await self._post(server, WEIGHTS_COMMIT, request)
         except ServiceError as error:
             self._fence(server, f"commit of version {meta.version}: {error}")
             return 0
         server.report = server.report.model_copy(update={"version": meta.version})
-        await self._set_ready(server)
+        self._set_ready(server)
         return WeightUpdateResponse.model_validate_json(answer).running
 
     async def _admit(self, server: _Server) -> None:
         if server.report.version == self.version:
-            await self._set_ready(server)
+            self._set_ready(server)
         elif self._committed is None:
             self._fence(
                 server,
@@ -226,14 +283,19 @@ class Fleet:
                 return
             await self._commit(server, meta)
 
-    async def _set_ready(self, server: _Server) -> None:
-        if server.state != "lost":
+    def _set_ready(self, server: _Server) -> None:
+        if server.state not in LEAVING:
             server.state = "ready"
-            async with self._arrival:
-                self._arrival.notify_all()
+            self._arrival.notify()
+
+    def _drain(self, server: _Server) -> None:
+        """It takes nothing new; what runs there may end."""
+        if server.state not in LEAVING:
+            log.info("server drains", extra={"server": server.report.server_id})
+            server.state = "draining"
 
     def _fence(self, server: _Server, reason: str) -> None:
-        if server.state != "lost":
+        if server.state not in LEAVING:
             log.warning(
                 "server fenced", extra={"server": server.report.server_id, "reason": reason}
             )
@@ -242,7 +304,8 @@ class Fleet:
     def _lose(self, server: _Server, reason: str) -> None:
         if server.state == "lost":
             return
-        log.warning("server lost", extra={"server": server.report.server_id, "reason": reason})
+        level = logging.INFO if server.state == "draining" else logging.WARNING
+        log.log(level, "server lost", extra={"server": server.report.server_id, "reason": reason})
         server.state = "lost"
         for task in server.requests:
             task.cancel()
@@ -258,33 +321,26 @@ class Fleet:
                 if silent_s > self._config.lease_s:
                     self._lose(server, f"no heartbeat for {silent_s:.1f} s")
                 if silent_s > FORGET_LOST_S:
+                    self._forgotten_tokens += server.report.generated_tokens
                     del self._servers[server_id]
 
-    @asynccontextmanager
-    async def _route(self, req: LLMRequest) -> AsyncIterator[_Server]:
-        """The ready server with the least outstanding tokens."""
-        load = len(req.input_ids) + req.gconfig.max_new_tokens
-        server = await self._choose()
-        server.outstanding_tokens += load
-        try:
-            yield server
-        finally:
-            server.outstanding_tokens -= load
-
-    async def _choose(self) -> _Server:
-        def ready() -> list[_Server]:
-            return [server for server in self._servers.values() if server.state == "ready"]
-
-        if not ready():
-            try:
-                async with asyncio.timeout(self._config.server_wait_s), self._arrival:
-                    await self._arrival.wait_for(ready)
-            except TimeoutError:
+    async def _choose(self, deadline: float) -> _Server:
+        """The ready server with room that has the least outstanding tokens."""
+        while True:
+            arrival, now = self._arrival.event(), time.monotonic()
+            ready = [server for server in self._servers.values() if server.state == "ready"]
+            free = [server for server in ready if server.busy_until <= now]
+            if free:
+                return min(free, key=lambda server: server.outstanding_tokens)
+            if now >= deadline:
                 raise BackendError(
-                    f"no generation server was ready for {self._config.server_wait_s:g} s; "
-                    f"known: { {s.report.server_id: s.state for s in self._servers.values()} }"
-                ) from None
-        return min(ready(), key=lambda server: server.outstanding_tokens)
+                    f"no generation server was ready and had room for {self._config.server_wait_s:g} "
+                    f"s; known: { {s.report.server_id: s.state for s in self._servers.values()} }"
+                )
+            until = min([deadline, *(server.busy_until for server in ready)])
+            with suppress(TimeoutError):
+                async with asyncio.timeout(until - now):
+                    await arrival.wait()
 
     async def _post(self, server: _Server, path: str, body: BaseModel) -> bytes:
         target = server.report.url + path
@@ -308,6 +364,16 @@ class Fleet:
         if self._session is None:
             raise BackendError("the fleet is not started")
         return self._session
+
+
+@contextmanager
+def _outstanding(server: _Server, req: LLMRequest) -> Iterator[None]:
+    load = len(req.input_ids) + req.gconfig.max_new_tokens
+    server.outstanding_tokens += load
+    try:
+        yield
+    finally:
+        server.outstanding_tokens -= load
 
 
 def _is_cancelled() -> bool:

@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from functools import partial
 
 from fastapi import APIRouter, Request
 
@@ -21,6 +22,7 @@ from headway.rollout.tokenizer import TextTokenizer
 from headway.runtime.config import load_config
 from headway.runtime.http_service import serve
 from headway.runtime.logging import configure_logging
+from headway.runtime.secret import read_token
 
 COMMITTED_NOTE = "committed_weights"
 
@@ -34,12 +36,16 @@ async def report_server(body: http.ServerReport, request: Request) -> http.Serve
 
 
 @asynccontextmanager
-async def open_gateway(config: GatewayConfig) -> AsyncIterator[RolloutService]:
+async def open_gateway(
+    config: GatewayConfig, fleet_token: str | None = None
+) -> AsyncIterator[RolloutService]:
     """Open the ledger, restore the committed version, and play rollouts against the fleet."""
     tokenizer = TextTokenizer(config.tokenizer)
     ledger = SqliteLedger(config.ledger)
     await ledger.open()
-    fleet = Fleet(config.fleet, await _committed(ledger), lambda meta: _record_commit(ledger, meta))
+    committed = await _committed(ledger)
+    record = partial(_record_commit, ledger)
+    fleet = Fleet(config.fleet, committed, record, fleet_token)
     service = RolloutService(fleet, ledger, tokenizer, config.executor)
     await fleet.start()
     await service.start()
@@ -56,8 +62,13 @@ def main(argv: Sequence[str]) -> None:
     config = load_config(GatewayConfig, argv)
     configure_logging("gateway")
     TextTokenizer(config.tokenizer)  # a wrong directory fails before the port is taken
+    fleet_token = read_token(config.fleet.token_env)
     app = create_app(
-        "Headway gateway", lambda: open_gateway(config), config.service.max_body_bytes, fleet_routes
+        "Headway gateway",
+        lambda: open_gateway(config, fleet_token),
+        config.service.max_body_bytes,
+        fleet_routes,
+        token=read_token(config.service.token_env),
     )
     serve(app, config.service)
 

@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from headway.contracts.codec import decode_groups
+from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import BackendError, WaitTimeout
 from headway.contracts.http import ConsumerRequest, WaitRequest
 from headway.contracts.types import (
@@ -82,8 +83,10 @@ class InProcessEngine:
         self.submit(requests)
         return self._wait(len(requests), tuple(r.rollout_id for r in requests), timeout)
 
-    def update_weights(self, meta: WeightUpdateMeta) -> Future[PolicyVersion]:
-        return self._schedule(self._running.update_weights(meta))
+    def update_weights(
+        self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
+    ) -> Future[PolicyVersion]:
+        return self._schedule(self._running.update_weights(meta, policy))
 
     def destroy(self) -> None:
         """Close the service and end the loop thread."""

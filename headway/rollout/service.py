@@ -14,8 +14,10 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from headway.contracts.config.gateway import ExecutorConfig
+from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.engines import Generator
 from headway.contracts.errors import ConfigError, Conflict, NotFound, Starved, WorkflowError
 from headway.contracts.http import (
@@ -35,6 +37,7 @@ from headway.contracts.types import (
 )
 from headway.rollout.executor import Executor
 from headway.rollout.ledger.base import Ledger
+from headway.rollout.resume import generate_whole
 from headway.rollout.rewards.base import make_reward
 from headway.rollout.rewards.pool import RewardPool
 from headway.rollout.tokenizer import TextTokenizer
@@ -77,8 +80,12 @@ class RolloutService:
         await self._executor.aclose()
         self._rewards.close()
 
+    async def drain(self) -> None:
+        """Start no more rollouts; those in play may end."""
+        await self._executor.stop_claiming()
+
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
-        """Generate one sequence, outside the ledger."""
+        """Generate one sequence, outside the ledger; one that was interrupted comes back as it is."""
         return await self.generator.agenerate(req)
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> list[bool]:
@@ -177,10 +184,12 @@ class RolloutService:
         """Record that a step trained on these groups."""
         await self._ledger.consume(rollout_ids, step, checkpoint_step)
 
-    async def update_weights(self, meta: WeightUpdateMeta) -> PolicyVersion:
+    async def update_weights(
+        self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
+    ) -> PolicyVersion:
         """Commit a version on every server, then admit against it."""
         before = self.generator.version
-        version = await self.generator.update_weights(meta)
+        version = await self.generator.update_weights(meta, policy)
         self._updates += version != before
         self._staleness.set_version(version)
         self._executor.changed.notify()
@@ -188,17 +197,16 @@ class RolloutService:
 
     async def status(self) -> StatusResponse:
         """A picture of the service now."""
-        servers = self.generator.statuses()
         return StatusResponse(
             version=self.generator.version,
             running=self._staleness.running,
             capacity=self._staleness.capacity(),
             max_staleness=self._staleness.max_staleness,
             counts=await self._ledger.counts(),
-            servers=servers,
+            servers=self.generator.statuses(),
             updates=self._updates,
             updates_in_flight=self.generator.updates_in_flight,
-            generated_tokens=sum(server.generated_tokens for server in servers),
+            generated_tokens=self.generator.generated_tokens,
             last_failures=self._executor.last_failures[-5:],
         )
 
@@ -227,7 +235,9 @@ class RolloutService:
 
     async def _play_group(self, request: RolloutRequest) -> TrajectoryGroup:
         prompt, part = request.prompt, request.workflow
-        workflow = make_workflow(part.name, part.args, self._need_tokenizer(), request.gconfig)
+        tokenizer = self._need_tokenizer()
+        workflow = make_workflow(part.name, part.args, tokenizer, request.gconfig)
+        generate = partial(generate_whole, self.generator.agenerate, tokenizer.decode)
 
         async def score(prompt_text: str, completion: str) -> RewardResult:
             return await self._rewards.score(request.reward, prompt_text, completion, prompt.data)
@@ -238,7 +248,7 @@ class RolloutService:
                     siblings.create_task(
                         workflow.run(
                             Sample(request.rollout_id, prompt, index),
-                            self.generator.agenerate,
+                            generate,
                             score,
                         )
                     )

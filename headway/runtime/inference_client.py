@@ -19,6 +19,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from headway.contracts import http
 from headway.contracts.codec import decode_groups
+from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import BackendError, ServiceError, WaitTimeout
 from headway.contracts.types import (
     ConsumerSpec,
@@ -31,6 +32,7 @@ from headway.contracts.types import (
     TrajectoryBatch,
     WeightUpdateMeta,
 )
+from headway.runtime.secret import authorization
 from headway.runtime.server_calls import error_of, post_generate
 
 POLL_S = 20.0
@@ -42,13 +44,20 @@ class RemoteInferenceEngine:
     """`InferenceEngine` behind a URL: a gateway or one generation server alone."""
 
     def __init__(
-        self, url: str, connect_timeout_s: float = 60.0, request_timeout_s: float = 600.0
+        self,
+        url: str,
+        connect_timeout_s: float = 60.0,
+        request_timeout_s: float = 600.0,
+        token: str | None = None,
     ) -> None:
         self._url = url.rstrip("/")
         self._connect_timeout_s = connect_timeout_s
         self._request_timeout_s = request_timeout_s
+        self._headers = authorization(token)
         self._client = httpx.Client(
-            base_url=self._url, timeout=httpx.Timeout(request_timeout_s, connect=5.0)
+            base_url=self._url,
+            timeout=httpx.Timeout(request_timeout_s, connect=5.0),
+            headers=self._headers,
         )
         self._updates = ThreadPoolExecutor(1, thread_name_prefix="weight-update")
         self._session: aiohttp.ClientSession | None = None
@@ -64,7 +73,7 @@ class RemoteInferenceEngine:
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=self._request_timeout_s, sock_connect=5.0)
-            self._session = aiohttp.ClientSession(timeout=timeout)
+            self._session = aiohttp.ClientSession(timeout=timeout, headers=self._headers)
         return await post_generate(self._session, self._url, req)
 
     def attach(self, spec: ConsumerSpec) -> None:
@@ -109,8 +118,11 @@ class RemoteInferenceEngine:
         self.submit(requests)
         return self._wait(len(requests), tuple(r.rollout_id for r in requests), timeout)
 
-    def update_weights(self, meta: WeightUpdateMeta) -> Future[PolicyVersion]:
-        return self._updates.submit(self._update_weights, meta)
+    def update_weights(
+        self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
+    ) -> Future[PolicyVersion]:
+        request = http.WeightUpdateRequest(version=meta.version, path=meta.path, policy=policy)
+        return self._updates.submit(self._update_weights, request)
 
     def status(self) -> http.StatusResponse:
         """Version, capacity, ledger counts and servers."""
@@ -131,8 +143,7 @@ class RemoteInferenceEngine:
             await self._session.close()
             self._session = None
 
-    def _update_weights(self, meta: WeightUpdateMeta) -> PolicyVersion:
-        request = http.WeightUpdateRequest(version=meta.version, path=meta.path)
+    def _update_weights(self, request: http.WeightUpdateRequest) -> PolicyVersion:
         answer = self._call("POST", http.WEIGHTS, request)
         return http.WeightUpdateResponse.model_validate_json(answer.content).version
 

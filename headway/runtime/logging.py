@@ -6,8 +6,28 @@ import json
 import logging
 import sys
 import time
+from contextvars import ContextVar
+from typing import Any
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime"}
+
+_of_request: ContextVar[dict[str, Any] | None] = ContextVar("of_request", default=None)
+
+
+def open_request(request_id: str) -> dict[str, Any]:
+    """Begin what is known about the request that this task serves; tasks that it starts share it."""
+    known = {"request_id": request_id}
+    _of_request.set(known)
+    return known
+
+
+def note_request(**fields: Any) -> dict[str, Any]:
+    """Add to what is known about the request that this task serves, if it serves one."""
+    known = _of_request.get()
+    if known is None:
+        return {}
+    known.update(fields)
+    return known
 
 
 class JsonFormatter(logging.Formatter):

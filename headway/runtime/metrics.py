@@ -2,46 +2,73 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from headway.contracts.http import StatusResponse
 
+METRICS_TYPE = "text/plain; version=0.0.4"
 
-def render_metrics(status: StatusResponse) -> bytes:
-    """The `/metrics` page of a rollout service."""
+
+class StatusCollector(Collector):
+    """The figures of one status."""
+
+    def __init__(self, status: StatusResponse) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status
+        yield GaugeMetricFamily(
+            "headway_weight_version", "Committed policy version", status.version
+        )
+        yield GaugeMetricFamily(
+            "headway_rollout_running_trajectories", "Trajectories being played", status.running
+        )
+        yield GaugeMetricFamily(
+            "headway_rollout_capacity_trajectories",
+            "Trajectories that may start now",
+            status.capacity,
+        )
+        yield CounterMetricFamily(
+            "headway_weight_updates", "Committed weight updates", status.updates
+        )
+        yield CounterMetricFamily(
+            "headway_weight_updates_in_flight",
+            "Committed weight updates while sequences were being generated",
+            status.updates_in_flight,
+        )
+        yield CounterMetricFamily(
+            "headway_generated_tokens", "Tokens sampled", status.generated_tokens
+        )
+        ledger = GaugeMetricFamily(
+            "headway_ledger_trajectories", "Trajectories by state", labels=["state"]
+        )
+        for state, count in status.counts.model_dump().items():
+            ledger.add_metric([state], count)
+        yield ledger
+        yield from self._of_servers()
+
+    def _of_servers(self) -> Iterator[Metric]:
+        versions = GaugeMetricFamily(
+            "headway_server_weight_version",
+            "Version that a server samples with",
+            labels=["server"],
+        )
+        running = GaugeMetricFamily(
+            "headway_server_running_sequences", "Sequences being generated", labels=["server"]
+        )
+        for server in self._status.servers:
+            versions.add_metric([server.server_id], server.version)
+            running.add_metric([server.server_id], server.running)
+        yield versions
+        yield running
+
+
+def render_metrics(status: StatusResponse, more: CollectorRegistry | None = None) -> bytes:
+    """The `/metrics` page: what every rollout service tells, and what this kind of process adds."""
     registry = CollectorRegistry()
-
-    def put(name: str, meaning: str, value: float) -> None:
-        Gauge(f"headway_{name}", meaning, registry=registry).set(value)
-
-    put("weight_version", "Committed policy version", status.version)
-    put("rollout_running_trajectories", "Trajectories being played", status.running)
-    put("rollout_capacity_trajectories", "Trajectories that may start now", status.capacity)
-    put("weight_updates_total", "Committed weight updates", status.updates)
-    put(
-        "weight_updates_in_flight_total",
-        "Committed weight updates while sequences were being generated",
-        status.updates_in_flight,
-    )
-    put("generated_tokens_total", "Tokens sampled", status.generated_tokens)
-    trajectories = Gauge(
-        "headway_ledger_trajectories", "Trajectories by state", ["state"], registry=registry
-    )
-    for state, count in status.counts.model_dump().items():
-        trajectories.labels(state).set(count)
-    versions = Gauge(
-        "headway_server_weight_version",
-        "Version that a server samples with",
-        ["server"],
-        registry=registry,
-    )
-    running = Gauge(
-        "headway_server_running_sequences",
-        "Sequences being generated",
-        ["server"],
-        registry=registry,
-    )
-    for server in status.servers:
-        versions.labels(server.server_id).set(server.version)
-        running.labels(server.server_id).set(server.running)
-    return generate_latest(registry)
+    registry.register(StatusCollector(status))
+    return generate_latest(registry) + (b"" if more is None else generate_latest(more))

@@ -25,7 +25,7 @@ async def post_generate(session: aiohttp.ClientSession, url: str, req: LLMReques
         ) as answer:
             content = await answer.read()
             if answer.status >= 400:
-                raise error_of(answer.status, content, target)
+                raise error_of(answer.status, content, target, answer.headers.get("Retry-After"))
             return LLMResponse.model_validate_json(content)
     except ValidationError as error:
         raise BackendError(f"{target} answered with no generation: {error}") from error
@@ -33,10 +33,15 @@ async def post_generate(session: aiohttp.ClientSession, url: str, req: LLMReques
         raise BackendError(f"{target} failed: {type(error).__name__}: {error}") from error
 
 
-def error_of(status: int, content: bytes, target: str) -> ServiceError:
+def error_of(
+    status: int, content: bytes, target: str, retry_after: str | None = None
+) -> ServiceError:
     """The error a server meant, as the class it raised there."""
     try:
-        return ServiceError.from_body(ErrorBody.model_validate_json(content))
+        error = ServiceError.from_body(ErrorBody.model_validate_json(content))
     except ValidationError:
         kind = BackendError if status in (502, 503, 504) else ServiceError
-        return kind(f"{target} answered {status}: {content[:200]!r}")
+        error = kind(f"{target} answered {status}: {content[:200]!r}")
+    if retry_after is not None and retry_after.isdigit():
+        error.retry_after_s = float(retry_after)
+    return error

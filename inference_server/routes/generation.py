@@ -3,33 +3,62 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from headway.contracts import http
 from headway.contracts.errors import ServiceError
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
+from headway.rollout.app import unless_disconnected
 from inference_server.engine import LocalGenerator
 
 router = APIRouter()
 
+Part = LLMDelta | LLMResponse
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events whose source is closed with the connection, whoever ends it."""
+
+    media_type = "text/event-stream"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            if isinstance(self.body_iterator, AsyncGenerator):
+                await self.body_iterator.aclose()
+
 
 @router.post(http.GENERATE_STREAM, response_class=StreamingResponse)
 async def stream(body: LLMRequest, request: Request) -> StreamingResponse:
-    """Server-sent events: `delta` (`LLMDelta`) per step, then `response` (`LLMResponse`) or `error`."""
+    """Server-sent events: `delta` (`LLMDelta`) per step, then `response` (`LLMResponse`) or `error`.
 
-    async def events() -> AsyncIterator[str]:
+    What goes wrong before the first of them is answered with a status of its own.
+    """
+    parts = stream_of(local(request), body)
+    first = await unless_disconnected(request, anext(parts))
+    return EventStream(_events(first, parts, request.state.request_id))
+
+
+async def _events(first: Part, rest: AsyncGenerator[Part], request_id: str) -> AsyncGenerator[str]:
+    async with aclosing(rest):
         try:
-            async for part in stream_of(local(request), body):
-                name = "delta" if isinstance(part, LLMDelta) else "response"
-                yield f"event: {name}\ndata: {part.model_dump_json()}\n\n"
+            yield _event(first)
+            async for part in rest:
+                yield _event(part)
         except ServiceError as error:
-            failed = error.to_body(request.state.request_id)
+            failed = error.to_body(request_id)
             yield f"event: error\ndata: {failed.model_dump_json()}\n\n"
 
-    return StreamingResponse(events(), media_type="text/event-stream")
+
+def _event(part: Part) -> str:
+    name = "delta" if isinstance(part, LLMDelta) else "response"
+    return f"event: {name}\ndata: {part.model_dump_json()}\n\n"
 
 
 @router.post(http.GENERATION_ABORT, status_code=204)
@@ -52,9 +81,7 @@ async def flush(request: Request) -> http.FlushResponse:
     return http.FlushResponse(flushed=await local(request).backend.flush())
 
 
-async def stream_of(
-    generator: LocalGenerator, req: LLMRequest
-) -> AsyncIterator[LLMDelta | LLMResponse]:
+async def stream_of(generator: LocalGenerator, req: LLMRequest) -> AsyncGenerator[Part]:
     """The deltas of a request as they come, then its response; leaving early cancels it."""
     parts: asyncio.Queue[LLMDelta | None] = asyncio.Queue()
     work = asyncio.ensure_future(generator.agenerate(req, parts.put_nowait))

@@ -14,6 +14,7 @@ from headway.contracts.types import ConsumerSpec, FinetuneSpec
 from headway.runtime.config import write_resolved
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.journal import METRICS_NAME, MetricsJournal
+from headway.runtime.secret import read_token
 from trainer.api import MicroBatchSpec, SaveLoadMeta
 from trainer.backends.base import make_engine
 from trainer.checkpoint import Checkpoints, RunState
@@ -50,7 +51,11 @@ def run(config: GRPOExperiment) -> None:
     client = None
     if topology.is_main:
         write_resolved(config, run_dir)
-        client = RemoteInferenceEngine(config.rollout.url, config.rollout.connect_timeout_s)
+        client = RemoteInferenceEngine(
+            config.rollout.url,
+            config.rollout.connect_timeout_s,
+            token=read_token(config.rollout.token_env),
+        )
         client.initialize()
     publication = Publication(engine, publisher, client)
     state = _attach(config, state, topology, publication, publisher, client)

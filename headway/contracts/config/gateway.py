@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, StringConstraints
 
 from headway.contracts.config.base import Config
+
+EnvironmentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+"""Names the variable that holds a secret: secrets never stand in a config."""
 
 
 class ServiceConfig(Config):
     """Where a service listens."""
 
     host: str = "127.0.0.1"
-    """Address to bind; requests are not authenticated, so bind to a private network only."""
+    """Address to bind; nothing is encrypted, so bind to a private network only."""
     port: int = Field(0, ge=0, le=65535)
     """Port to bind; 0 takes a free one."""
     ready_file: str | None = None
     """File to write `{"url", "pid"}` into once the service answers."""
     max_body_bytes: int = Field(64 << 20, ge=1024)
     """Largest request body."""
+    token_env: EnvironmentName | None = None
+    """Environment variable with the bearer token that every request must carry; None asks for none."""
+    drain_timeout_s: float = Field(5.0, ge=0.0)
+    """After SIGTERM, seconds in which requests may end; what a generation server still generates
+    then is answered with the tokens so far."""
 
 
 def default_port(port: int) -> BeforeValidator:
@@ -58,7 +66,9 @@ class FleetConfig(Config):
     update_timeout_s: float = Field(300.0, gt=0.0)
     """Deadline of preparing and of committing a version on one server."""
     server_wait_s: float = Field(300.0, gt=0.0)
-    """A request waits this long for a ready server before it fails."""
+    """A request waits this long for a ready server with room before it fails."""
+    token_env: EnvironmentName | None = None
+    """Environment variable with the bearer token that the servers ask for."""
 
 
 class GatewayConfig(Config):

@@ -13,7 +13,8 @@ from headway.contracts.config.server import ServerConfig
 
 
 class LaunchConfig(Config):
-    """The launcher fills in what the processes tell one another: URLs, ready files and weights."""
+    """The launcher fills in what the processes tell one another: URLs, ready files,
+    weights, and where tokens come from."""
 
     model: str | None = None
     """Model directory of every process that names none of its own."""

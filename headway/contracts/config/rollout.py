@@ -5,11 +5,14 @@ from __future__ import annotations
 from pydantic import Field
 
 from headway.contracts.config.base import Config, PartConfig
+from headway.contracts.config.gateway import EnvironmentName
 
 
 class RolloutConfig(Config):
     url: str = Field("http://127.0.0.1:8000", pattern=r"^https?://[^\s/]+$")
     """Gateway, or one generation server alone."""
+    token_env: EnvironmentName | None = None
+    """Environment variable with the bearer token that the service asks for."""
     workflow: PartConfig = PartConfig(name="single_turn")
     """Registered workflow that plays a prompt."""
     reward: PartConfig

@@ -21,6 +21,7 @@ from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.errors import ServiceError
 from headway.runtime.config import dump_yaml
 from headway.runtime.process import Process, ProcessSpec
+from headway.runtime.secret import read_token
 
 GRACE_S = 15.0
 STAGING_PATTERN = ".staging-*"
@@ -35,6 +36,8 @@ class LocalRun:
         self._processes: dict[str, Process] = {}
         self._restarts = 0
         self.url = ""
+        self.token = read_token(config.gateway.service.token_env)
+        """What callers of the gateway carry."""
 
     def __enter__(self) -> Self:
         return self
@@ -55,7 +58,11 @@ class LocalRun:
 
     def start_gateway(self) -> None:
         """Start the gateway and learn its URL."""
-        service = _served(self._config.gateway, self._ready_file("gateway"))
+        fleet = self._config.gateway.fleet.model_copy(
+            update={"token_env": self._config.server.service.token_env}
+        )
+        gateway = self._config.gateway.model_copy(update={"fleet": fleet})
+        service = _served(gateway, self._ready_file("gateway"))
         self._launch("gateway", _module("headway.launch.cli", "gateway"), service)
         self.url = self._processes["gateway"].wait_ready(self._config.start_timeout_s)
         # A gateway that is started again must be found where it was.
@@ -72,6 +79,7 @@ class LocalRun:
             server = _served(self._config.server, self._ready_file(name)).model_copy(
                 update={
                     "gateway": self.url,
+                    "gateway_token_env": self._config.gateway.service.token_env,
                     "weights_root": str(Path(self._config.trainer.weight_sync.root).resolve()),
                 }
             )
@@ -81,7 +89,9 @@ class LocalRun:
 
     def start_trainer(self) -> None:
         """Start the trainer, under torchrun if it has several ranks."""
-        rollout = self._config.trainer.rollout.model_copy(update={"url": self.url})
+        rollout = self._config.trainer.rollout.model_copy(
+            update={"url": self.url, "token_env": self._config.gateway.service.token_env}
+        )
         trainer = self._config.trainer.model_copy(update={"rollout": rollout})
         ranks = self._config.num_trainer_ranks
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from rollout_builders import make_response
 
+from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import BackendError
 from headway.contracts.http import ServerStatus
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
@@ -41,6 +42,7 @@ class ScriptedGenerator:
         self.answer = answer
         self.version = version
         self.updates_in_flight = 0
+        self.generated_tokens = 0
         self.attempts: Counter[str] = Counter()
         self.playing: set[str] = set()
         self.most_playing = 0
@@ -58,7 +60,9 @@ class ScriptedGenerator:
         finally:
             self.playing.discard(req.rid)
 
-    async def update_weights(self, meta: WeightUpdateMeta) -> PolicyVersion:
+    async def update_weights(
+        self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
+    ) -> PolicyVersion:
         self.version = meta.version
         return meta.version
 

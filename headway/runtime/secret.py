@@ -1,0 +1,59 @@
+"""Bearer tokens: named in a config, held by the environment, read once where a process starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from hmac import compare_digest
+
+from headway.contracts.errors import ConfigError
+
+SCHEME = "Bearer"
+FLAG = "--token-env"
+
+
+def read_token(variable: str | None) -> str | None:
+    """The token that an environment variable holds; None where none is named.
+
+    Raises:
+        ConfigError: the variable is unset or empty, or its text cannot stand in a header.
+    """
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "")
+    if not token:
+        raise ConfigError(
+            f"token_env names {variable}, which is not set; export it, or unset token_env"
+        )
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise ConfigError(f"the token in {variable} holds blanks or characters beyond ASCII")
+    return token
+
+
+def take_token(argv: Sequence[str]) -> tuple[list[str], str | None]:
+    """Take `--token-env VARIABLE` out of a command's arguments; the rest, and the token.
+
+    Raises:
+        ConfigError: the flag has no value, or as `read_token`.
+    """
+    rest = list(argv)
+    if FLAG not in rest:
+        return rest, None
+    at = rest.index(FLAG)
+    if at + 1 == len(rest):
+        raise ConfigError(f"{FLAG} names no environment variable")
+    token = read_token(rest[at + 1])
+    del rest[at : at + 2]
+    return rest, token
+
+
+def authorization(token: str | None) -> dict[str, str]:
+    """The headers that carry a token."""
+    return {} if token is None else {"authorization": f"{SCHEME} {token}"}
+
+
+def is_authorized(header: bytes, token: str) -> bool:
+    """Whether an `authorization` header carries the token; takes as long for any wrong one."""
+    scheme, _, given = header.partition(b" ")
+    is_bearer = scheme.lower() == SCHEME.lower().encode()
+    return compare_digest(given.strip(), token.encode()) and is_bearer
