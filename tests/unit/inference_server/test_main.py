@@ -12,7 +12,7 @@ from inference_server.main import _end_with, main
 
 async def test_a_server_ends_with_its_backend():
     class DeadBackend(FakeBackend):
-        is_alive = False
+        failure = "its child ended"
 
     config = ServerConfig.model_validate({"model": {"path": "x"}, "backend": {"type": "fake"}})
     received = []

@@ -14,7 +14,6 @@ from headway.contracts.errors import StaleVersion, SyncError
 from headway.contracts.types import LLMRequest, WeightUpdateMeta
 from inference_server.backends.fake import FakeBackend
 from inference_server.version_gate import VersionGate
-from tests.numeric.backends import until
 from weight_sync.channel import StagedWeights
 
 PATIENCE_S = 10.0
@@ -66,7 +65,7 @@ def meta(version: int) -> WeightUpdateMeta:
 async def test_a_prepared_version_serves_only_after_its_commit(gate):
     await gate.prepare(meta(1))
     assert gate.version == 0
-    assert await gate.commit(meta(1)) == 0
+    assert await gate.commit(1) == 0
     assert gate.version == 1
 
 
@@ -74,8 +73,8 @@ async def test_prepare_and_commit_again_do_nothing(gate, reader):
     await gate.prepare(meta(1))
     await gate.prepare(meta(1))
     assert reader.staged == [1]
-    await gate.commit(meta(1))
-    assert await gate.commit(meta(1)) == 0
+    await gate.commit(1)
+    assert await gate.commit(1) == 0
     await gate.prepare(meta(1))
     assert reader.staged == [1]
     assert gate.version == 1
@@ -83,20 +82,20 @@ async def test_prepare_and_commit_again_do_nothing(gate, reader):
 
 async def test_a_stale_version_is_refused_and_the_newer_one_goes_on(gate):
     await gate.prepare(meta(3))
-    await gate.commit(meta(3))
+    await gate.commit(3)
     with pytest.raises(StaleVersion, match="version 2 is older than 3"):
         await gate.prepare(meta(2))
     with pytest.raises(SyncError, match="version 2 is not prepared"):
-        await gate.commit(meta(2))
+        await gate.commit(2)
     assert gate.version == 3
 
 
 async def test_a_version_that_was_not_prepared_cannot_be_committed(gate):
     with pytest.raises(SyncError, match=r"version 1 is not prepared here \(staged: None\)"):
-        await gate.commit(meta(1))
+        await gate.commit(1)
     await gate.prepare(meta(1))
     with pytest.raises(SyncError, match=r"version 2 is not prepared here \(staged: 1\)"):
-        await gate.commit(meta(2))
+        await gate.commit(2)
     assert gate.version == 0
 
 
@@ -104,9 +103,9 @@ async def test_an_aborted_version_is_forgotten_and_may_be_prepared_again(gate, r
     await gate.prepare(meta(1))
     await gate.abort(1)
     with pytest.raises(SyncError):
-        await gate.commit(meta(1))
+        await gate.commit(1)
     await gate.prepare(meta(1))
-    await gate.commit(meta(1))
+    await gate.commit(1)
     assert reader.staged == [1, 1]
     assert gate.version == 1
 
@@ -115,7 +114,7 @@ async def test_abort_of_another_version_keeps_the_staged_one(gate):
     await gate.abort(7)
     await gate.prepare(meta(2))
     await gate.abort(1)
-    await gate.commit(meta(2))
+    await gate.commit(2)
     assert gate.version == 2
 
 
@@ -125,7 +124,7 @@ async def test_a_torn_version_drops_what_was_staged_and_leaves_the_old_one_servi
     with pytest.raises(SyncError, match="version 2 is torn"):
         await gate.prepare(meta(2))
     with pytest.raises(SyncError, match="staged: None"):
-        await gate.commit(meta(1))
+        await gate.commit(1)
     assert gate.version == 0
 
 
@@ -134,7 +133,7 @@ async def test_two_updates_at_once_are_serial(gate, reader):
     first = asyncio.create_task(gate.prepare(meta(1)))
     assert await asyncio.to_thread(reader.entered.wait, PATIENCE_S)
     second = asyncio.create_task(gate.prepare(meta(2)))
-    commit = asyncio.create_task(gate.commit(meta(2)))
+    commit = asyncio.create_task(gate.commit(2))
     await asyncio.sleep(0)  # both have had their turn, and wait
     assert reader.inside == 1
     reader.may_go.set()
@@ -159,10 +158,13 @@ async def test_generation_goes_on_while_a_version_is_staged(reader):
 async def test_an_update_under_running_requests_is_counted_and_shows_in_their_runs(reader):
     backend = make_backend(latency_s=0.001)
     gate = VersionGate(backend, reader)
-    running = asyncio.create_task(backend.generate(request(60)))
+    sampling = asyncio.Event()
+    running = asyncio.create_task(backend.generate(request(60), lambda delta: sampling.set()))
     await gate.prepare(meta(1))
-    await until(lambda: backend.load().generated_tokens >= 10)
-    assert await gate.commit(meta(1)) == 1
+    await asyncio.wait_for(sampling.wait(), PATIENCE_S)
+    assert gate.swap_s == 0.0
+    assert await gate.commit(1) == 1
+    assert gate.swap_s > 0.0
     assert gate.updates_in_flight == 1
     response = await asyncio.wait_for(running, PATIENCE_S)
     (first, second) = response.version_runs
@@ -170,8 +172,20 @@ async def test_an_update_under_running_requests_is_counted_and_shows_in_their_ru
     assert second == (1, first[2], 60)
     assert len(response.output_versions) == 60
     await gate.prepare(meta(2))
-    await gate.commit(meta(2))
+    await gate.commit(2)
     assert gate.updates_in_flight == 1
+
+
+async def test_a_commit_may_name_its_own_policy(reader):
+    backend = make_backend(latency_s=0.001)
+    gate = VersionGate(backend, reader, "keep")
+    sampling = asyncio.Event()
+    running = asyncio.create_task(backend.generate(request(10_000), lambda delta: sampling.set()))
+    await asyncio.wait_for(sampling.wait(), PATIENCE_S)
+    await gate.prepare(meta(1))
+    await gate.commit(1, "abort")
+    response = await asyncio.wait_for(running, PATIENCE_S)
+    assert response.stop_reason == "interrupt"
 
 
 async def test_a_server_without_a_reader_takes_no_weights():
@@ -189,7 +203,7 @@ async def test_a_cancelled_prepare_opens_the_gate_for_the_next(gate, reader):
         await first
     reader.may_go.set()
     await asyncio.wait_for(gate.prepare(meta(2)), PATIENCE_S)
-    await gate.commit(meta(2))
+    await gate.commit(2)
     assert gate.version == 2
 
 
