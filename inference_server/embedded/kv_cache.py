@@ -56,7 +56,10 @@ class Row:
 
 @dataclass(eq=False, slots=True)
 class Slab:
-    """Rows of one capacity: the running ones, then the kept ones, then free ones."""
+    """Rows of one capacity: the running ones, then the kept ones, then free ones.
+
+    Behind a row's tokens there are zeros: attention reads masked values too, and 0 · NaN is NaN.
+    """
 
     capacity: int
     keys: list[Tensor]
@@ -75,7 +78,6 @@ class Slab:
         used = len(self.rows)
         for cache in (self.keys, self.values):
             for layer, old in enumerate(cache):
-                # Zeros, not empty: attention reads masked values too, and 0 · NaN is NaN.
                 new = old.new_zeros((num_rows, *old.shape[1:]))
                 new[:used] = old[:used]
                 cache[layer] = new
@@ -90,7 +92,7 @@ class Slab:
 
     def remove(self, row: Row) -> None:
         """Free a row."""
-        row.length = 0  # nothing of it is worth moving
+        self._wipe(row)
         if row.is_running:
             self.keep(row)
         self._exchange(row.index, len(self.rows) - 1)
@@ -102,6 +104,11 @@ class Slab:
         self._exchange(row.index, self.num_running)
         row.is_running = False
 
+    def _wipe(self, row: Row) -> None:
+        for cache in (*self.keys, *self.values):
+            cache[row.index, :, : row.length] = 0
+        row.length = 0
+
     def _exchange(self, first: int, second: int) -> None:
         if first == second:
             return
@@ -109,9 +116,9 @@ class Slab:
         length = max(one.length, two.length)
         if length:
             for cache in (*self.keys, *self.values):
-                held = cache[first, :, : one.length].clone()
-                cache[first, :, : two.length] = cache[second, :, : two.length]
-                cache[second, :, : one.length] = held
+                held = cache[first, :, :length].clone()
+                cache[first, :, :length] = cache[second, :, :length]
+                cache[second, :, :length] = held
         self.rows[first], self.rows[second] = two, one
         one.index, two.index = second, first
 
@@ -188,11 +195,6 @@ class KVCache:
             self.touch(row)
         else:
             row.slab.remove(row)
-
-    def clear(self, row: Row) -> None:
-        """Forget values that are not finite: whoever gets the row next would read them, masked."""
-        for cache in (*row.slab.keys, *row.slab.values):
-            cache[row.index].zero_()
 
     def taint(self) -> None:
         """The weights changed: kept rows go, running ones are of mixed origin."""

@@ -91,8 +91,6 @@ class Scheduler:
 
     def discard(self, sequence: Sequence) -> None:
         """A sequence failed: nothing of it may be read again."""
-        if sequence.row is not None:
-            self._cache.clear(sequence.row)
         self._leave(sequence, keep=False)
 
     def retract(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,25 @@ from torch import Tensor
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import EmbeddedTorchConfig
-from headway.contracts.types import LLMRequest
+from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
+from headway.rollout.tokenizer import TextTokenizer
 from inference_server.backends.embedded_torch import EmbeddedTorchBackend
-from tests.numeric.models import CONTEXT, VOCAB_SIZE, load_reference
+from tests.numeric.models import VOCAB_SIZE, load_reference
 from weight_sync.channel import StagedWeights
 
 PATIENCE_S = 30.0
+KV_BYTES = 1 << 24
+"""Ample for tiny models: not what happens to be free on the machine."""
 
 
-def make_backend(folder: Path, *, attn: str = "sdpa", **config: Any) -> EmbeddedTorchBackend:
-    """A backend that was not started."""
-    options = EmbeddedTorchConfig(**({"max_sequences": 3, "max_context": CONTEXT} | config))
+def make_backend(
+    folder: Path, *, dtype: str = "float32", **config: Any
+) -> EmbeddedTorchBackend:
+    """A backend that was not started, with the directory's tokenizer if it has one."""
+    options = EmbeddedTorchConfig(**({"max_sequences": 3, "kv_cache_bytes": KV_BYTES} | config))
+    tokenizer = TextTokenizer(str(folder)) if (folder / "tokenizer.json").is_file() else None
     return EmbeddedTorchBackend(
-        options, ModelConfig(path=str(folder), attn_implementation=attn), version=0
+        options, ModelConfig(path=str(folder), dtype=dtype), version=0, tokenizer=tokenizer
     )
 
 
@@ -35,17 +41,67 @@ def make_backend(folder: Path, *, attn: str = "sdpa", **config: Any) -> Embedded
 async def serving(folder: Path, **config: Any) -> AsyncIterator[EmbeddedTorchBackend]:
     """A backend that decodes, closed at the end."""
     backend = make_backend(folder, **config)
-    backend.start()
+    await backend.start()
     try:
         yield backend
     finally:
-        await asyncio.to_thread(backend.close)
+        await backend.aclose()
 
 
-def request(name: str, prompt: list[int], **gconfig: Any) -> LLMRequest:
+def request(
+    name: str,
+    prompt: list[int],
+    *,
+    top_logprobs: int = 0,
+    logprob_start: int | None = None,
+    **gconfig: Any,
+) -> LLMRequest:
     """A request that runs past the end of sequence unless told otherwise."""
     options = {"ignore_eos": True, "max_new_tokens": 20} | gconfig
-    return LLMRequest(rid=name, input_ids=tuple(prompt), gconfig=SamplingConfig(**options))
+    return LLMRequest(
+        rid=name,
+        input_ids=tuple(prompt),
+        gconfig=SamplingConfig(**options),
+        top_logprobs=top_logprobs,
+        logprob_start=logprob_start,
+    )
+
+
+async def generate_all(
+    backend: EmbeddedTorchBackend, requests: Iterable[LLMRequest]
+) -> list[LLMResponse]:
+    """All of them at once."""
+    calls = (backend.generate(r) for r in requests)
+    return await asyncio.wait_for(asyncio.gather(*calls), PATIENCE_S)
+
+
+class Heard:
+    """The deltas of one request, and an event for every count of tokens."""
+
+    def __init__(self) -> None:
+        self.deltas: list[LLMDelta] = []
+        self._changed = asyncio.Event()
+
+    def __call__(self, delta: LLMDelta) -> None:
+        self.deltas.append(delta)
+        self._changed.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens so far."""
+        return [token for delta in self.deltas for token in delta.output_tokens]
+
+    async def until(self, count: int) -> None:
+        """Wait for this many tokens."""
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.tokens) < count:
+                self._changed.clear()
+                await self._changed.wait()
+
+
+def errors(got: Iterable[float], expected: Tensor) -> Tensor:
+    """Absolute differences, in float64."""
+    return (torch.tensor(list(got), dtype=torch.float64) - expected.double()).abs()
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

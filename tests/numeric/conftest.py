@@ -18,7 +18,7 @@ def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
-@pytest.fixture(scope="session", params=["llama", "qwen3", "gpt2"])
+@pytest.fixture(scope="session", params=["llama", "qwen3", "sliding", "gpt2"])
 def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One directory per architecture."""
     return save_model(tmp_path_factory.mktemp(request.param), request.param)

@@ -24,15 +24,18 @@ CONTEXT = 256
 SPREAD = 0.4
 
 
-def save_model(folder: Path, kind: str, seed: int = 0, num_layers: int = 2) -> Path:
-    """Write a random model of a kind: llama (grouped heads, untied), qwen3 (tied, q/k norms), gpt2."""
+def save_model(
+    folder: Path, kind: str, seed: int = 0, num_layers: int = 2, context: int = CONTEXT
+) -> Path:
+    """Write a random model of a kind: llama (grouped heads, untied), qwen3 (tied, q/k norms), sliding
+    (qwen3 whose second layer reads the last 24 positions only), gpt2."""
     torch.manual_seed(seed)
     common = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
         "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": context,
         "initializer_range": SPREAD,
         "bos_token_id": 0,
         "eos_token_id": EOS,
@@ -43,6 +46,10 @@ def save_model(folder: Path, kind: str, seed: int = 0, num_layers: int = 2) -> P
     elif kind == "qwen3":
         tied = {"head_dim": 16, "tie_word_embeddings": True}
         model = Qwen3ForCausalLM(Qwen3Config(**common, **grouped, **tied))
+    elif kind == "sliding":
+        types = ["full_attention", "sliding_attention"]
+        window = {"layer_types": types, "use_sliding_window": True, "sliding_window": 24}
+        model = Qwen3ForCausalLM(Qwen3Config(**common, **grouped, head_dim=16, **window))
     else:
         model = GPT2LMHeadModel(GPT2Config(**common))
     model.save_pretrained(folder)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import torch
 
-from tests.numeric.backends import PATIENCE_S, prompt_of, request, serving
+from tests.numeric.backends import generate_all, prompt_of, request, serving
 from tests.numeric.models import load_reference, reference_logits, reference_logprobs
 
 
@@ -20,11 +18,6 @@ def crowd(**gconfig):
     ]
 
 
-async def generate_all(backend, requests):
-    calls = (backend.generate(r) for r in requests)
-    return await asyncio.wait_for(asyncio.gather(*calls), PATIENCE_S)
-
-
 def errors_against(model, requests, responses, temperature=1.0):
     return torch.cat(
         [
@@ -35,10 +28,9 @@ def errors_against(model, requests, responses, temperature=1.0):
     ).abs()
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
-async def test_logprobs_of_a_crowd_equal_full_forwards(model_dir, attn):
+async def test_logprobs_of_a_crowd_equal_full_forwards(model_dir):
     requests = crowd()
-    async with serving(model_dir, attn=attn) as backend:
+    async with serving(model_dir) as backend:
         responses = await generate_all(backend, requests)
     assert [r.rid for r in responses] == [r.rid for r in requests]
     lengths = [len(o.output_tokens) for o in responses]
