@@ -38,10 +38,13 @@ class LocalGenerator:
         name: str,
         tokenizer: TextTokenizer | None = None,
         admission: Admission | None = None,
+        model_name: str = "model",
     ) -> None:
         self.backend = backend
         self.gate = gate
         self.tokenizer = tokenizer
+        self.model_name = model_name
+        """What clients of several models call this one."""
         self.admission = admission or Admission()
         self.metrics = ServerMetrics()
         self.metrics.watch(self._picture)
@@ -135,7 +138,8 @@ def make_generator(config: ServerConfig) -> LocalGenerator:
     reader = None if config.weights_root is None else DiskReader(config.weights_root)
     gate = VersionGate(backend, reader, config.update_policy)
     admission = Admission(config.max_in_flight, config.request_timeout_s)
-    return LocalGenerator(backend, gate, "local", tokenizer, admission)
+    model_name = config.served_model_name or Path(config.model.path).absolute().name
+    return LocalGenerator(backend, gate, "local", tokenizer, admission, model_name)
 
 
 @asynccontextmanager

@@ -21,7 +21,7 @@ from headway.runtime.secret import read_token
 from inference_server.backends.base import GenerationBackend
 from inference_server.engine import LocalGenerator, make_generator, open_service
 from inference_server.registration import keep_registered
-from inference_server.routes import generation, weights
+from inference_server.routes import generation, openai, weights
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ def make_app(
         config.service.max_body_bytes,
         generation.router,
         weights.router,
+        openai.router,
         token=token,
         metrics=generator.metrics.registry,
     )

@@ -33,6 +33,10 @@ WEIGHTS_PREPARE = "/v1/weights/prepare"
 WEIGHTS_COMMIT = "/v1/weights/commit"
 WEIGHTS_ABORT = "/v1/weights/abort"
 SERVERS = "/v1/servers"
+MODELS = "/v1/models"
+MODEL = "/v1/models/{model}"
+COMPLETIONS = "/v1/completions"
+CHAT_COMPLETIONS = "/v1/chat/completions"
 
 OPEN_PATHS = (HEALTH, "/ping", "/ready")
 """Answered without a token: probes hold no secrets."""

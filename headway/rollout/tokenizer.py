@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +48,76 @@ class TextTokenizer:
         if prompt.input_ids is not None:
             ids = list(prompt.input_ids)
         elif prompt.text is not None:
-            ids = self._tokenizer.encode(prompt.text).ids
+            ids = self.encode(prompt.text)
         else:
-            ids = self._tokenizer.encode(self._render(prompt), add_special_tokens=False).ids
+            messages = [message.model_dump() for message in prompt.messages or ()]
+            ids = self.encode(self._render(messages, {}, f" on group {prompt.group_id!r}"), False)
         if not ids:
             raise DataError(f"prompt of group {prompt.group_id!r} has no tokens")
         return ids
 
-    def decode(self, ids: list[int]) -> str:
-        """Text of token ids, special tokens left out."""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
 
-    def _render(self, prompt: Prompt) -> str:
+        Raises:
+            DataError: it holds half of a surrogate pair, which is no character.
+        """
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError as error:  # how a str without UTF-8 form is refused
+            raise DataError(
+                "the text holds half of a surrogate pair; send valid Unicode"
+            ) from error
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_args: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a chat, up to where the assistant begins to write.
+
+        Args:
+            messages: role, content and whatever else the template knows.
+            tools: functions that the model may call, each as JSON schema.
+            template_args: further variables of the template (`enable_thinking`, ...).
+
+        Raises:
+            DataError: the model has no chat template, or it fails on these messages.
+        """
+        variables = {**(template_args or {}), **({"tools": list(tools)} if tools else {})}
+        ids = self.encode(self._render(messages, variables), add_special_tokens=False)
+        if not ids:
+            raise DataError("the chat template made no tokens of these messages")
+        return ids
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token adds to a text, in UTF-8; a token may hold part of a character."""
+        name = self._tokenizer.id_to_token(token)
+        if name is None:
+            return b""
+        if self._byte_of is not None and all(character in self._byte_of for character in name):
+            return bytes(self._byte_of[character] for character in name)
+        if len(name) == 6 and name.startswith("<0x"):  # byte fallback
+            return bytes([int(name[3:5], 16)])
+        # Behind itself: some tokenizers drop the blank in front of the first token.
+        once = self.decode([token], skip_special_tokens=False)
+        return self.decode([token, token], skip_special_tokens=False)[len(once) :].encode()
+
+    @cached_property
+    def _byte_of(self) -> dict[str, int] | None:
+        """The byte that each character of the vocabulary stands for, if they stand for bytes."""
+        decoder = json.loads(self._tokenizer.to_str())["decoder"] or {}
+        parts = decoder.get("decoders", [decoder])
+        return _byte_alphabet() if any(p.get("type") == "ByteLevel" for p in parts) else None
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], where: str = ""
+    ) -> str:
         if self._chat_source is None:
             raise DataError(
                 "the model has no chat template; send the prompt as text (data.chat: false)"
@@ -74,15 +134,12 @@ class TextTokenizer:
             for name, value in self._settings.items()
             if name.endswith("_token") and value is not None
         }
-        messages = [message.model_dump() for message in prompt.messages or ()]
         try:
             return environment.from_string(self._chat_source).render(
-                messages=messages, add_generation_prompt=True, **special
+                **{**special, **variables, "messages": messages, "add_generation_prompt": True}
             )
         except Exception as error:  # a template is a program of its own
-            raise DataError(
-                f"chat template failed on group {prompt.group_id!r}: {error}"
-            ) from error
+            raise DataError(f"chat template failed{where}: {error}") from error
 
 
 class _GenerationTag(Extension):
@@ -97,3 +154,12 @@ class _GenerationTag(Extension):
 
 def _raise_template_error(message: str) -> None:
     raise TemplateError(message)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's character of each byte: itself where it can be printed, else one from 256 on."""
+    printed = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {
+        chr(256 + place): byte for place, byte in enumerate(hidden)
+    }

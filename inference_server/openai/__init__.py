@@ -1,0 +1,1 @@
+"""OpenAI's completions and chat completions: their records, and generations in their words."""

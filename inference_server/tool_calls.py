@@ -1,0 +1,97 @@
+"""Tool calls in a model's text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+The form of the Hermes and Qwen chat templates. A block that holds no call stays text, as it was
+written; white space around a call is no text. A call is given out when its block ends.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call that a model asks for."""
+
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}", compare=False)
+
+
+class ToolCallStream:
+    """Splits a text that grows into text and calls."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._is_after_call = False
+
+    def feed(self, text: str) -> list[str | ToolCall]:
+        """What is certain now, in order."""
+        self._held += text
+        pieces: list[str | ToolCall] = []
+        while (start := self._held.find(OPEN)) >= 0:
+            end = self._held.find(CLOSE, start)
+            if end < 0:
+                break
+            pieces += self._take_block(start, end, end + len(CLOSE))
+        if start < 0:
+            start = _start_of_tag(self._held)
+        return [*pieces, *self._take_text(len(self._held[:start].rstrip()))]
+
+    def finish(self) -> list[str | ToolCall]:
+        """The rest; a block that was never closed is a call if it holds a whole one."""
+        start = self._held.find(OPEN)
+        end = len(self._held)
+        return self._take_text(end) if start < 0 else self._take_block(start, end, end)
+
+    def _take_block(self, start: int, end: int, after: int) -> list[str | ToolCall]:
+        call = parse_call(self._held[start + len(OPEN) : end])
+        if call is None:
+            return self._take_text(after)
+        rest = self._held[after:]
+        before = self._take_text(len(self._held[:start].rstrip()))
+        self._held = rest
+        self._is_after_call = True
+        return [*before, call]
+
+    def _take_text(self, length: int) -> list[str | ToolCall]:
+        text, self._held = self._held[:length], self._held[length:]
+        if self._is_after_call:
+            text = text.lstrip()
+            self._is_after_call = not text
+        return [text] if text else []
+
+
+def parse_call(body: str) -> ToolCall | None:
+    """The call that a block holds; None if it holds none."""
+    try:
+        call = json.loads(body, parse_constant=_refuse_constant)
+        name, arguments = call["name"], call.get("arguments", {})
+        if isinstance(arguments, str):  # some models write the object as text
+            arguments = json.loads(arguments, parse_constant=_refuse_constant)
+        if not (isinstance(name, str) and name and isinstance(arguments, dict)):
+            return None
+        text = json.dumps(arguments, ensure_ascii=False)
+        (name + text).encode()  # half a surrogate pair cannot travel
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return ToolCall(name, text)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _start_of_tag(text: str) -> int:
+    """Where the text may begin to spell a tag; its length if it does not."""
+    for length in range(min(len(OPEN) - 1, len(text)), 0, -1):
+        if text.endswith(OPEN[:length]):
+            return len(text) - length
+    return len(text)
