@@ -19,7 +19,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -159,7 +160,7 @@ class EmbeddedTorchBackend:
         self._order(lambda: self._scheduler.waiting.append(sequence))
         try:
             return await caller.future
-        except asyncio.CancelledError:
+        except BaseException:  # cancelled, or its own `on_delta` raised
             sequence.is_cancelled = True
             self._nudge()
             raise
@@ -246,6 +247,7 @@ class EmbeddedTorchBackend:
             raise ConfigError("no room in the KV cache for two tokens")
         with torch.inference_mode():
             self._forward([0, 0], [0, 1], [1], [Span(row, 0, 2, 0)])
+        row.length = 2
         self._cache.release(row, keep=False)
 
     def _sequence(self, req: LLMRequest, caller: Caller) -> Sequence:
@@ -278,7 +280,11 @@ class EmbeddedTorchBackend:
 
         def run() -> None:
             if done.set_running_or_notify_cancel():
-                done.set_result(work())
+                try:
+                    done.set_result(work())
+                except Exception as error:
+                    done.set_exception(error)
+                    raise
 
         if not self._thread.is_alive() and not self._is_stopping:
             run()  # not started yet: nobody else is there
@@ -294,18 +300,18 @@ class EmbeddedTorchBackend:
 
     def _run(self) -> None:
         reason = "the backend was closed"
-        try:
-            with torch.inference_mode():
+        with torch.inference_mode():
+            try:
                 while self._take_orders():
                     before = time.monotonic()
                     self._step()
                     self._busy_s += time.monotonic() - before
-        except Exception as error:
-            log.exception("the engine thread died")
-            reason = f"the engine died: {type(error).__name__}: {error}"
-            self._failure = reason
-        finally:
-            self._fail_all(reason)
+            except Exception as error:
+                log.exception("the engine thread died")
+                reason = f"the engine died: {type(error).__name__}: {error}"
+                self._failure = reason
+            finally:
+                self._fail_all(reason)
 
     def _take_orders(self) -> bool:
         """Sleep until there is something to do; false when closing."""
@@ -313,10 +319,9 @@ class EmbeddedTorchBackend:
             with self._wake:
                 while not (self._is_stopping or self._inbox or self._is_due()):
                     self._wake.wait()
-                orders, self._inbox = self._inbox, deque()
                 is_stopping = self._is_stopping
-            for order in orders:
-                order()
+            while self._inbox:  # one at a time: if one kills the engine, the others are not lost
+                self._inbox.popleft()()
             self._deliver()
             if is_stopping:
                 return False
@@ -431,12 +436,12 @@ class EmbeddedTorchBackend:
         now = time.monotonic()
         tokens, logprobs = sampled.tokens.tolist(), sampled.logprobs.tolist()
         for row, sequence in enumerate(sequences):
-            if sequence.request.gconfig.max_new_tokens == 0:
-                self._end(sequence, sequence.response("length", None, now))
-            elif logprobs[row] != logprobs[row] or abs(logprobs[row]) == float("inf"):
+            if logprobs[row] != logprobs[row] or abs(logprobs[row]) == float("inf"):
                 self._scheduler.discard(sequence)
                 self._plan = None
                 self._tell(sequence, self._not_finite(sequence))
+            elif sequence.request.gconfig.max_new_tokens == 0:
+                self._end(sequence, sequence.response("length", None, now))
             else:
                 self._num_generated += 1
                 self._record(sequence, tokens[row], logprobs[row], row, sampled, now)
@@ -502,14 +507,15 @@ class EmbeddedTorchBackend:
             self._is_stopping = True
             orders, self._inbox = self._inbox, deque()
         for order in orders:
-            order()  # they only hand over work, which fails below
+            with suppress(Exception):  # its caller was told; most hand over work, which fails below
+                order()
         sequences = self._scheduler.sequences
         self._scheduler.clear()
         for sequence in sequences:
             self._tell(sequence, BackendError(reason))
         self._deliver()
         for swap in self._swaps:
-            if not swap.done.done():
+            with suppress(InvalidStateError):  # its caller gave up
                 swap.done.set_exception(BackendError(reason))
 
 
