@@ -22,6 +22,8 @@ BLOCK = 256
 """The cumulative distribution is summed block by block: a plain cumsum over the vocabulary is serial."""
 LIKELY = 1024
 """Nuclei are looked for among this many most likely tokens first; a whole sort costs far more."""
+COLDEST = 1e-5
+"""Lower temperatures would overflow, and differ in nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class SamplingPlan:
         self.num_rows = len(rows)
         configs = [row.config for row in rows]
         self._device = device
-        temperatures = [config.temperature or 1.0 for config in configs]
+        temperatures = [max(c.temperature, COLDEST) if c.temperature else 1.0 for c in configs]
         self._scale = torch.tensor([1.0 / t for t in temperatures], device=device)[:, None]
         self._is_scaled = any(t != 1.0 for t in temperatures)
         greedy = [config.temperature == 0.0 for config in configs]

@@ -100,9 +100,9 @@ class Scheduler:
         self._is_short_of_memory = False
 
     def clear(self) -> None:
-        """Forget all sequences."""
-        for sequence in self.sequences:
-            self._leave(sequence, keep=False)
+        """Forget all sequences; memory stays as it is, the device may have failed."""
+        self.running.clear()
+        self.waiting.clear()
 
     def _leave(self, sequence: Sequence, keep: bool) -> None:
         if sequence in self.running:

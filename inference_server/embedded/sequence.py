@@ -36,7 +36,10 @@ class Caller:
         elif isinstance(news, Exception):
             self.future.set_exception(news)
         elif self.on_delta is not None:
-            self.on_delta(news)
+            try:
+                self.on_delta(news)
+            except Exception as error:  # noqa: BLE001 - other callers' news come after this
+                self.future.set_exception(error)
 
 
 @dataclass(eq=False)
@@ -82,7 +85,8 @@ class Sequence:
     @property
     def computed(self) -> int:
         """Tokens whose keys and values are in the cache."""
-        return 0 if self.row is None else self.row.length
+        row = self.row  # read once: the engine may take it away while another thread asks
+        return 0 if row is None else row.length
 
     @property
     def pending(self) -> int:
@@ -185,6 +189,13 @@ class StopText:
         self._window = 4 * max(len(stop) for stop in stops) + 4
 
     def find(self, output: list[int]) -> str | None:
-        """The stop string that the output holds, if it does."""
-        text = self._tokenizer.decode(output[-self._window :])
-        return next((stop for stop in self._stops if stop in text), None)
+        """The stop string that the last token completed, if it did."""
+        tail = output[-self._window :]
+        text = self._tokenizer.decode(tail)
+        if not any(stop in text for stop in self._stops):
+            return None
+        known = len(self._tokenizer.decode(tail[:-1]).rstrip("\N{REPLACEMENT CHARACTER}"))
+        for stop in self._stops:
+            if text.find(stop, max(0, known - len(stop) + 1)) >= 0:
+                return stop
+        return None  # it was there before, when stopping was too early
