@@ -21,7 +21,8 @@ from headway.runtime.secret import read_token
 from inference_server.backends.base import GenerationBackend
 from inference_server.engine import LocalGenerator, make_generator, open_service
 from inference_server.registration import keep_registered
-from inference_server.routes import generation, openai, weights
+from inference_server.routes import generation, openai, sglang, weights
+from inference_server.sglang_face import SGLangFace
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ def make_app(
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                await app.state.sglang.aclose()
 
     app = create_app(
         "Headway generation server",
@@ -87,9 +89,11 @@ def make_app(
         generation.router,
         weights.router,
         openai.router,
+        sglang.router,
         token=token,
         metrics=generator.metrics.registry,
     )
+    app.state.sglang = SGLangFace(config, generator)
     return app
 
 

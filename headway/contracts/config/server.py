@@ -111,6 +111,8 @@ class ServerConfig(Config):
     """Version of the weights in `model.path`."""
     update_policy: UpdatePolicy = "keep"
     """What a new version does to the sequences that are running."""
+    group_timeout_s: float = Field(300.0, gt=0.0)
+    """Seconds to wait for the other members of a weight update group: to meet, and for each bucket."""
     max_in_flight: int = Field(4096, ge=1)
     """Requests running or waiting, at most; more get 429."""
     request_timeout_s: float | None = Field(None, gt=0.0)
