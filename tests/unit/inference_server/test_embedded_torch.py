@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from headway.contracts.errors import BackendError, ConfigError, DataError, RequestTooLong
+from headway.contracts.errors import (
+    BackendError,
+    ConfigError,
+    DataError,
+    RequestTooLong,
+    SyncError,
+)
 from inference_server.backends.base import BACKENDS
 from inference_server.backends.embedded_torch import EmbeddedTorchBackend
 from tests.numeric.backends import (
@@ -20,7 +27,7 @@ from tests.numeric.backends import (
     stage,
     until,
 )
-from tests.numeric.models import CONTEXT, EOS, VOCAB_SIZE
+from tests.numeric.models import CONTEXT, EOS, VOCAB_SIZE, save_model
 from weight_sync.channel import StagedWeights
 
 PROMPT = prompt_of(6, 0)
@@ -35,6 +42,13 @@ async def backend(llama_dir):
 async def generate(backend, name="r", prompt=PROMPT, **gconfig):
     call = backend.generate(request(name, list(prompt), **gconfig))
     return await asyncio.wait_for(call, PATIENCE_S)
+
+
+async def handed_over(call):
+    """A task that has come as far as it gets without the engine."""
+    task = asyncio.create_task(call)
+    await asyncio.sleep(0)
+    return task
 
 
 async def sample_until_eos(backend, **gconfig):
@@ -138,10 +152,10 @@ async def test_a_cancelled_request_frees_its_slot_and_the_others_go_on(llama_dir
 
 async def test_close_fails_running_and_waiting_requests(llama_dir):
     backend = make_backend(llama_dir, max_sequences=2)
-    backend.start()
+    await backend.start()
     tasks = [asyncio.create_task(generate(backend, f"r{i}", max_new_tokens=240)) for i in range(4)]
     await until(lambda: backend.load().running == 2)
-    await asyncio.to_thread(backend.close)
+    await backend.aclose()
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [BackendError] * 4
     with pytest.raises(BackendError, match="closed"):
@@ -152,42 +166,60 @@ async def test_close_fails_running_and_waiting_requests(llama_dir):
 
 async def test_close_before_the_start_fails_what_was_handed_over(llama_dir):
     backend = make_backend(llama_dir)
-    task = asyncio.create_task(generate(backend))
-    await until(lambda: backend.load().queued == 1)
-    backend.close()
+    task = await handed_over(backend.generate(request("r", PROMPT)))
+    await backend.aclose()
     with pytest.raises(BackendError, match="closed"):
         await task
 
 
+async def test_closing_twice_is_closing_once(llama_dir):
+    backend = make_backend(llama_dir)
+    await backend.start()
+    await backend.aclose()
+    await backend.aclose()
+    assert backend.failure is None
+
+
 async def test_a_swap_whose_caller_gave_up_is_not_applied_and_harms_nobody(llama_dir):
     backend = make_backend(llama_dir)
-    swap = asyncio.create_task(backend.swap(stage(1, llama_dir)))
-    await until(lambda: backend.load().queued == 1)
+    swap = await handed_over(backend.swap(backend.fit(stage(1, llama_dir))))
     swap.cancel()
     with pytest.raises(asyncio.CancelledError):
         await swap
-    backend.start()
+    await backend.start()
     response = await generate(backend)
     assert response.version_runs == [(0, 0, 20)]
     assert await backend.swap(stage(2, llama_dir)) == 0
     assert backend.version == 2
-    await asyncio.to_thread(backend.close)
+    await backend.aclose()
+
+
+async def test_a_version_that_this_backend_did_not_stage_is_refused(backend):
+    @dataclass
+    class Foreign:
+        version: int
+
+    with pytest.raises(SyncError, match="Foreign was not staged by this backend"):
+        await backend.swap(Foreign(1))
+    assert (await generate(backend)).version_runs == [(0, 0, 20)]
 
 
 async def test_an_engine_that_dies_in_a_swap_tells_every_caller(llama_dir):
     backend = make_backend(llama_dir)
-    backend.start()
+    await backend.start()
     running = asyncio.create_task(generate(backend, max_new_tokens=240))
     await until(lambda: backend.load().running == 1)
-    assert backend.is_alive
+    assert backend.failure is None
     with pytest.raises(BackendError, match="the engine died: KeyError"):
         await asyncio.wait_for(backend.swap(StagedWeights(1, "0" * 64, {})), PATIENCE_S)
     with pytest.raises(BackendError, match="the engine died"):
         await running
     assert backend.version == 0
-    with pytest.raises(BackendError):
-        await generate(backend)
-    assert not backend.is_alive
+    for call in (generate(backend), backend.pause("in_place"), backend.abort(None)):
+        with pytest.raises(BackendError, match="the engine died: KeyError"):
+            await call
+    assert "KeyError" in backend.failure
+    await backend.aclose()
 
 
 async def test_an_engine_that_dies_in_a_prefill_tells_the_requests_of_that_prefill(llama_dir):
@@ -197,10 +229,62 @@ async def test_an_engine_that_dies_in_a_prefill_tells_the_requests_of_that_prefi
         raise MemoryError("no room")
 
     backend._model.register_forward_pre_hook(fail)
-    backend.start()
+    await backend.start()
     with pytest.raises(BackendError, match="no room"):
         await generate(backend)
-    backend.close()
+    assert "no room" in backend.failure
+    await backend.aclose()
+
+
+async def test_a_device_that_fails_for_good_leaves_nobody_waiting(llama_dir):
+    """As after an illegal memory access on a GPU: nothing in its memory can be touched again."""
+    backend = make_backend(llama_dir)
+
+    def fail(*_):
+        for slab in backend._cache.slabs:
+            slab.keys = slab.values = None
+        raise RuntimeError("device lost")
+
+    await backend.start()
+    tasks = [asyncio.create_task(generate(backend, f"r{i}", max_new_tokens=240)) for i in range(6)]
+    await until(lambda: backend.load().generated_tokens > 20)
+    backend._model.register_forward_pre_hook(fail)
+    outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), PATIENCE_S)
+    assert {type(outcome) for outcome in outcomes} == {BackendError}
+    assert "device lost" in backend.failure
+    await backend.aclose()
+
+
+async def test_orders_behind_the_one_that_kills_the_engine_are_answered(llama_dir):
+    backend = make_backend(llama_dir)
+
+    def fail():
+        raise RuntimeError("bad order")
+
+    backend._order(fail)
+    request_task = await handed_over(backend.generate(request("r", PROMPT)))
+    swap_task = await handed_over(backend.swap(backend.fit(stage(1, llama_dir))))
+    await backend.start()
+    for task in (request_task, swap_task):
+        with pytest.raises(BackendError, match="bad order"):
+            await asyncio.wait_for(task, PATIENCE_S)
+    await backend.aclose()
+
+
+async def test_a_reader_of_deltas_that_raises_ends_its_own_request_only(backend):
+    def fail(delta):
+        raise KeyError("reader")
+
+    long = {"max_new_tokens": 100}
+    calls = [
+        backend.generate(request("bad", PROMPT, **long), fail),
+        backend.generate(request("good", PROMPT, **long)),
+    ]
+    bad, good = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), PATIENCE_S)
+    assert isinstance(bad, KeyError)
+    assert len(good.output_tokens) == 100
+    await until(lambda: backend.load().running == 0)
+    assert backend.load().generated_tokens < 200
 
 
 async def test_load_counts_tokens_and_the_work_of_the_engine(backend):
@@ -232,8 +316,25 @@ def test_parameters_name_every_tensor_that_a_version_must_bring(llama_dir):
 
 
 def test_a_context_above_the_models_is_cut_to_it(llama_dir):
-    assert make_backend(llama_dir, max_context=10**6).max_context == CONTEXT
-    assert make_backend(llama_dir, max_context=None).max_context == CONTEXT
+    assert make_backend(llama_dir, max_context=10**6).limits.max_context == CONTEXT
+    assert make_backend(llama_dir, max_context=None).limits.max_context == CONTEXT
+    assert make_backend(llama_dir, max_context=40).limits.max_context == 40
+
+
+def test_memory_that_holds_no_whole_sequence_is_refused(tmp_path):
+    folder = save_model(tmp_path, "gpt2")
+    needed = CONTEXT * 2 * 2 * 32 * 4  # keys and values, layers, hidden size, float32
+    with pytest.raises(
+        ConfigError, match=f"no sequence of {CONTEXT} tokens; give at least {needed}"
+    ):
+        make_backend(folder, kv_cache_bytes=1 << 16)
+    make_backend(folder, kv_cache_bytes=needed)
+    make_backend(folder, kv_cache_bytes=1 << 16, max_context=128)
+
+
+async def test_stop_strings_need_a_tokenizer(backend):
+    with pytest.raises(DataError, match="stop strings need a tokenizer"):
+        await generate(backend, stop=("x",))
 
 
 def test_a_directory_without_a_model_is_a_config_error(tmp_path):
@@ -241,8 +342,8 @@ def test_a_directory_without_a_model_is_a_config_error(tmp_path):
         make_backend(tmp_path)
 
 
-def test_sliding_window_models_are_refused(tmp_path):
-    config = Qwen3Config(
+def test_kinds_of_attention_that_are_not_built_are_refused(tmp_path):
+    config = Gemma2Config(
         vocab_size=8,
         hidden_size=8,
         intermediate_size=8,
@@ -250,12 +351,10 @@ def test_sliding_window_models_are_refused(tmp_path):
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=4,
-        layer_types=["full_attention", "sliding_attention"],
-        use_sliding_window=True,
-        sliding_window=4,
+        attn_logit_softcapping=50.0,
     )
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="sliding_attention"):
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="softcap: 50"):
         make_backend(tmp_path)
 
 

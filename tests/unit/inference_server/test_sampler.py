@@ -11,10 +11,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.contracts.config.sampling import SamplingConfig
-from inference_server.sampler import SamplingPlan
+from inference_server.embedded.sampler import SamplingPlan, SamplingRow, top_logprobs
 
 CPU = torch.device("cpu")
 ALMOST_ONE = 1.0 - 2.0**-24
+
+
+def plan_of(configs: list[SamplingConfig], vocab_size: int) -> SamplingPlan:
+    """A plan for rows without history."""
+    return SamplingPlan([SamplingRow(config) for config in configs], vocab_size, CPU)
+
+
+def slow_logits(
+    logits: list[float], config: SamplingConfig, prompt: list[int], output: list[int]
+) -> list[float]:
+    """Logits after penalties and bias, one token at a time: repetition as CTRL defines it, presence
+    and frequency over the output alone as OpenAI and vLLM do, then OpenAI's logit_bias."""
+    changed = list(logits)
+    for token in set(prompt) | set(output):
+        factor = config.repetition_penalty
+        changed[token] = changed[token] / factor if changed[token] > 0 else changed[token] * factor
+    for token in output:
+        changed[token] -= config.frequency_penalty
+    for token in set(output):
+        changed[token] -= config.presence_penalty
+    for token, value in config.logit_bias.items():
+        changed[token] += value
+    return changed
+
+
+def slow_logprobs(logits: list[float]) -> list[float]:
+    """Log-softmax in Python floats."""
+    peak = max(logits)
+    log_total = peak + math.log(math.fsum(math.exp(x - peak) for x in logits))
+    return [x - log_total for x in logits]
 
 
 def slow_distribution(
@@ -44,12 +74,11 @@ def slow_distribution(
 
 def draw(logits: list[float], config: SamplingConfig, size: int, forbidden=()) -> list[int]:
     """Tokens at evenly spread points of the cumulative distribution."""
-    plan = SamplingPlan([config] * size, CPU)
+    plan = plan_of([config] * size, len(logits))
     uniforms = (torch.arange(size) + 0.5) / size
     rows = torch.tensor(logits).repeat(size, 1)
     bans = [(row, list(forbidden)) for row in range(size)] if forbidden else ()
-    tokens, _ = plan.sample(rows, uniforms, bans)
-    return tokens.tolist()
+    return plan.sample(rows, uniforms, bans).tokens.tolist()
 
 
 def is_on_an_edge(logits: list[float], config: SamplingConfig, forbidden=frozenset()) -> bool:
@@ -103,28 +132,26 @@ def test_cuts_by_hand():
 
 def test_rows_keep_their_own_parameters_and_uncut_logprobs():
     logits = torch.tensor([[2.0, 1.0, 0.0]]).repeat(4, 1)
-    plan = SamplingPlan(
-        [
-            SamplingConfig(temperature=0.0),
-            SamplingConfig(top_k=1),
-            SamplingConfig(temperature=2.0),
-            SamplingConfig(),
-        ],
-        CPU,
-    )
-    tokens, logprobs = plan.sample(logits, torch.full((4,), ALMOST_ONE))
-    assert tokens.tolist() == [0, 0, 2, 2]
+    configs = [
+        SamplingConfig(temperature=0.0),
+        SamplingConfig(top_k=1),
+        SamplingConfig(temperature=2.0),
+        SamplingConfig(),
+    ]
+    sampled = plan_of(configs, 3).sample(logits, torch.full((4,), ALMOST_ONE))
+    assert sampled.tokens.tolist() == [0, 0, 2, 2]
     plain = torch.log_softmax(logits[0], dim=-1)
     warm = torch.log_softmax(logits[0] / 2, dim=-1)
-    torch.testing.assert_close(logprobs, torch.stack([plain[0], plain[0], warm[2], plain[2]]))
+    expected = torch.stack([plain[0], plain[0], warm[2], plain[2]])
+    torch.testing.assert_close(sampled.logprobs, expected)
 
 
 def test_frequencies_are_the_probabilities():
     torch.manual_seed(0)
     logits = torch.randn(30) * 1.5
     size = 20_000
-    plan = SamplingPlan([SamplingConfig()] * size, CPU)
-    tokens, _ = plan.sample(logits.repeat(size, 1), torch.rand(size))
+    plan = plan_of([SamplingConfig()] * size, 30)
+    tokens = plan.sample(logits.repeat(size, 1), torch.rand(size)).tokens
     expected = torch.softmax(logits, dim=-1) * size
     counts = torch.bincount(tokens, minlength=30)
     chi_square = ((counts - expected) ** 2 / expected).sum().item()
@@ -140,19 +167,19 @@ def test_rounding_never_selects_a_token_of_probability_zero(uniform, seed):
     logits = torch.randn(8, size) * 3
     logits[:, torch.rand(size) < 0.5] = -200.0  # underflows to 0 in float32
     logits[:, 0] = logits[:, -1] = -200.0
-    plan = SamplingPlan([SamplingConfig()] * 8, CPU)
-    tokens, logprobs = plan.sample(logits, torch.full((8,), uniform))
-    assert (logits.gather(1, tokens[:, None]) > -100).all()
-    assert torch.isfinite(logprobs).all()
+    plan = plan_of([SamplingConfig()] * 8, size)
+    sampled = plan.sample(logits, torch.full((8,), uniform))
+    assert (logits.gather(1, sampled.tokens[:, None]) > -100).all()
+    assert torch.isfinite(sampled.logprobs).all()
 
 
 def test_a_banned_token_is_not_sampled_even_if_nothing_else_is_likely():
     logits = [0.0, 300.0, -50.0, -51.0]
     for config in (SamplingConfig(), SamplingConfig(temperature=0.0), SamplingConfig(top_p=0.9)):
         assert set(draw(logits, config, 20, forbidden=[1])) == {0}
-    plan = SamplingPlan([SamplingConfig()], CPU)
-    _, logprobs = plan.sample(torch.tensor([logits]), torch.tensor([0.5]), [(0, [1])])
-    assert logprobs.item() == pytest.approx(-300.0)  # of the distribution before the ban
+    plan = plan_of([SamplingConfig()], 4)
+    sampled = plan.sample(torch.tensor([logits]), torch.tensor([0.5]), [(0, [1])])
+    assert sampled.logprobs.item() == pytest.approx(-300.0)  # of the distribution before the ban
 
 
 def test_top_p_counts_the_mass_that_a_ban_leaves():
@@ -165,7 +192,103 @@ def test_top_p_counts_the_mass_that_a_ban_leaves():
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_p": 0.5}])
 def test_logits_that_are_not_finite_show_in_the_logprob_of_that_row_only(value, options):
     logits = torch.tensor([[0.0, value, 1.0], [0.0, 1.0, 2.0]])
-    plan = SamplingPlan([SamplingConfig(**options)] * 2, CPU)
-    tokens, logprobs = plan.sample(logits, torch.tensor([0.5, 0.5]))
-    assert torch.isfinite(logprobs).tolist() == [False, True]
-    assert 0 <= tokens[0] < 3
+    plan = plan_of([SamplingConfig(**options)] * 2, 3)
+    sampled = plan.sample(logits, torch.tensor([0.5, 0.5]))
+    assert torch.isfinite(sampled.logprobs).tolist() == [False, True]
+    assert 0 <= sampled.tokens[0] < 3
+
+
+@st.composite
+def histories(draw):
+    """Logits of a row, its parameters, its prompt and what it sampled."""
+    logits = draw(vectors)
+    token = st.integers(0, len(logits) - 1)
+    config = SamplingConfig(
+        temperature=draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])),
+        repetition_penalty=draw(st.sampled_from([0.5, 1.0, 1.3, 10.0])),
+        frequency_penalty=draw(st.sampled_from([-2.0, 0.0, 0.7])),
+        presence_penalty=draw(st.sampled_from([-1.5, 0.0, 2.0])),
+        logit_bias=draw(st.dictionaries(token, st.sampled_from([-100.0, -1.0, 2.5]), max_size=3)),
+    )
+    tokens = st.lists(token, max_size=8)
+    return logits, config, draw(tokens), draw(tokens)
+
+
+@settings(max_examples=100)
+@given(st.lists(histories(), min_size=1, max_size=4))
+def test_penalties_and_bias_of_a_mixed_batch_equal_the_slow_loops(rows):
+    size = max(len(logits) for logits, *_ in rows)
+    padded = [logits + [-50.0] * (size - len(logits)) for logits, *_ in rows]
+    plan = SamplingPlan([SamplingRow(c, p, o) for _, c, p, o in rows], size, CPU)
+    outputs = [list(output) for *_, output in rows]
+    for _ in range(3):  # the counts follow what is sampled
+        sampled = plan.sample(torch.tensor(padded), torch.full((len(rows),), 0.4))
+        for row, (_, config, prompt, _) in enumerate(rows):
+            changed = slow_logits(padded[row], config, prompt, outputs[row])
+            scaled = [x / (config.temperature or 1.0) for x in changed]
+            token = int(sampled.tokens[row])
+            expected = slow_logprobs(scaled)
+            assert sampled.logprobs[row].item() == pytest.approx(expected[token], abs=2e-4)
+            table = torch.log_softmax(sampled.scaled[row], dim=-1).tolist()
+            assert table == pytest.approx(expected, abs=2e-4)
+            if config.temperature == 0.0:
+                assert changed[token] == pytest.approx(max(changed), abs=1e-4)
+            outputs[row].append(token)
+
+
+def test_a_rebuilt_plan_goes_on_with_the_counts_of_the_old_one():
+    config = SamplingConfig(
+        temperature=0.0, frequency_penalty=0.5, presence_penalty=0.3, repetition_penalty=1.2
+    )
+    logits = torch.tensor([[1.0, 1.4, 0.6, -0.5]])
+    uniform = torch.tensor([0.5])
+    kept, output = SamplingPlan([SamplingRow(config, [2])], 4, CPU), []
+    for _ in range(12):
+        rebuilt = SamplingPlan([SamplingRow(config, [2], output)], 4, CPU)
+        one, two = kept.sample(logits, uniform), rebuilt.sample(logits, uniform)
+        torch.testing.assert_close(one.scaled, two.scaled)
+        assert one.tokens.item() == two.tokens.item()
+        output.append(one.tokens.item())
+    assert len(set(output)) > 1
+
+
+def test_bias_forces_and_forbids():
+    logits = [math.log(p) for p in (0.9, 0.06, 0.03, 0.01)]
+    assert set(draw(logits, SamplingConfig(logit_bias={3: 100.0}), 100)) == {3}
+    assert set(draw(logits, SamplingConfig(logit_bias={0: -100.0}), 200)) == {1, 2, 3}
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-6])
+def test_the_coldest_temperatures_are_a_limit_not_an_overflow(temperature):
+    logits = torch.tensor([[-300.0, 4.0, 3.9, 120.0], [0.0, 0.5, 0.4, 0.1]])
+    plan = plan_of([SamplingConfig(temperature=temperature)] * 2, 4)
+    sampled = plan.sample(logits, torch.tensor([0.999, 0.001]))
+    assert sampled.tokens.tolist() == [3, 1]
+    assert sampled.logprobs.tolist() == [0.0, 0.0]
+
+
+def test_nuclei_wider_than_the_likely_tokens_are_found_by_a_whole_sort():
+    size = 5000
+    torch.manual_seed(1)
+    logits = torch.randn(2, size) * 0.1  # so flat that 1024 tokens hold a quarter of the mass
+    for options in ({"top_p": 0.6}, {"top_k": 3000}):
+        config = SamplingConfig(**options)
+        kept = slow_distribution(logits[0].tolist(), config).keys()
+        plan = plan_of([config] * 2, size)
+        drawn = {
+            int(token)
+            for uniform in torch.linspace(0, ALMOST_ONE, 400)
+            for token in plan.sample(logits[:1].repeat(2, 1), uniform.repeat(2)).tokens
+        }
+        edge = {int(t) for t in logits[0].sort(descending=True).indices[len(kept) - 3 :][:6]}
+        assert drawn <= kept | edge
+        assert len(drawn) > 380
+
+
+def test_top_logprobs_are_the_most_likely_tokens_in_order():
+    logits = torch.tensor([0.1, 3.0, -1.0, 2.0])
+    table = slow_logprobs(logits.tolist())
+    got = top_logprobs(logits, 3)
+    assert [token for token, _ in got] == [1, 3, 0]
+    assert [logprob for _, logprob in got] == pytest.approx([table[1], table[3], table[0]])
+    assert len(top_logprobs(logits, 64)) == 4
