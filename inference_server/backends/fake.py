@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from zlib import crc32
+
+import torch
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import FakeBackendConfig, UpdatePolicy
@@ -27,6 +30,8 @@ from headway.contracts.types import (
 from headway.rollout.tokenizer import TextTokenizer
 from inference_server.backends.base import Limits, Load, OnDelta, Staged, check_request
 from weight_sync.channel import WeightReader
+from weight_sync.manifest import MANIFEST_NAME
+from weight_sync.transports.disk import read_manifest
 
 LOGPROB = -1.0
 
@@ -163,7 +168,7 @@ class FakeBackend:
         return not self._running
 
     def stage(self, meta: WeightUpdateMeta, reader: WeightReader) -> Staged:
-        return reader.stage(meta, {})
+        return reader.stage(meta, _shapes(Path(meta.path)))
 
     async def swap(self, staged: Staged, policy: UpdatePolicy = "keep") -> int:
         running = len(self._running)
@@ -195,3 +200,10 @@ class FakeBackend:
     async def aclose(self) -> None:
         self._closed = True
         await self.resume()
+
+
+def _shapes(folder: Path) -> dict[str, torch.Size]:
+    """What was published: there is no model to compare it with."""
+    if not (folder / MANIFEST_NAME).is_file():
+        return {}
+    return {entry.name: torch.Size(entry.shape) for entry in read_manifest(folder).tensors}
