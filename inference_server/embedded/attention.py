@@ -42,6 +42,23 @@ class _Chunk:
 
 
 @dataclass(slots=True)
+class _Decode:
+    """The running rows of a slab, of which some have one token in this step."""
+
+    queries: Tensor
+    """[n] position in the step of each row's token (0 for rows without one)."""
+    positions: Tensor
+    """[n] position of that token in its sequence (0 for rows without one)."""
+    rows: Tensor
+    """[m] the rows that have one."""
+    outputs: Tensor
+    """[m] where their results go in the step."""
+    length: int
+    """How far the rows are read."""
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class _SlabWork:
     """What a step does in one slab."""
 
@@ -50,16 +67,8 @@ class _SlabWork:
     """[S] positions in the step of the tokens that are written here."""
     places: Tensor
     """[S · kv_heads] where their heads go in the slab seen as [rows · kv_heads · capacity, head_dim]."""
-    queries: Tensor | None
-    """[n] position in the step of the token of each running row that decodes (0 for the others)."""
-    decoding: Tensor | None
-    """[m] indices of the rows that decode, and `outputs` [m] where their results go."""
-    outputs: Tensor | None
-    length: int
-    positions: Tensor | None
-    """[n] position of each row's query in its sequence (0 for the others)."""
+    decode: _Decode | None
     chunks: list[_Chunk]
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
 
 
 class Step:
@@ -88,29 +97,27 @@ class Step:
         ) * slab.capacity + torch.tensor(positions)[:, None]
         singles = [span for span in spans if span.end - span.start == 1]
         chunks = [_Chunk(span) for span in spans if span.end - span.start > 1]
-        work = _SlabWork(
+        return _SlabWork(
             slab=slab,
             tokens=self._tensor(tokens),
             places=places.flatten().to(self._device),
-            queries=None,
-            decoding=None,
-            outputs=None,
-            length=0,
-            positions=None,
+            decode=self._decode(slab, singles) if singles else None,
             chunks=chunks,
         )
-        if singles:
-            queries, query_positions = [0] * slab.num_running, [0] * slab.num_running
-            for span in singles:
-                queries[span.row.index] = span.first
-                query_positions[span.row.index] = span.start
-            longest = max(span.end for span in singles)
-            work.length = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, slab.capacity)
-            work.queries = self._tensor(queries)
-            work.positions = self._tensor(query_positions)
-            work.decoding = self._tensor([span.row.index for span in singles])
-            work.outputs = self._tensor([span.first for span in singles])
-        return work
+
+    def _decode(self, slab: Slab, singles: list[Span]) -> _Decode:
+        queries, positions = [0] * slab.num_running, [0] * slab.num_running
+        for span in singles:
+            queries[span.row.index] = span.first
+            positions[span.row.index] = span.start
+        longest = max(span.end for span in singles)
+        return _Decode(
+            queries=self._tensor(queries),
+            positions=self._tensor(positions),
+            rows=self._tensor([span.row.index for span in singles]),
+            outputs=self._tensor([span.first for span in singles]),
+            length=min(-(-longest // LENGTH_STEP) * LENGTH_STEP, slab.capacity),
+        )
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self._device)
@@ -157,9 +164,9 @@ def slab_attention(
         for cache, new in ((keys, k), (values, v)):
             chosen = new[work.tokens].reshape(-1, head_dim)
             cache.view(-1, head_dim).index_copy_(0, work.places, chosen.to(cache.dtype))
-        if work.queries is not None:
-            decoded = _decode(q, keys, values, work, scale, sliding_window)
-            output.index_copy_(0, work.outputs, decoded)
+        if work.decode is not None:
+            decoded = _decode(q, keys, values, work.decode, scale, sliding_window)
+            output.index_copy_(0, work.decode.outputs, decoded)
         for chunk in work.chunks:
             span = chunk.span
             place = slice(span.first, span.first + span.end - span.start)
@@ -168,7 +175,7 @@ def slab_attention(
 
 
 def _decode(
-    q: Tensor, keys: Tensor, values: Tensor, work: _SlabWork, scale: float, window: int | None
+    q: Tensor, keys: Tensor, values: Tensor, decode: _Decode, scale: float, window: int | None
 ) -> Tensor:
     """[m, heads, head_dim] of the decoding rows of a slab.
 
@@ -176,28 +183,28 @@ def _decode(
     two products beat the fused kernel, which is slow for a single query (15 against 0.6 ms for 32
     rows of 512 positions, 2 key heads, bfloat16).
     """
-    n, num_kv_heads = len(work.queries), keys.shape[1]  # type: ignore[arg-type]
-    queries = q[work.queries].view(n, num_kv_heads, -1, q.shape[-1])
-    k, v = keys[:n, :, : work.length], values[:n, :, : work.length]
-    mask = _decode_mask(work, window)
+    n, num_kv_heads = len(decode.queries), keys.shape[1]
+    queries = q[decode.queries].view(n, num_kv_heads, -1, q.shape[-1])
+    k, v = keys[:n, :, : decode.length], values[:n, :, : decode.length]
+    mask = _decode_mask(decode, window)
     if q.is_cuda:
         mixed = scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale)
     else:
         scores = torch.matmul(queries * scale, k.transpose(-1, -2))
         shares = torch.softmax(scores.masked_fill_(~mask, float("-inf")), -1, dtype=torch.float32)
         mixed = torch.matmul(shares.to(v.dtype), v)
-    return mixed.reshape(n, -1, q.shape[-1])[work.decoding]
+    return mixed.reshape(n, -1, q.shape[-1])[decode.rows]
 
 
-def _decode_mask(work: _SlabWork, window: int | None) -> Tensor:
-    if window not in work.masks:
-        columns = torch.arange(work.length, device=work.positions.device)  # type: ignore[union-attr]
-        last = work.positions[:, None]  # type: ignore[index]
+def _decode_mask(decode: _Decode, window: int | None) -> Tensor:
+    if window not in decode.masks:
+        columns = torch.arange(decode.length, device=decode.positions.device)
+        last = decode.positions[:, None]
         allowed = columns <= last
         if window is not None:
             allowed &= columns > last - window
-        work.masks[window] = allowed[:, None, None]
-    return work.masks[window]
+        decode.masks[window] = allowed[:, None, None]
+    return decode.masks[window]
 
 
 def _prefill(

@@ -14,13 +14,14 @@ Memory is what the slabs hold allocated; it never exceeds the budget. One thread
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 SMALLEST_ROW = 128
+FEWEST_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Row:
 
     slab: Slab
     index: int
-    tokens: Sequence[int] = ()
+    tokens: list[int] = field(default_factory=list)
     """The sequence's tokens; the first `length` of them have their keys and values here."""
     length: int = 0
     is_pure: bool = True
@@ -223,11 +224,11 @@ class KVCache:
         return self._extend(slab)
 
     def _extend(self, slab: Slab) -> bool:
-        """Half as many rows again, as far as the budget goes."""
+        """Twice as many rows, as far as the budget goes."""
         room = (self.budget_tokens - self.allocated_tokens) // slab.capacity
         if room < 1:
             return False
-        slab.resize(slab.num_allocated + min(room, max(2, slab.num_allocated // 2)))
+        slab.resize(slab.num_allocated + min(room, max(FEWEST_ROWS, slab.num_allocated)))
         return True
 
     def _new_slab(self, capacity: int) -> Slab:

@@ -39,7 +39,7 @@ class PackedLinears:
                 self._layers.setdefault(names[module.weight], []).append(module)
         for layers in self._layers.values():
             for layer in layers:
-                layer.forward = _Packed(layer)  # type: ignore[method-assign]
+                layer.forward = _Packed(layer)  # type: ignore[method-assign, assignment]
         self.exchange(self.pack({name: layers[0].weight for name, layers in self._layers.items()}))
 
     def pack(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

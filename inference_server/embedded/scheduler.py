@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from itertools import takewhile
 
 from inference_server.embedded.attention import Span
 from inference_server.embedded.kv_cache import KVCache, Row
@@ -189,9 +188,9 @@ class Scheduler:
             limit = min(limit, sequence.scored_from - 1)
         best, length = None, SHORTEST_SHARED - 1
         for row in self._cache:
-            reach = min(row.length, limit)
-            if row.is_pure and reach > length:
-                common = _common_prefix(sequence.tokens, row.tokens, reach)
+            if row.is_pure:
+                reach = min(row.length, limit)
+                common = _common_prefix(sequence.tokens, row.tokens, reach, length)
                 if common > length:
                     best, length = row, common
         return best, length if best is not None else 0
@@ -204,16 +203,17 @@ class Scheduler:
         for other in self.running:
             if other.pending < 2 or other.row is None or not other.row.is_pure:
                 continue
-            common = _common_prefix(sequence.tokens, other.tokens, min(limit, len(other.tokens)))
-            if common >= max(SHORTEST_SHARED, shared + 1) and common > other.computed:
+            known = max(SHORTEST_SHARED - 1, shared, other.computed)
+            reach = min(limit, len(other.tokens))
+            if _common_prefix(sequence.tokens, other.tokens, reach, known) > known:
                 return True
         return False
 
 
-def _common_prefix(one: list[int], two: object, limit: int) -> int:
-    other: list[int] = two  # type: ignore[assignment]
-    if one[:limit] == other[:limit]:
+def _common_prefix(one: list[int], two: list[int], limit: int, known: int) -> int:
+    """Length of the common prefix, at most `limit`; 0 if it is not longer than `known`."""
+    if limit <= known or one[known] != two[known]:
+        return 0  # most rows end here
+    if one[:limit] == two[:limit]:
         return limit
-    return sum(
-        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one[:limit], other, strict=False))
-    )
+    return next(i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)

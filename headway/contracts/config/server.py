@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, field_validator
 
 from headway.contracts.config.base import Config
 from headway.contracts.config.gateway import (
@@ -120,3 +120,8 @@ class ServerConfig(Config):
     served_model_name: str | None = None
     """Name that OpenAI clients see; None takes the last part of `model.path`."""
     executor: ExecutorConfig = ExecutorConfig()
+
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _embedded_unless_named(cls, given: object) -> object:
+        return {"type": "embedded_torch", **given} if isinstance(given, dict) else given
