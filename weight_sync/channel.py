@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -23,6 +24,15 @@ class StagedWeights:
     version: PolicyVersion
     digest: str
     tensors: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ProvenVersion:
+    """A proven version where it lies, for an engine that reads it by itself."""
+
+    version: PolicyVersion
+    digest: str
+    folder: Path
 
 
 class WeightPublisher(Protocol):
@@ -52,6 +62,18 @@ class WeightReader(Protocol):
 
     def stage(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> StagedWeights:
         """Read a version and prove it against its manifest and the model's parameters.
+
+        Raises:
+            SyncError: torn, tampered, of another model, or outside the allowed directory.
+        """
+
+
+@runtime_checkable
+class WeightVerifier(Protocol):
+    """A reader that can prove a version without keeping it in memory."""
+
+    def verify(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> ProvenVersion:
+        """As `WeightReader.stage`, one tensor at a time.
 
         Raises:
             SyncError: torn, tampered, of another model, or outside the allowed directory.

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from headway.contracts.config.weight_sync import DiskSync
 from headway.contracts.errors import SyncError
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
-from weight_sync.channel import StagedWeights
+from weight_sync.channel import ProvenVersion, StagedWeights
 from weight_sync.manifest import (
     DTYPES,
     MANIFEST_NAME,
@@ -160,6 +160,19 @@ class DiskReader:
         self._root = Path(root).resolve()
 
     def stage(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> StagedWeights:
+        folder, manifest = self._manifest_of(meta, expected)
+        tensors = dict(_read_tensors(folder, manifest))
+        return StagedWeights(manifest.version, manifest.digest, tensors)
+
+    def verify(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> ProvenVersion:
+        folder, manifest = self._manifest_of(meta, expected)
+        for _ in _read_tensors(folder, manifest):
+            pass
+        return ProvenVersion(manifest.version, manifest.digest, folder)
+
+    def _manifest_of(
+        self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]
+    ) -> tuple[Path, Manifest]:
         folder = self._allowed(meta.path)
         manifest = read_manifest(folder)
         if manifest.version != meta.version:
@@ -167,7 +180,7 @@ class DiskReader:
         _check_against(manifest, expected, folder)
         for shard in {entry.shard for entry in manifest.tensors}:
             self._allowed(str(folder / shard))
-        return StagedWeights(manifest.version, manifest.digest, _read_tensors(folder, manifest))
+        return folder, manifest
 
     def _allowed(self, path: str) -> Path:
         folder = Path(path).resolve()
@@ -205,22 +218,21 @@ def _check_against(manifest: Manifest, expected: Mapping[str, torch.Size], folde
         )
 
 
-def _read_tensors(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+def _read_tensors(folder: Path, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+    """The proven tensors of a version, one shard after the other."""
     by_shard: dict[str, list[TensorEntry]] = {}
     for entry in manifest.tensors:
         by_shard.setdefault(entry.shard, []).append(entry)
-    tensors: dict[str, torch.Tensor] = {}
     for shard, entries in by_shard.items():
         try:
             with safe_open(folder / shard, framework="pt", device="cpu") as file:
                 for entry in entries:
                     # Cloned: the file is mapped, and may be deleted once this version is old.
-                    tensors[entry.name] = file.get_tensor(entry.name).clone()
+                    tensor = file.get_tensor(entry.name).clone()
+                    _prove(entry, tensor, folder)
+                    yield entry.name, tensor
         except (SafetensorError, OSError, KeyError) as error:
             raise SyncError(f"{folder / shard} is torn: {error}") from error
-        for entry in entries:
-            _prove(entry, tensors[entry.name], folder)
-    return tensors
 
 
 def _prove(entry: TensorEntry, tensor: torch.Tensor, folder: Path) -> None:
