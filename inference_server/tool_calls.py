@@ -1,7 +1,8 @@
 """Tool calls in a model's text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
 The form of the Hermes and Qwen chat templates. A block that holds no call stays text, as it was
-written; white space around a call is no text. A call is given out when its block ends.
+written; white space around a call is no text, unless text stands on both sides. A call is given out
+when its block ends.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class ToolCallStream:
 
     def __init__(self) -> None:
         self._held = ""
-        self._is_after_call = False
+        self._gap: str | None = None
+        """Behind a call: the white space before it, which parts text before from text behind."""
 
     def feed(self, text: str) -> list[str | ToolCall]:
         """What is certain now, in order."""
@@ -55,17 +57,19 @@ class ToolCallStream:
         call = parse_call(self._held[start + len(OPEN) : end])
         if call is None:
             return self._take_text(after)
-        rest = self._held[after:]
-        before = self._take_text(len(self._held[:start].rstrip()))
+        length = len(self._held[:start].rstrip())
+        gap, rest = self._held[length:start], self._held[after:]
+        before = self._take_text(length)
         self._held = rest
-        self._is_after_call = True
+        self._gap = gap if self._gap is None else self._gap
         return [*before, call]
 
     def _take_text(self, length: int) -> list[str | ToolCall]:
         text, self._held = self._held[:length], self._held[length:]
-        if self._is_after_call:
-            text = text.lstrip()
-            self._is_after_call = not text
+        if self._gap is not None:
+            if not (text := text.lstrip()):
+                return []
+            text, self._gap = self._gap + text, None
         return [text] if text else []
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -102,8 +103,8 @@ class TextTokenizer:
             return b""
         if self._byte_of is not None and all(character in self._byte_of for character in name):
             return bytes(self._byte_of[character] for character in name)
-        if len(name) == 6 and name.startswith("<0x"):  # byte fallback
-            return bytes([int(name[3:5], 16)])
+        if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", name):  # byte fallback
+            return bytes.fromhex(name[3:5])
         # Behind itself: some tokenizers drop the blank in front of the first token.
         once = self.decode([token], skip_special_tokens=False)
         return self.decode([token, token], skip_special_tokens=False)[len(once) :].encode()
@@ -111,13 +112,14 @@ class TextTokenizer:
     @cached_property
     def _byte_of(self) -> dict[str, int] | None:
         """The byte that each character of the vocabulary stands for, if they stand for bytes."""
-        decoder = json.loads(self._tokenizer.to_str())["decoder"] or {}
-        parts = decoder.get("decoders", [decoder])
+        decoder = self._tokenizer.decoder
+        state = {} if decoder is None else json.loads(decoder.__getstate__())
+        parts = state.get("decoders", [state])
         return _byte_alphabet() if any(p.get("type") == "ByteLevel" for p in parts) else None
 
-    def _render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], where: str = ""
-    ) -> str:
+    @cached_property
+    def _template(self) -> Template:
+        """The chat template; compiling it takes longer than rendering."""
         if self._chat_source is None:
             raise DataError(
                 "the model has no chat template; send the prompt as text (data.chat: false)"
@@ -129,15 +131,22 @@ class TextTokenizer:
         environment.filters["tojson"] = lambda value, **options: json.dumps(
             value, ensure_ascii=False, **options
         )
+        return environment.from_string(self._chat_source)
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], where: str = ""
+    ) -> str:
         special = {
             name: value["content"] if isinstance(value, dict) else value
             for name, value in self._settings.items()
             if name.endswith("_token") and value is not None
         }
         try:
-            return environment.from_string(self._chat_source).render(
+            return self._template.render(
                 **{**special, **variables, "messages": messages, "add_generation_prompt": True}
             )
+        except DataError:
+            raise
         except Exception as error:  # a template is a program of its own
             raise DataError(f"chat template failed{where}: {error}") from error
 

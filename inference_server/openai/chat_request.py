@@ -16,7 +16,7 @@ OF_TEMPLATE = ("messages", "tools", "add_generation_prompt")
 
 
 class ChatRequest(GenerationFields):
-    messages: tuple[ChatMessage, ...] = Field(min_length=1)
+    messages: tuple[ChatMessage, ...]
     max_completion_tokens: int | None = Field(None, ge=1)
     """None takes what the context has left."""
     max_tokens: int | None = Field(None, ge=1)
@@ -86,11 +86,16 @@ class ChatRequest(GenerationFields):
         """
         given = dict(self.chat_template_kwargs or {})
         if taken := [name for name in OF_TEMPLATE if name in given]:
-            raise InvalidField(f"{taken} cannot be set here", "chat_template_kwargs")
+            raise InvalidField(
+                f"chat_template_kwargs sets {taken}, which come from the request itself",
+                "chat_template_kwargs",
+            )
         return given
 
     def check(self) -> None:
         super().check()
+        if not self.messages:
+            raise InvalidField("messages is empty; send at least one", "messages")
         if None not in (self.max_tokens, self.max_completion_tokens) and (
             self.max_tokens != self.max_completion_tokens
         ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, JsonValue
+from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag
 
 from headway.contracts.types import TokenId
 from inference_server.openai.fields import GenerationFields, refused
@@ -23,11 +23,18 @@ def _as_prompts(given: Any) -> Any:
     return [given] if is_one else given
 
 
+CompletionPrompt = Annotated[
+    Annotated[str, Field(min_length=1), Tag("text")]
+    | Annotated[tuple[TokenId, ...], Tag("token_ids")],
+    Discriminator(lambda given: "text" if isinstance(given, str) else "token_ids"),
+]
+
+
 class CompletionRequest(GenerationFields):
     prompt: Annotated[
-        tuple[Annotated[str, Field(min_length=1)] | tuple[TokenId, ...], ...],
+        tuple[CompletionPrompt, ...],
         BeforeValidator(_as_prompts),
-        Field(min_length=1, max_length=MAX_PROMPTS),
+        Field(max_length=MAX_PROMPTS),
     ]
     """Text, token ids, or a list of either."""
     max_tokens: int | None = Field(None, ge=0)
@@ -42,6 +49,8 @@ class CompletionRequest(GenerationFields):
 
     def check(self) -> None:
         super().check()
+        if not self.prompt:
+            raise InvalidField("prompt is an empty list; send at least one", "prompt")
         if self.best_of is not None and self.best_of != self.num_choices:
             raise InvalidField(
                 f"best_of={self.best_of} with n={self.num_choices}: choices are not ranked; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue
+from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag
 from pydantic_core import PydanticCustomError
 
 from headway.contracts.config.base import Config
@@ -23,12 +23,16 @@ def _only_text(content: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in (None, "text"):
             raise PydanticCustomError(
-                "not_text", "this server reads text parts only, not {kind!r}", {"kind": kind}
+                "not_text", "this server reads text parts only, not {kind}", {"kind": kind}
             )
     return content
 
 
-Content = Annotated[str | tuple[TextPart, ...], BeforeValidator(_only_text)]
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[tuple[TextPart, ...], Tag("parts")],
+    Discriminator(lambda given: "text" if isinstance(given, str) else "parts"),
+    BeforeValidator(_only_text),
+]
 """Text, or parts of text that are read without anything between them."""
 
 
