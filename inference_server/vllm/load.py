@@ -1,0 +1,80 @@
+"""What vLLM's `/metrics` say about its load, and how long it had work."""
+
+from __future__ import annotations
+
+import re
+import time
+
+_SAMPLE = re.compile(r"(vllm:\w+)(?:\{(.*)\})? (\S+)")
+_BLOCKS = re.compile(r'\b(num_gpu_blocks|block_size)="(\d+)"')
+
+
+class Gauges:
+    """The latest figures, summed over the engines of one server."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+        self._generated_before: float | None = None
+        self.kv_capacity = 0
+        """Tokens whose keys and values fit; 0 until it is known."""
+
+    def read(self, text: str) -> None:
+        """Take an answer of `/metrics`, in the text format of Prometheus."""
+        values: dict[str, float] = {}
+        capacity = 0
+        for line in text.splitlines():
+            sample = _SAMPLE.fullmatch(line)
+            if sample is None:
+                continue
+            name, labels, value = sample.groups()
+            values[name] = values.get(name, 0.0) + float(value)
+            if name == "vllm:cache_config_info":
+                blocks = {key: int(number) for key, number in _BLOCKS.findall(labels)}
+                capacity += blocks.get("num_gpu_blocks", 0) * blocks.get("block_size", 0)
+        self._values, self.kv_capacity = values, capacity
+        if self._generated_before is None:  # an engine that was attached to has a past
+            self._generated_before = values.get("vllm:generation_tokens_total", 0.0)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in vLLM's own queue."""
+        return int(self._values.get("vllm:num_requests_waiting", 0.0))
+
+    @property
+    def generated(self) -> int:
+        """Tokens sampled since the first look."""
+        total = self._values.get("vllm:generation_tokens_total", 0.0)
+        return int(total - (self._generated_before or 0.0))
+
+    @property
+    def prefilled(self) -> int:
+        """Prompt tokens computed; those found in the prefix cache are not."""
+        total = self._values.get("vllm:prompt_tokens_total", 0.0)
+        return int(total - self._values.get("vllm:prompt_tokens_cached_total", 0.0))
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose keys and values are held."""
+        engines = max(1.0, self._values.get("vllm:cache_config_info", 1.0))
+        usage = self._values.get("vllm:kv_cache_usage_perc", 0.0) / engines
+        return round(usage * self.kv_capacity)
+
+
+class Stopwatch:
+    """Adds up the time in which there was work."""
+
+    def __init__(self) -> None:
+        self._sum_s = 0.0
+        self._since: float | None = None
+
+    def run(self, has_work: bool) -> None:
+        """Say whether there is work from now on."""
+        now = time.monotonic()
+        if self._since is not None:
+            self._sum_s += now - self._since
+        self._since = now if has_work else None
+
+    def seconds(self) -> float:
+        """Up to now."""
+        running_s = 0.0 if self._since is None else time.monotonic() - self._since
+        return self._sum_s + running_s

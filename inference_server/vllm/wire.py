@@ -1,0 +1,289 @@
+"""Our requests and answers in vLLM's words, for the two ways that it takes token ids.
+
+`/inference/v1/generate` is made for it (`--enable-scale-out`); `/v1/completions` is there always.
+Both say at the end of an answer which weights sampled which tokens (`weight_versions`). Pure
+functions: nothing here talks to an engine. Observed on vLLM 0.33.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from headway.contracts.config.sampling import SamplingConfig
+from headway.contracts.errors import BackendError, DataError
+from headway.contracts.types import LLMRequest, PolicyVersion, StopReason, TopLogprobs
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+Runs = list[tuple[PolicyVersion, int, int]]
+
+MIN_TEMPERATURE = 0.01
+"""vLLM silently samples at this temperature when a lower one is asked for."""
+MAX_TEMPERATURE = 2.0
+NOT_FINITE = -9999.0
+"""What vLLM writes for a logprob that is not finite."""
+STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "interrupt"}
+
+
+@dataclass(slots=True)
+class Part:
+    """What one event of a stream added, or a whole answer."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[TopLogprobs] = field(default_factory=list)
+    """Per token, the most likely first."""
+    reason: StopReason | None = None
+    """None while it goes on."""
+    match: int | str | None = None
+    runs: Runs | None = None
+    """Which version sampled what; comes with the end only."""
+    prompt: list[dict[int, float] | None] | None = None
+    """Per position of the prompt: its own token's logprob, and those of the most likely."""
+    cached_tokens: int = 0
+
+    def extend(self, part: Part) -> None:
+        """Add what the next event brought."""
+        self.tokens += part.tokens
+        self.logprobs += part.logprobs
+        self.top += part.top
+        self.cached_tokens = self.cached_tokens or part.cached_tokens
+        if part.reason is not None:
+            self.reason, self.match, self.runs = part.reason, part.match, part.runs
+
+
+class Dialect(Protocol):
+    """One way to ask for tokens."""
+
+    @property
+    def path(self) -> str: ...
+
+    def engine_id(self, request_id: str) -> str:
+        """The id by which `/abort_requests` knows a request; its own id has no effect there."""
+
+    def body(self, request_id: str, req: LLMRequest, salt: str, is_stream: bool) -> dict[str, Any]:
+        """What to post; `salt` keeps the prefixes of one version apart from another's."""
+
+    def read(self, answer: dict[str, Any], num_top: int) -> Part:
+        """An answer, or one event of a stream.
+
+        Raises:
+            BackendError: the answer is not what this version of vLLM should give.
+        """
+
+
+class GenerateDialect:
+    """`/inference/v1/generate`."""
+
+    path = "/inference/v1/generate"
+
+    def engine_id(self, request_id: str) -> str:
+        return f"generate-tokens-{request_id}"
+
+    def body(self, request_id: str, req: LLMRequest, salt: str, is_stream: bool) -> dict[str, Any]:
+        sampling = sampling_params(req)
+        sampling["detokenize"] = bool(req.gconfig.stop)  # only stop strings need the text
+        body = {
+            "request_id": request_id,
+            "token_ids": req.input_ids,
+            "sampling_params": sampling,
+            "cache_salt": salt,
+        }
+        return body | (_STREAM if is_stream else {})
+
+    def read(self, answer: dict[str, Any], num_top: int) -> Part:
+        part = _read_common(answer)
+        if answer["choices"]:
+            choice = answer["choices"][0]
+            for entry in (choice["logprobs"] or {}).get("content") or []:
+                part.logprobs.append(entry["logprob"])
+                ranked = [(c["token_id"], c["logprob"]) for c in entry["top_logprobs"]]
+                part.top.append(_most_likely(ranked, num_top))
+        return _checked(part)
+
+
+class CompletionsDialect:
+    """`/v1/completions`, for an engine without `--enable-scale-out`."""
+
+    path = "/v1/completions"
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def engine_id(self, request_id: str) -> str:
+        return f"cmpl-{request_id}-0"
+
+    def body(self, request_id: str, req: LLMRequest, salt: str, is_stream: bool) -> dict[str, Any]:
+        body = {
+            "model": self._model,
+            "request_id": request_id,
+            "prompt": req.input_ids,
+            "add_special_tokens": False,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "return_weight_versions": True,
+            "cache_salt": salt,
+            **sampling_params(req),
+        }
+        return body | (_STREAM if is_stream else {})
+
+    def read(self, answer: dict[str, Any], num_top: int) -> Part:
+        part = _read_common(answer)
+        logprobs = answer["choices"][0]["logprobs"] if answer["choices"] else None
+        if logprobs is not None:
+            part.logprobs = [NOT_FINITE if p is None else p for p in logprobs["token_logprobs"]]
+            for entry in logprobs["top_logprobs"] or [None] * len(part.logprobs):
+                ranked = [(_named_token(name), p) for name, p in (entry or {}).items()]
+                part.top.append(_most_likely(ranked, num_top))
+        return _checked(part)
+
+
+_STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def sampling_params(req: LLMRequest) -> dict[str, Any]:
+    """Every sampling field, spelled out: a default of the model's generation config never applies."""
+    gconfig = req.gconfig
+    return {
+        "max_tokens": max(1, gconfig.max_new_tokens),  # vLLM cannot score without sampling
+        "min_tokens": gconfig.min_new_tokens,
+        "temperature": gconfig.temperature,
+        "top_p": gconfig.top_p,
+        "top_k": gconfig.top_k or 0,
+        "min_p": gconfig.min_p,
+        "stop_token_ids": gconfig.stop_token_ids,
+        "stop": gconfig.stop,
+        "ignore_eos": gconfig.ignore_eos,
+        "presence_penalty": gconfig.presence_penalty,
+        "frequency_penalty": gconfig.frequency_penalty,
+        "repetition_penalty": gconfig.repetition_penalty,
+        "logit_bias": {str(token): bias for token, bias in gconfig.logit_bias.items()} or None,
+        "seed": gconfig.seed,
+        "logprobs": req.top_logprobs,
+        "prompt_logprobs": None if req.logprob_start is None else req.top_logprobs,
+        "skip_special_tokens": True,
+    }
+
+
+def check_sampling(gconfig: SamplingConfig, mode: LogprobsMode | None) -> None:
+    """Refuse what vLLM would clamp, or answer with logprobs that are not ours.
+
+    Ours are those after temperature, penalties and bias, before top_k, top_p and min_p. vLLM's are
+    either raw (before all) or processed (after all), by a flag of the engine.
+
+    Raises:
+        DataError: says which field, and what would serve it.
+    """
+    temperature = gconfig.temperature
+    if 0.0 < temperature < MIN_TEMPERATURE or temperature > MAX_TEMPERATURE:
+        raise DataError(
+            f"temperature={temperature}, vLLM samples at 0 or within [{MIN_TEMPERATURE}, "
+            f"{MAX_TEMPERATURE}]; set one of these"
+        )
+    cut = {"top_p": 1.0, "top_k": None, "min_p": 0.0} if temperature > 0.0 else {}
+    shape = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    scale = {"temperature": 1.0} if temperature > 0.0 else {}
+    if mode != "raw_logprobs" and (given := _differing(gconfig, cut)):
+        raise DataError(
+            f"{given}: this vLLM engine reports logprobs after that cut, ours are those before it; "
+            "leave it out, or start the engine with --logprobs-mode raw_logprobs for sampling at "
+            "temperature 1 without penalties"
+        )
+    if mode != "processed_logprobs" and (
+        given := _differing(gconfig, {**scale, **shape, "logit_bias": {}})
+    ):
+        raise DataError(
+            f"{given}: this vLLM engine reports logprobs before it is applied, ours are those after "
+            "it; leave it out, or start the engine with --logprobs-mode processed_logprobs"
+        )
+
+
+def _differing(gconfig: SamplingConfig, defaults: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{name}={getattr(gconfig, name)}"
+        for name, default in defaults.items()
+        if getattr(gconfig, name) != default
+    )
+
+
+def prompt_scores(
+    req: LLMRequest, part: Part
+) -> tuple[list[float | None] | None, list[TopLogprobs | None] | None]:
+    """Logprobs of the prompt from `logprob_start` on, and the most likely tokens if asked for."""
+    start = req.logprob_start
+    if start is None:
+        return None, None
+    positions = len(req.input_ids)
+    prompt = part.prompt
+    if prompt is None or len(prompt) != positions:
+        if part.reason != "interrupt":
+            raise BackendError(f"vLLM did not score the prompt of {req.rid}; its log has more")
+        prompt = [None] * positions  # aborted before
+    scores: list[float | None] = []
+    tops: list[TopLogprobs | None] = []
+    for token, entry in zip(req.input_ids[start:], prompt[start:], strict=True):
+        scores.append(None if entry is None else entry[token])
+        tops.append(None if entry is None else _most_likely([*entry.items()], req.top_logprobs))
+    return scores, tops if req.top_logprobs else None
+
+
+def _most_likely(candidates: TopLogprobs, num_top: int) -> TopLogprobs:
+    """vLLM lists the sampled token first, also where it is not among the most likely."""
+    return sorted(dict(candidates).items(), key=lambda c: -c[1])[:num_top]
+
+
+def _named_token(name: str) -> int:
+    return int(name.removeprefix("token_id:"))
+
+
+def _read_common(answer: dict[str, Any]) -> Part:
+    """What both ways spell alike."""
+    usage = answer.get("usage") or {}
+    part = Part(cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+    if not answer["choices"]:
+        return part
+    choice = answer["choices"][0]
+    part.tokens = choice["token_ids"] or []
+    if choice["finish_reason"] is not None:
+        part.reason = _stop_reason(choice["finish_reason"])
+        part.match = choice["stop_reason"]
+        part.runs = _runs(choice["weight_versions"], len(part.tokens))
+    prompt = choice.get("prompt_logprobs") or answer.get("prompt_logprobs")
+    if prompt is not None:
+        part.prompt = [
+            entry and {int(token): scored["logprob"] for token, scored in entry.items()}
+            for entry in prompt
+        ]
+    return part
+
+
+def _checked(part: Part) -> Part:
+    if len(part.logprobs) != len(part.tokens):
+        raise BackendError(
+            f"vLLM sent {len(part.tokens)} tokens with {len(part.logprobs)} logprobs"
+        )
+    if any(logprob <= NOT_FINITE for logprob in part.logprobs):
+        raise BackendError("the weights gave logits that are not finite; see the trainer's metrics")
+    return part
+
+
+def _stop_reason(finish: str) -> StopReason:
+    if finish not in STOP_REASONS:
+        raise BackendError(
+            f"vLLM ended a request with {finish!r}, known: {', '.join(STOP_REASONS)}"
+        )
+    return STOP_REASONS[finish]
+
+
+def _runs(spans: list[dict[str, Any]] | None, num_tokens: int) -> Runs:
+    if spans is None and num_tokens:
+        raise BackendError(
+            "vLLM did not say which weights sampled its tokens; this backend needs vLLM >= 0.32"
+        )
+    try:
+        return [(int(span["version"]), span["start"], span["end"]) for span in spans or []]
+    except ValueError as error:
+        raise BackendError(
+            f"the engine's weights are labelled by somebody else: {spans}; labels are our version "
+            "numbers, set through this server only"
+        ) from error
