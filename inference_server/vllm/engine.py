@@ -1,7 +1,8 @@
 """A vLLM server's verbs as calls: generate, pause, abort, update, label.
 
 One method per verb, none of which knows what a policy is; who calls what in which order is the
-backend's business. Observed on vLLM 0.33.0; the verbs for pauses and weights need its dev mode.
+backend's business. Observed on vLLM 0.33.0, but for streams, `drop_caches` and the broadcast beyond
+its refusals, which are as its source says. Pauses and weights need its dev mode.
 """
 
 from __future__ import annotations

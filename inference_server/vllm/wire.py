@@ -2,7 +2,8 @@
 
 `/inference/v1/generate` is made for it (`--enable-scale-out`); `/v1/completions` is there always.
 Both say at the end of an answer which weights sampled which tokens (`weight_versions`). Pure
-functions: nothing here talks to an engine. Observed on vLLM 0.33.0.
+functions: nothing here talks to an engine. Whole answers were observed on vLLM 0.33.0; streams and
+`/v1/completions` are as its source says.
 """
 
 from __future__ import annotations

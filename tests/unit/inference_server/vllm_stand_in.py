@@ -1,8 +1,9 @@
 """A vLLM server without a model: the shapes and manners of 0.33.0 over real HTTP.
 
 What it answers is in `tests/contract/data/vllm/`; what it does is what was observed of the real one
-(pauses, refusals, aborts by the prefixed id only, spans at the end of an answer) or read in its source
-(streams, salts of the prefix cache). `budget` holds every request at so many tokens, so that a test
+(pauses, refusals, aborts by the prefixed id only, spans at the end of an answer) or only read in its
+source (streams, salts, dropped caches of running requests, /v1/completions). A test that passes here
+has not run against vLLM. `budget` holds every request at so many tokens, so that a test
 can act while it runs. As a program it takes vLLM's command line and ignores what it has no use for.
 """
 
@@ -26,7 +27,7 @@ LOGPROB = -0.5
 
 
 def shape(name: str):
-    """A copy of a recorded body."""
+    """A fresh copy of one of the bodies."""
     return copy.deepcopy(json.loads((SHAPES / f"{name}.json").read_text()))
 
 
