@@ -169,6 +169,10 @@ class Fleet:
                     response = await self._ask(server, sent)
             except Draining:
                 self._drain(server)
+            except BackendError as error:
+                # Nothing was sent over a connection that was refused.
+                if not isinstance(error.__cause__, aiohttp.ClientConnectorError):
+                    raise
             except QueueFull as error:
                 wait_s = error.retry_after_s * random.uniform(1.0, 1.0 + JITTER)
                 server.busy_until = time.monotonic() + wait_s
