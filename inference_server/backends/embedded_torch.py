@@ -338,9 +338,7 @@ class EmbeddedTorchBackend:
             if sequence.is_cancelled:
                 self._scheduler.finish(sequence)
         self._swap_if_due()
-        if self._is_paused:
-            return
-        works = self._scheduler.schedule()
+        works = [] if self._is_paused else self._scheduler.schedule()
         if works:
             self._compute(works)
         self._deliver()
