@@ -4,44 +4,55 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from headway.contracts.errors import SyncError
+from weight_sync.checkpoint import BUFFERS
 from weight_sync.manifest import dtype_name, tensor_sha256
 
-COMPUTED = "rotary_emb.inv_freq"
-"""Old checkpoints store this buffer; models compute it."""
 
+def check_fit(
+    shapes: Mapping[str, torch.Size],
+    expected: Mapping[str, torch.Size],
+    read: Callable[[str], torch.Tensor],
+    origin: str,
+) -> None:
+    """Whether these are the tensors that a model expects, all of them and no other.
 
-def fit_tensors(
-    tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size], origin: str
-) -> dict[str, torch.Tensor]:
-    """The tensors that a model expects, all of them and no other.
+    A tied weight may come under both of its names (`lm_head.weight`): the second is no stranger if it
+    equals a tensor that is expected. Nor are buffers that models compute (`BUFFERS`).
 
-    A tied weight may come under both of its names (`lm_head.weight`): the second is left out if it
-    equals a tensor that is expected. So are buffers that models compute (`COMPUTED`).
+    Args:
+        shapes: what came.
+        expected: the model's parameters.
+        read: brings one of the tensors that came; called for strangers and what they may equal.
+        origin: for the message.
 
     Raises:
         SyncError: one is missing, unknown, or of another shape.
     """
-    missing = sorted(expected.keys() - tensors.keys())
+
+    def is_copy(name: str) -> bool:
+        likely = [other for other in expected if shapes.get(other) == shapes[name]]
+        return any(_is_equal(read(name), read(other)) for other in likely)
+
+    missing = sorted(expected.keys() - shapes.keys())
     extra = sorted(
         name
-        for name in tensors.keys() - expected.keys()
-        if not name.endswith(COMPUTED) and not _is_copy(tensors[name], tensors, expected)
+        for name in shapes.keys() - expected.keys()
+        if not name.endswith(BUFFERS) and not is_copy(name)
     )
-    shapes = [
-        f"{name}: {tuple(tensors[name].shape)} given, {tuple(shape)} in the model"
+    others = [
+        f"{name}: {tuple(shapes[name])} given, {tuple(shape)} in the model"
         for name, shape in expected.items()
-        if name in tensors and tensors[name].shape != shape
+        if name in shapes and shapes[name] != shape
     ]
-    if missing or extra or shapes:
+    if missing or extra or others:
         raise SyncError(
-            f"{origin} is of another model: missing {missing[:3]}, extra {extra[:3]}, shapes {shapes[:3]}"
+            f"{origin} is of another model: missing {missing[:3]}, extra {extra[:3]}, shapes {others[:3]}"
         )
-    return {name: tensors[name] for name in expected}
 
 
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -57,11 +68,5 @@ def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
-def _is_copy(
-    tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size]
-) -> bool:
-    return any(
-        tensors[name].shape == tensor.shape and torch.equal(tensors[name], tensor)
-        for name in expected
-        if name in tensors
-    )
+def _is_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(tensor.to(other), other)

@@ -28,7 +28,7 @@ from headway.contracts.errors import SyncError
 from headway.contracts.types import WeightUpdateMeta
 from weight_sync.channel import StagedWeights
 from weight_sync.manifest import DTYPES
-from weight_sync.tensors import fit_tensors
+from weight_sync.tensors import check_fit
 
 TICK_S = 0.001
 UNPROVEN = ""
@@ -212,5 +212,7 @@ class CollectiveReader:
             for name in expected
             if name not in self._received
         }
-        tensors = fit_tensors({**kept, **self._received}, expected, meta.path)
-        return StagedWeights(meta.version, UNPROVEN, tensors)
+        tensors = {**kept, **self._received}
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        check_fit(shapes, expected, tensors.__getitem__, meta.path)
+        return StagedWeights(meta.version, UNPROVEN, {name: tensors[name] for name in expected})

@@ -1,64 +1,94 @@
 """Versions as plain Hugging Face directories: `*.safetensors`, with or without an index.
 
 Nothing here was written by our publisher, so nothing vouches for a version but its own completeness:
-every parameter of the model, in its shape, and no other. What is proven is what was read: tensors are
-copied out of the files before they are judged, and the digest is computed from the copies. A
-directory with our manifest is read by `DiskReader`, with all of its proofs.
+every parameter of the model, in its shape, and no other. The digest is computed from what was copied
+out of the files. A directory with our manifest is read by `DiskReader`, with all of its proofs.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from headway.contracts.errors import SyncError
 from headway.contracts.types import WeightUpdateMeta
-from weight_sync.channel import StagedWeights
+from weight_sync.channel import ProvenVersion, StagedWeights
 from weight_sync.manifest import MANIFEST_NAME
-from weight_sync.tensors import fit_tensors, weights_digest
+from weight_sync.tensors import check_fit, weights_digest
 from weight_sync.transports.disk import DiskReader, read_manifest
 
 INDEX_NAME = "model.safetensors.index.json"
+UNREAD = ""
+"""Digest of a directory of which only the headers were read."""
 
 
 class ModelDirReader:
-    """`WeightReader` of model directories below an allowed one, under the version of the caller."""
+    """`WeightReader` and `WeightVerifier` of directories below an allowed one.
+
+    They take the version that the caller asks for: a plain directory has none.
+    """
 
     def __init__(self, root: str) -> None:
         self._root = Path(root).resolve()
 
     def stage(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> StagedWeights:
+        folder = self._folder(meta)
+        if (folder / MANIFEST_NAME).is_file():
+            staged = DiskReader(str(self._root)).stage(_as_published(folder), expected)
+            return replace(staged, version=meta.version)
+        with self._opened(folder) as files:
+            check_fit(_shapes(files), expected, lambda name: _read(files, name), str(folder))
+            tensors = {name: _read(files, name) for name in expected}
+        return StagedWeights(meta.version, weights_digest(tensors), tensors)
+
+    def verify(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> ProvenVersion:
+        """As `stage`, from the headers: without a manifest the bytes have nothing to be held against."""
+        folder = self._folder(meta)
+        if (folder / MANIFEST_NAME).is_file():
+            proven = DiskReader(str(self._root)).verify(_as_published(folder), expected)
+            return replace(proven, version=meta.version)
+        with self._opened(folder) as files:
+            check_fit(_shapes(files), expected, lambda name: _read(files, name), str(folder))
+        return ProvenVersion(meta.version, UNREAD, folder)
+
+    def _folder(self, meta: WeightUpdateMeta) -> Path:
         folder = self._allowed(Path(meta.path))
         if not folder.is_dir():
             raise SyncError(f"{meta.path} is not a directory; give one with *.safetensors")
-        if (folder / MANIFEST_NAME).is_file():
-            return self._stage_published(meta, folder, expected)
-        tensors: dict[str, torch.Tensor] = {}
-        for shard in _shards(folder):
-            read = _read_shard(self._allowed(shard))
-            if twice := sorted(read.keys() & tensors.keys()):
-                raise SyncError(f"{folder} holds {twice[0]} in two files; keep one of them")
-            tensors.update(read)
-        fitting = fit_tensors(tensors, expected, str(folder))
-        return StagedWeights(meta.version, weights_digest(fitting), fitting)
-
-    def _stage_published(
-        self, meta: WeightUpdateMeta, folder: Path, expected: Mapping[str, torch.Size]
-    ) -> StagedWeights:
-        published = WeightUpdateMeta(read_manifest(folder).version, str(folder))
-        staged = DiskReader(str(self._root)).stage(published, expected)
-        return replace(staged, version=meta.version)
+        return folder
 
     def _allowed(self, path: Path) -> Path:
         resolved = path.resolve()
         if not resolved.is_relative_to(self._root):
             raise SyncError(f"{path} is outside of the allowed weights directory {self._root}")
         return resolved
+
+    @contextmanager
+    def _opened(self, folder: Path) -> Iterator[dict[str, Any]]:
+        """Name of each tensor -> the open file that holds it."""
+        files: dict[str, Any] = {}
+        with ExitStack() as stack:
+            try:
+                for shard in _shards(folder):
+                    file = stack.enter_context(safe_open(self._allowed(shard), framework="pt"))
+                    for name in file.keys():  # noqa: SIM118 - a file, not a mapping
+                        if name in files:
+                            raise SyncError(f"{folder} holds {name} in two files; keep one of them")
+                        files[name] = file
+                yield files
+            except (SafetensorError, OSError) as error:
+                raise SyncError(f"{folder} is torn or incomplete: {error}") from error
+
+
+def _as_published(folder: Path) -> WeightUpdateMeta:
+    return WeightUpdateMeta(read_manifest(folder).version, str(folder))
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -75,10 +105,11 @@ def _shards(folder: Path) -> list[Path]:
     return found
 
 
-def _read_shard(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            # Cloned: the file is mapped, and the trainer may write the next version over it.
-            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, KeyError) as error:
-        raise SyncError(f"{path} is torn or missing: {error}") from error
+def _shapes(files: Mapping[str, Any]) -> dict[str, torch.Size]:
+    return {name: torch.Size(file.get_slice(name).get_shape()) for name, file in files.items()}
+
+
+def _read(files: Mapping[str, Any], name: str) -> torch.Tensor:
+    # Cloned: the file is mapped, and the trainer may write the next version over it.
+    tensor: torch.Tensor = files[name].get_tensor(name).clone()
+    return tensor
