@@ -70,6 +70,12 @@ class RolloutRequest(Config):
     reward: PartConfig
     gconfig: SamplingConfig = SamplingConfig()
 
+    @model_validator(mode="after")
+    def _check(self) -> RolloutRequest:
+        if self.gconfig.max_new_tokens < 1:
+            raise ValueError("gconfig.max_new_tokens=0; a rollout samples at least one token")
+        return self
+
 
 class LLMRequest(Config):
     """One sequence to generate."""

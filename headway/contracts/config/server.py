@@ -34,7 +34,7 @@ class EmbeddedTorchConfig(Config):
     kv_cache_bytes: int | None = Field(None, ge=1 << 16)
     """Memory for keys and values; None takes 40 % of what is free."""
     pack_weights: bool = True
-    """On the CPU, hold the weights of linear layers a second time in the layout of the fastest kernels."""
+    """On the CPU, hold the weights of linear layers a second time, in the layout of its kernels."""
     num_threads: int | None = Field(None, ge=1)
     """CPU threads; None keeps PyTorch's choice."""
     seed: int = Field(0, ge=0)

@@ -3,6 +3,7 @@ from pydantic import ValidationError
 from rollout_builders import make_group, make_request, make_trajectory
 
 from headway.contracts.config.algorithm import AlgorithmConfig
+from headway.contracts.config.base import PartConfig
 from headway.contracts.config.experiment import GRPOExperiment
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.http import ServerReport, SubmitRequest, WaitRequest, WeightUpdateRequest
@@ -70,7 +71,7 @@ def test_a_request_survives_json():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"max_new_tokens": 0},
+        {"max_new_tokens": -1},
         {"temperature": -0.1},
         {"temperature": float("nan")},
         {"top_p": 0.0},
@@ -164,3 +165,14 @@ def test_more_minibatches_than_prompts_are_refused():
 def test_greedy_siblings_are_refused():
     with pytest.raises(ValidationError, match="every advantage is 0"):
         experiment(sampling={"temperature": 0.0})
+
+
+def test_a_rollout_that_samples_nothing_is_refused():
+    SamplingConfig(max_new_tokens=0)  # scores a prompt
+    with pytest.raises(ValidationError, match="a rollout samples at least one token"):
+        RolloutRequest(
+            rollout_id="r",
+            prompt=Prompt(group_id="g", text="x"),
+            reward=PartConfig(name="exact"),
+            gconfig=SamplingConfig(max_new_tokens=0),
+        )

@@ -86,7 +86,7 @@ def test_a_wrong_value_inside_a_union_is_named_as_it_was_written():
 def test_an_unknown_variant_lists_the_variants():
     message = refusal(ServerConfig, ["--model.path", "m", "--backend.type", "fak"])
     assert message.startswith("backend: ")
-    assert "'embedded_torch', 'fake'" in message
+    assert "'embedded_torch', 'sglang', 'vllm', 'fake'" in message
 
 
 def test_every_problem_is_listed():
