@@ -26,9 +26,7 @@ KV_BYTES = 1 << 24
 """Ample for tiny models: not what happens to be free on the machine."""
 
 
-def make_backend(
-    folder: Path, *, dtype: str = "float32", **config: Any
-) -> EmbeddedTorchBackend:
+def make_backend(folder: Path, *, dtype: str = "float32", **config: Any) -> EmbeddedTorchBackend:
     """A backend that was not started, with the directory's tokenizer if it has one."""
     options = EmbeddedTorchConfig(**({"max_sequences": 3, "kv_cache_bytes": KV_BYTES} | config))
     tokenizer = TextTokenizer(str(folder)) if (folder / "tokenizer.json").is_file() else None
@@ -97,6 +95,24 @@ class Heard:
             while len(self.tokens) < count:
                 self._changed.clear()
                 await self._changed.wait()
+
+
+class Call:
+    """A request that was sent: its task and what it has brought so far."""
+
+    def __init__(self, backend: EmbeddedTorchBackend, asked: LLMRequest) -> None:
+        self.asked = asked
+        self.heard = Heard()
+        self.task = asyncio.create_task(backend.generate(asked, self.heard))
+
+    @property
+    def prompt(self) -> list[int]:
+        """Its tokens."""
+        return list(self.asked.input_ids)
+
+    async def response(self) -> LLMResponse:
+        """What it ended with."""
+        return await asyncio.wait_for(self.task, PATIENCE_S)
 
 
 def errors(got: Iterable[float], expected: Tensor) -> Tensor:
