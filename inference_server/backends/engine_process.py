@@ -145,7 +145,7 @@ class EngineProcess:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         self._unwatch_exit()
-        self._fail("the backend was closed")
+        self.fail("the backend was closed")
         if self._process is not None:
             await asyncio.to_thread(self._process.stop, STOP_GRACE_S)
         if self._session is not None:
@@ -206,6 +206,13 @@ class EngineProcess:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
+    def fail(self, reason: str) -> None:
+        """Give the engine up: what it holds is lost or wrong, and every call ends."""
+        if self.failure is None:
+            self.failure = reason
+        if self._failed is not None and not self._failed.done():
+            self._failed.set_result(None)
+
     def log_tail(self) -> str:
         """The last lines that the managed engine wrote."""
         return "" if self._process is None else self._process.log_tail()
@@ -257,7 +264,7 @@ class EngineProcess:
         if process is None:
             return
         code = process.wait(STOP_GRACE_S)  # it has ended already: this only collects the status
-        self._fail(
+        self.fail(
             f"{self._command.name} (pid {process.pid}) ended with status {code}:\n"
             f"{process.log_tail()}"
         )
@@ -292,19 +299,13 @@ class EngineProcess:
             is_alive = self._progress() != seen or await self._answers(self._live_path(), timeout_s)
             if is_alive or self._progress() != seen:
                 seen, last_sign = self._progress(), time.monotonic()
-        self._fail(
+        self.fail(
             f"{self._command.name} at {self.url} is hung: no new token and no answer on "
             f"{self._live_path()} for health_timeout_s={timeout_s:g}:\n{self.log_tail()}"
         )
         if self._process is not None:
             self._unwatch_exit()
             await asyncio.to_thread(self._process.stop, 0.0)
-
-    def _fail(self, reason: str) -> None:
-        if self.failure is None:
-            self.failure = reason
-        if self._failed is not None and not self._failed.done():
-            self._failed.set_result(None)
 
     async def _answers(self, path: str, timeout_s: float) -> bool:
         try:
