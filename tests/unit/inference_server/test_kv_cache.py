@@ -44,7 +44,7 @@ def holds(row: Row, tokens: list[int]) -> bool:
     )
 
 
-def check(cache: KVCache) -> None:
+def check_bookkeeping(cache: KVCache) -> None:
     """The bookkeeping that every operation must leave behind."""
     assert cache.allocated_tokens <= cache.budget_tokens
     for slab in cache.slabs:
@@ -107,7 +107,7 @@ def test_rows_keep_their_tokens_while_others_come_go_grow_and_are_kept():
                 cache.drop_kept()
             elif action == "taint" and rng.random() < 0.2:
                 cache.taint()
-            check(cache)
+            check_bookkeeping(cache)
             assert {r for r in cache if r.is_running} == set(running), f"seed {seed}"
             for row, tokens in running.items():
                 assert holds(row, tokens), f"seed {seed}, step {salt}"
@@ -116,7 +116,7 @@ def test_rows_keep_their_tokens_while_others_come_go_grow_and_are_kept():
         for row in list(running):
             cache.release(row, keep=False)
         cache.drop_kept()
-        check(cache)
+        check_bookkeeping(cache)
         assert list(cache) == []
         assert cache.used_tokens == 0
 
@@ -130,7 +130,7 @@ def test_memory_is_refused_beyond_the_budget_and_given_again_when_a_row_ends():
     assert cache.allocate(CONTEXT) is None
     cache.release(rows[2], keep=False)
     assert cache.allocate(10) is not None
-    check(cache)
+    check_bookkeeping(cache)
 
 
 def test_unused_memory_of_one_slab_serves_another():
@@ -143,7 +143,7 @@ def test_unused_memory_of_one_slab_serves_another():
     big = cache.allocate(CONTEXT)
     assert big is not None
     assert list(cache) == [big]
-    check(cache)
+    check_bookkeeping(cache)
 
 
 def test_growth_that_memory_does_not_allow_leaves_the_row_as_it_was():
@@ -155,7 +155,7 @@ def test_growth_that_memory_does_not_allow_leaves_the_row_as_it_was():
     assert holds(row, tokens_of(100))
     assert holds(other, tokens_of(300, 5))
     assert cache.grow(row, SMALLEST_ROW) is row
-    check(cache)
+    check_bookkeeping(cache)
 
 
 def test_the_kept_row_that_was_of_no_use_for_longest_is_evicted_first():
@@ -172,7 +172,7 @@ def test_the_kept_row_that_was_of_no_use_for_longest_is_evicted_first():
     assert holds(newcomer, tokens_of(8, 2))
     second = cache.allocate(20)
     assert set(cache) == {rows[0], rows[2], newcomer, second}
-    check(cache)
+    check_bookkeeping(cache)
 
 
 def test_kept_rows_go_before_a_running_one_is_refused():
@@ -223,4 +223,4 @@ def test_values_that_are_not_finite_leave_with_their_row():
                 layer[row.index, :, :10] = float("nan")
     for row in rows:
         cache.release(row, keep=False)
-    check(cache)
+    check_bookkeeping(cache)
