@@ -21,6 +21,8 @@ from inference_server.sglang_types import GenerateBody
 from inference_server.weight_updates import Published, UpdateOptions, WeightUpdates
 
 FLUSH_TICK_S = 0.02
+DENSE_TOKENS = 256
+"""Up to this length a stream has a chunk per token, then one per length / this."""
 ServerInfo = dict[str, Any]
 
 
@@ -50,19 +52,30 @@ class SGLangFace:
         return answers if asked.is_list else answers[0]
 
     async def stream(self, body: GenerateBody) -> AsyncGenerator[dict[str, Any]]:
-        """Chunks, each with all that its sample has got so far."""
+        """Chunks, each with all that its sample has got so far.
+
+        So each repeats all before it: the longer the sample, the rarer its chunks, unless the client
+        says how often it wants them (`stream_interval`).
+        """
         asked = self._read(body)
         write = self._renderer().write
         outputs = [Output() for _ in asked.samples]
+        shown = [0] * len(outputs)
         with self._claim(asked):
             async with aclosing(_merged(self._generator, asked)) as parts:
                 async for sample, part in parts:
+                    output = outputs[sample.index]
                     if isinstance(part, LLMDelta):
-                        outputs[sample.index].add(part)
+                        output.add(part)
+                        length = len(output.tokens)
+                        interval = sample.sampling.stream_interval or 1 + length // DENSE_TOKENS
+                        if length - shown[sample.index] < interval:
+                            continue
+                        shown[sample.index] = length
                     else:
-                        outputs[sample.index] = Output.of(part)
+                        output = Output.of(part)
                     place = {"index": sample.index} if asked.is_list else {}
-                    yield {**write(sample, outputs[sample.index]), **place}
+                    yield {**write(sample, output), **place}
 
     async def abort(self, rid: str | None) -> None:
         """End one request of a client, with all of its samples, or all requests."""

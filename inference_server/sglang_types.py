@@ -61,7 +61,8 @@ class SGLangSampling(Config):
     """Of no effect on fast tokenizers, and ours are fast ones."""
     no_stop_trim: bool = False
     """Leave what ended the sequence in `text`."""
-    stream_interval: Literal[1] | None = None
+    stream_interval: int | None = Field(None, ge=1)
+    """Tokens per chunk of a stream; None leaves it to the server."""
     stop_regex: None = None
     json_schema: None = None
     regex: None = None

@@ -7,8 +7,8 @@ that names the version or completes the model. Parameters that no bucket brought
 `_lock` covers a publication from the choice of its version to its flush, so two never interleave.
 Receiving is outside of it, one bucket per group at a time: a trainer that went silent holds up nobody
 but itself. When anything goes wrong with a bucket, all buckets before it are dropped with it and the
-weights that serve go on; in a session, its end then fails and says why. A session that saw nothing
-for `timeout_s` belongs to a dead trainer, and the next one may begin.
+weights that serve go on; in a session, its end then fails and says why. A session that failed, or saw
+nothing for `timeout_s`, belongs to a dead trainer: the next one may begin.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class WeightUpdates:
             Conflict: one is open.
         """
         session = self._session
-        if session is not None:
+        if session is not None and session.failure is None:
             idle_s = time.monotonic() - session.touched
             if self._receiving or idle_s < self._timeout_s:
                 raise Conflict("a weight update session is open; end it with end_weight_update")

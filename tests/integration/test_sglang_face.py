@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -283,6 +284,18 @@ def test_a_stream_is_cumulative(served: Served) -> None:
     assert (chunks[-1]["output_ids"], chunks[-1]["text"]) == (whole["output_ids"], whole["text"])
 
 
+def test_a_long_stream_repeats_itself_no_more_than_asked(served: Served) -> None:
+    def lengths(**sampling: Any) -> list[int]:
+        sampling |= {"max_new_tokens": 700, "ignore_eos": True}
+        chunks = served.client.stream(input_ids=PROMPT, sampling_params=sampling)
+        return [len(chunk["output_ids"]) for chunk in chunks]
+
+    steps = lengths()
+    assert steps[:100] == list(range(1, 101))
+    assert (len(steps) < 600, steps[-1]) == (True, 700)
+    assert lengths(stream_interval=100) == [*range(100, 701, 100), 700]
+
+
 def test_samples_of_one_stream_carry_their_index(served: Served) -> None:
     body = {
         "input_ids": PROMPT,
@@ -399,6 +412,19 @@ def test_an_abort_ends_every_sample_of_its_request(served: Served) -> None:
         client.post("/abort_request", {"rid": rid})
         answers = asked.result(20)
     assert [a["meta_info"]["finish_reason"]["type"] for a in answers] == ["abort"] * 3
+
+
+def test_a_client_that_goes_away_frees_what_it_asked_for(served: Served) -> None:
+    sampling = {"max_new_tokens": 4000, "ignore_eos": True, "n": 2}
+    body = {"input_ids": PROMPT, "sampling_params": sampling}
+    with pytest.raises(httpx.ReadTimeout):
+        served.client.post("/generate", body, timeout=0.5)
+    eventually(lambda: running(served.client) == 0, 20, "nothing runs")
+    chunks = served.client.stream(**body)
+    next(chunks)
+    assert running(served.client) > 0
+    chunks.close()
+    eventually(lambda: running(served.client) == 0, 20, "nothing runs")
 
 
 def running(client: SGLangClient) -> int:
@@ -600,6 +626,26 @@ def test_two_updates_at_once_end_one_after_the_other(served: Served) -> None:
     assert client.checksums() in known.values()
 
 
+def test_our_own_publications_go_through_the_same_gate(served: Served) -> None:
+    client = served.client
+    served.serve(served.a, served.name("theirs"))
+    version = client.get("/v1/status").json()["version"]
+    publisher = DiskPublisher(str(served.root / "ours"), keep=9, shard_bytes=1 << 20)
+    weights = load_file(served.b / "model.safetensors")
+    first, second = (
+        {"version": meta.version, "path": meta.path}
+        for meta in (publisher.publish(version + step, weights.items()) for step in (1, 2))
+    )
+    assert client.post("/v1/weights/prepare", first).status_code == 200
+    label = served.name("theirs")
+    served.serve(served.a, label)  # takes the number that was prepared
+    assert client.model_info()["weight_version"] == label
+    sums = client.checksums()
+    assert client.post("/v1/weights", second).json()["version"] == version + 2
+    assert client.model_info()["weight_version"] == str(version + 2)
+    assert client.checksums() != sums
+
+
 # Updates over a process group
 
 
@@ -702,6 +748,7 @@ def test_a_trainer_that_dies_in_a_broadcast_leaves_the_old_weights(
     assert time.monotonic() - began < GROUP_TIMEOUT_S + 5
     if in_session:
         assert "nothing changed" in failed(client.post("/end_weight_update"))
+        assert "no weight update session" in failed(client.post("/end_weight_update"))
     assert (client.checksums(), greedy(client)) == (old, tokens)
     assert client.model_info()["weight_version"] == label
     another = trainer(sender.group_name)
