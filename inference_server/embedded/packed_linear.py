@@ -32,11 +32,11 @@ class PackedLinears:
     """The linear layers of one model."""
 
     def __init__(self, model: nn.Module) -> None:
-        names = {parameter: name for name, parameter in model.named_parameters()}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._layers: dict[str, list[nn.Linear]] = {}
         for module in model.modules():
             if type(module) is nn.Linear:
-                self._layers.setdefault(names[module.weight], []).append(module)
+                self._layers.setdefault(names[id(module.weight)], []).append(module)
         for layers in self._layers.values():
             for layer in layers:
                 layer.forward = _Packed(layer)  # type: ignore[method-assign, assignment]

@@ -100,7 +100,9 @@ async def ping() -> Response:
 
 @router.get(http.SGLANG_READY, response_class=Response)
 async def ready(request: Request) -> Response:
-    return Response(status_code=503 if local(request).backend.is_paused else 200)
+    generator = local(request)
+    is_out = generator.backend.is_paused or generator.admission.draining.is_set()
+    return Response(status_code=503 if is_out else 200)
 
 
 @router.get(http.SGLANG_HEALTH, response_class=Response)

@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("headway", "weight_sync", "inference_server", "trainer")
 UNION_REGISTRIES: dict[type[Config], Registry | None] = {
     server.EmbeddedTorchConfig: GENERATION_BACKENDS,
+    server.SGLangConfig: GENERATION_BACKENDS,
+    server.VLLMConfig: GENERATION_BACKENDS,
     server.FakeBackendConfig: GENERATION_BACKENDS,
     experiment.GRPOExperiment: EXPERIMENTS,
     experiment.SFTExperiment: EXPERIMENTS,
