@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from headway.contracts.types import LLMDelta, LLMRequest, PolicyVersion
 from inference_server.backends.base import OnDelta
@@ -23,14 +23,14 @@ class Call:
     req: LLMRequest
     on_delta: OnDelta | None
     arrival: float
+    boundaries: list[tuple[PolicyVersion, int]]
+    """Versions, each with its first position."""
     rid: str = ""
     """The engine's name of the current attempt; empty while it waits outside of the engine."""
     num_tokens: int = 0
     first_token: float | None = None
     cut: int | None = None
     """Tokens to keep, where we have to look for stop tokens ourselves."""
-    boundaries: list[tuple[PolicyVersion, int]] = field(default_factory=list)
-    """Versions, each with its first position."""
     is_cutting: bool = False
     is_interrupted: bool = False
     is_sent_back: bool = False
