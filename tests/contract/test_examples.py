@@ -1,5 +1,7 @@
-"""Every YAML file that ships is a configuration that loads; nothing is skipped."""
+"""Every YAML file that ships is a configuration that loads; so is what the pages on servers start."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,8 @@ FILES = [
 ]
 FOREIGN_KEYS = {"services", "apiVersion"}
 """Compose files and Kubernetes manifests."""
+SERVER_PAGES = [ROOT / "docs" / "servers.md", ROOT / "examples" / "servers" / "README.md"]
+START = "python -m inference_server "
 
 
 def model_of(tree: dict) -> type[Config]:
@@ -62,3 +66,39 @@ def repeated_keys(node):
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
             yield from repeated_keys(value)
+
+
+def blocks(file: Path, language: str) -> list[str]:
+    """What stands in a page's fences of this language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", file.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def server_commands(file: Path) -> list[list[str]]:
+    """The arguments of each generation server that a page starts."""
+    text = "\n".join(blocks(file, "bash")).replace("\\\n", " ")
+    lines = [line.removeprefix(START) for line in text.splitlines() if line.startswith(START)]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+@pytest.mark.parametrize("file", SERVER_PAGES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_every_server_that_a_page_starts_understands_its_flags(file, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    commands = server_commands(file)
+    assert commands
+    for argv in commands:
+        load_config(ServerConfig, argv)
+
+
+def test_every_server_that_the_page_on_servers_writes_out_loads():
+    trees = [yaml.safe_load(block) for block in blocks(SERVER_PAGES[0], "yaml")]
+    kinds = {ServerConfig.model_validate(tree).backend.type for tree in trees}
+    assert "sglang" in kinds
+
+
+def test_there_is_an_example_of_every_kind_of_server():
+    folder = ROOT / "examples" / "servers"
+    loaded = {
+        file.stem: load_config(ServerConfig, ["--config", str(file)]).backend.type
+        for file in folder.glob("*.yaml")
+    }
+    assert loaded == {"embedded": "embedded_torch", "sglang": "sglang", "vllm": "vllm"}
