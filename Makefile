@@ -15,18 +15,26 @@ TEST_WORKERS ?= 2
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help quickstart test check format install system-packages clean
+.PHONY: help quickstart test check format install system-packages sglang-cpu test-sglang clean
 
 help:
 	@echo "make quickstart   set up and train a tiny policy, end to end (ARGS='--steps 50 --sync')"
 	@echo "make test         set up and run all tests"
 	@echo "make check        format, lint, types, import walls"
+	@echo "make test-sglang  set up a real SGLang on the CPU (1.8 GB) and run its tests"
 
 quickstart: $(VENV)/.installed
 	$(BIN)/headway quickstart $(ARGS)
 
 test: system-packages $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(ARGS)
+
+# A real SGLang in an environment of its own: $$HEADWAY_SGLANG_VENV, or ~/.cache/headway/sglang-cpu.
+sglang-cpu:
+	PYTHON="$(PYTHON)" bash tests/sglang_cpu/install.sh
+
+test-sglang: sglang-cpu $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/integration/test_sglang_real.py $(ARGS)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .

@@ -144,7 +144,9 @@ class SGLangBackend:
 
     async def generate(self, req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
         check_request(req, self.limits)
-        wire.check_supported(req.gconfig, self._features.is_deterministic)
+        wire.check_supported(
+            req.gconfig, self._features.is_deterministic, self._features.is_pipelined
+        )
         call = Call(req, on_delta, time.monotonic(), [(self._version, 0)])
         self._calls.add(call)
         try:

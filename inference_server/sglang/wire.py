@@ -7,7 +7,9 @@ Where SGLang means something else by a field than our contract, the difference i
 - a token that was in flight at an in-place swap is stamped with the new version although the old one
   sampled it: `version_runs` moves the boundary.
 
-`repetition_penalty` counts generated tokens only in SGLang, not the prompt's.
+What cannot be settled is refused (`check_supported`). Measured on 0.5.23: with overlap scheduling, the
+presence and frequency penalties miss the newest token and count the prompt's last one instead;
+`repetition_penalty` never counts the prompt; `sampling_seed` is ignored without deterministic inference.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from headway.contracts.types import LLMRequest, PolicyVersion, StopReason, TopLo
 Runs = list[tuple[PolicyVersion, int, int]]
 
 LAST_LINE = b"[DONE]"
-MAX_REPETITION_PENALTY = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,6 @@ def sampling_params(gconfig: SamplingConfig) -> dict[str, Any]:
         "ignore_eos": gconfig.ignore_eos,
         "presence_penalty": gconfig.presence_penalty,
         "frequency_penalty": gconfig.frequency_penalty,
-        "repetition_penalty": gconfig.repetition_penalty,
     }
     if not gconfig.ignore_eos:  # nothing to hold back otherwise, and SGLang would hold back the EOS
         params["min_new_tokens"] = gconfig.min_new_tokens
@@ -83,7 +83,7 @@ def sampling_params(gconfig: SamplingConfig) -> dict[str, Any]:
     return params
 
 
-def check_supported(gconfig: SamplingConfig, is_deterministic: bool) -> None:
+def check_supported(gconfig: SamplingConfig, is_deterministic: bool, is_pipelined: bool) -> None:
     """Refuse what this engine would ignore or mean otherwise.
 
     Raises:
@@ -94,10 +94,15 @@ def check_supported(gconfig: SamplingConfig, is_deterministic: bool) -> None:
             f"seed={gconfig.seed} has no effect in this SGLang engine; start it with "
             "--enable-deterministic-inference, or send no seed"
         )
-    if gconfig.repetition_penalty > MAX_REPETITION_PENALTY:
+    if gconfig.repetition_penalty != 1.0:
         raise DataError(
-            f"repetition_penalty={gconfig.repetition_penalty:g} exceeds the "
-            f"{MAX_REPETITION_PENALTY:g} that SGLang allows"
+            f"repetition_penalty={gconfig.repetition_penalty:g} would leave out the prompt in "
+            "SGLang; take frequency_penalty or presence_penalty"
+        )
+    if is_pipelined and (gconfig.presence_penalty or gconfig.frequency_penalty):
+        raise DataError(
+            "presence_penalty and frequency_penalty come one token late in this SGLang engine; "
+            "start it with --disable-overlap-schedule, or send none"
         )
     if gconfig.ignore_eos and gconfig.stop_token_ids and gconfig.min_new_tokens:
         raise DataError(

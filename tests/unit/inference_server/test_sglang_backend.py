@@ -134,7 +134,7 @@ async def test_flags_that_we_set_are_refused(model_dir, flag):
 
 async def test_every_sampling_field_arrives_in_sglangs_words(model_dir):
     engine = StandIn()
-    engine.info["enable_deterministic_inference"] = True
+    engine.info |= {"enable_deterministic_inference": True, "disable_overlap_schedule": True}
     fields = {
         "max_new_tokens": 3,
         "min_new_tokens": 2,
@@ -146,7 +146,6 @@ async def test_every_sampling_field_arrives_in_sglangs_words(model_dir):
         "stop": ("ab",),
         "presence_penalty": 0.25,
         "frequency_penalty": 0.5,
-        "repetition_penalty": 1.5,
         "logit_bias": {7: -2.0},
         "seed": 11,
     }
@@ -182,7 +181,9 @@ async def test_no_top_k_is_all_and_zero_temperature_stays_zero(model_dir):
     ("options", "message"),
     [
         ({"seed": 1}, "enable-deterministic-inference"),
-        ({"repetition_penalty": 3.0}, "repetition_penalty=3 exceeds"),
+        ({"repetition_penalty": 1.5}, "repetition_penalty=1.5 would leave out the prompt"),
+        ({"presence_penalty": 0.1}, "start it with --disable-overlap-schedule"),
+        ({"frequency_penalty": 0.1}, "start it with --disable-overlap-schedule"),
         ({"stop_token_ids": (9,), "min_new_tokens": 1}, "leave one of the three out"),
         ({"prompt": (3, 60)}, "input_ids holds 60"),
         ({"stop_token_ids": (61,)}, "stop_token_ids holds 61"),

@@ -1,0 +1,112 @@
+"""Lets SGLang import torchvision and triton on a machine that has neither in a usable form.
+
+Imported by `sgl_cpu_shim.pth` at the start of every interpreter, so it does nothing until one of the
+two is asked for.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import platform
+import sys
+import sysconfig
+from contextlib import contextmanager
+from pathlib import Path
+
+TORCHVISION_OPERATORS = ("nms", "qnms")
+
+
+class _Ready(importlib.abc.Loader):
+    """Loader of a module that exists already."""
+
+    def __init__(self, module):
+        self._module = module
+
+    def create_module(self, spec):
+        return self._module
+
+    def exec_module(self, module):
+        pass
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self):
+        self._is_asking = False
+        self._stubs = None
+        self._library = None
+
+    def find_spec(self, name, path=None, target=None):
+        if self._is_asking:
+            return None
+        if name == "torchvision":
+            self._declare_operators()
+        elif name == "triton" and not self._has_triton():
+            return self._spec(name, self._mock_triton())
+        elif name.startswith("triton.") and self._stubs is not None:
+            return self._spec(name, self._stubs._MockModule(name))
+        return None
+
+    def _declare_operators(self):
+        """torchvision's wheel from PyPI holds CUDA code that a CPU torch cannot load."""
+        import torch
+
+        if self._library is None:
+            self._library = torch.library.Library("torchvision", "DEF")
+            for name in TORCHVISION_OPERATORS:
+                signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                self._library.define(name + signature)
+
+    def _has_triton(self):
+        with self._standing_aside():
+            return importlib.util.find_spec("triton") is not None
+
+    def _mock_triton(self):
+        """SGLang's own mock, which it installs on a Mac only: let it see one."""
+        with self._standing_aside():
+            import torch
+
+            stubs = _load_stubs()
+            with _seeming_a_mac(torch):
+                stubs.install_platform_stubs()
+            sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != "_TritonFinder"]
+            self._stubs = stubs
+            return sys.modules.pop("triton")
+
+    def _spec(self, name, module):
+        return importlib.machinery.ModuleSpec(name, _Ready(module), is_package=True)
+
+    @contextmanager
+    def _standing_aside(self):
+        self._is_asking = True
+        try:
+            yield
+        finally:
+            self._is_asking = False
+
+
+def _load_stubs():
+    path = Path(sysconfig.get_paths()["purelib"]) / "sglang" / "_platform_stubs.py"
+    spec = importlib.util.spec_from_file_location("_sglang_platform_stubs", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _seeming_a_mac(torch):
+    """What the stubs look at, and what they change beside triton, is put back."""
+    seen = sys.platform, platform.machine, torch.backends.mps.is_available
+    changed = torch.Tensor.to, torch.Tensor.copy_, dict(vars(torch.mps))
+    sys.platform, platform.machine = "darwin", lambda: "arm64"
+    torch.backends.mps.is_available = lambda: True
+    try:
+        yield
+    finally:
+        sys.platform, platform.machine, torch.backends.mps.is_available = seen
+        torch.Tensor.to, torch.Tensor.copy_, names = changed
+        for name in set(vars(torch.mps)) - set(names):
+            delattr(torch.mps, name)
+
+
+sys.meta_path.insert(0, _Finder())
