@@ -233,9 +233,9 @@ class EngineProcess:
             raise BackendError(
                 f"cannot start {argv[0]}: {error.strerror}; set backend.python"
             ) from error
+        pid = self._process.pid  # and not its flags, which may hold secrets
         log.info(
-            "engine started",
-            extra={"engine": self._command.name, "pid": self._process.pid, "argv": argv},
+            "engine started", extra={"engine": self._command.name, "pid": pid, "url": self.url}
         )
         self._pidfd = os.pidfd_open(self._process.pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
