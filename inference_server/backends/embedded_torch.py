@@ -584,7 +584,7 @@ def _make_cache(shape: KVShape, max_context: int, config: EmbeddedTorchConfig) -
             f"backend.kv_cache_bytes={budget} holds no sequence of {max_context} tokens; give at "
             f"least {one}, or a smaller backend.max_context"
         )
-    return KVCache(shape, max_context, budget)
+    return KVCache(shape, max_context, budget, max_kept=config.max_sequences)
 
 
 def _free_bytes(shape: KVShape) -> int:

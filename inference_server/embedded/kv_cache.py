@@ -1,26 +1,26 @@
 """Keys and values of all sequences, in slabs of rows of equal capacity.
 
-    slab of capacity 128:  [row, kv_head, 128, head_dim] per layer
-    slab of capacity 256:  [row, kv_head, 256, head_dim] per layer      ... up to the whole context
+    slab of capacity 64:   [row, kv_head, 64, head_dim] per layer
+    slab of capacity 96:   [row, kv_head, 96, head_dim] per layer      ... up to the whole context
 
-A sequence owns one row and moves to the next slab when it outgrows it (each token is copied about
-once, over its life). Rows of running sequences come first in a slab, so that a decode step reads
-`[:n, :, :length]` as a view, without a gather, and pads a sequence to less than twice its length.
-Behind them stand rows that no sequence owns any more, kept for prompts that begin alike, until
-their memory is wanted.
+A sequence owns one row and moves to the next slab when it outgrows it (a few copies of each token,
+over its life). Rows of running sequences come first in a slab, so that a decode step reads `[:n]`:
+contiguous memory, without a gather, and little of it padding. Behind them stand rows that no
+sequence owns any more, kept for prompts that begin alike, until their memory is wanted.
 
 Memory is what the slabs hold allocated; it never exceeds the budget. One thread uses a cache.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-SMALLEST_ROW = 128
+SMALLEST_ROW = 64
 FEWEST_ROWS = 4
 
 
@@ -52,7 +52,6 @@ class Row:
     is_pure: bool = True
     """All of it was computed by the weights that serve now, so another prompt may copy it."""
     is_running: bool = True
-    last_used: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -63,25 +62,33 @@ class Slab:
     """
 
     capacity: int
-    keys: list[Tensor]
-    """Per layer [rows, kv_heads, capacity, head_dim]."""
-    values: list[Tensor]
+    store: Tensor
+    """[2, layers, rows, kv_heads, capacity, head_dim]: keys, then values."""
     rows: list[Row] = field(default_factory=list)
     num_running: int = 0
 
     @property
+    def keys(self) -> Tensor:
+        """[layers, rows, kv_heads, capacity, head_dim]."""
+        return self.store[0]
+
+    @property
+    def values(self) -> Tensor:
+        """[layers, rows, kv_heads, capacity, head_dim]."""
+        return self.store[1]
+
+    @property
     def num_allocated(self) -> int:
         """Rows that there is memory for."""
-        return self.keys[0].shape[0]
+        return self.store.shape[2]
 
     def resize(self, num_rows: int) -> None:
         """Allocate for exactly `num_rows`, which hold at least the rows in use."""
         used = len(self.rows)
-        for cache in (self.keys, self.values):
-            for layer, old in enumerate(cache):
-                new = old.new_zeros((num_rows, *old.shape[1:]))
-                new[:used] = old[:used]
-                cache[layer] = new
+        shape = (*self.store.shape[:2], num_rows, *self.store.shape[3:])
+        store = self.store.new_zeros(shape)
+        store[:, :, :used] = self.store[:, :, :used]
+        self.store = store
 
     def add(self) -> Row:
         """A new running row; there is memory for it."""
@@ -106,38 +113,53 @@ class Slab:
         row.is_running = False
 
     def _wipe(self, row: Row) -> None:
-        for cache in (*self.keys, *self.values):
-            cache[row.index, :, : row.length] = 0
+        self.store[:, :, row.index, :, : row.length] = 0
         row.length = 0
 
     def _exchange(self, first: int, second: int) -> None:
         if first == second:
             return
         one, two = self.rows[first], self.rows[second]
-        length = max(one.length, two.length)
-        if length:
-            for cache in (*self.keys, *self.values):
-                held = cache[first, :, :length].clone()
-                cache[first, :, :length] = cache[second, :, :length]
-                cache[second, :, :length] = held
+        if one.length and two.length:
+            length = max(one.length, two.length)
+            places = [first, second]
+            self.store[:, :, places, :, :length] = self.store[:, :, places[::-1], :, :length]
+        elif one.length:
+            self._move(first, second, one.length)
+        elif two.length:
+            self._move(second, first, two.length)
         self.rows[first], self.rows[second] = two, one
         one.index, two.index = second, first
+
+    def _move(self, source: int, target: int, length: int) -> None:
+        held = self.store[:, :, source, :, :length]
+        self.store[:, :, target, :, :length] = held
+        held.zero_()
+
+
+def row_capacities(max_context: int) -> list[int]:
+    """64, 96, 128, 192, 256, ... up to the whole context: a row is at least two thirds full."""
+    capacities = []
+    capacity = SMALLEST_ROW
+    while capacity < max_context:
+        capacities += [size for size in (capacity, capacity * 3 // 2) if size < max_context]
+        capacity *= 2
+    return [*capacities, max_context]
 
 
 class KVCache:
     """All slabs, within one budget."""
 
-    def __init__(self, shape: KVShape, max_context: int, budget_bytes: int) -> None:
+    def __init__(
+        self, shape: KVShape, max_context: int, budget_bytes: int, max_kept: int = 128
+    ) -> None:
         self.shape = shape
         self.max_context = max_context
         self.budget_tokens = budget_bytes // shape.token_bytes
-        capacities = []
-        capacity = SMALLEST_ROW
-        while capacity < max_context:
-            capacities.append(capacity)
-            capacity *= 2
-        self.slabs = [self._new_slab(capacity) for capacity in (*capacities, max_context)]
-        self._clock = 0
+        self.slabs = [self._new_slab(capacity) for capacity in row_capacities(max_context)]
+        self._max_kept = max_kept
+        self._kept: OrderedDict[Row, None] = OrderedDict()
+        """The one that was of no use for longest comes first."""
 
     def __iter__(self) -> Iterator[Row]:
         """Every row, running or kept."""
@@ -175,27 +197,25 @@ class KVCache:
 
     def copy(self, source: Row, target: Row, length: int) -> None:
         """The first `length` positions of a row into another."""
-        for caches, others in (
-            (source.slab.keys, target.slab.keys),
-            (source.slab.values, target.slab.values),
-        ):
-            for cache, other in zip(caches, others, strict=True):
-                other[target.index, :, :length] = cache[source.index, :, :length]
+        held = source.slab.store[:, :, source.index, :, :length]
+        target.slab.store[:, :, target.index, :, :length] = held
         target.length = length
         self.touch(source)
 
     def touch(self, row: Row) -> None:
         """It was of use just now: it is evicted later."""
-        self._clock += 1
-        row.last_used = self._clock
+        if row in self._kept:
+            self._kept.move_to_end(row)
 
     def release(self, row: Row, keep: bool) -> None:
         """The sequence gives up its row; kept rows stay for prompts that begin alike."""
-        if keep and row.is_pure and row.length:
-            row.slab.keep(row)
-            self.touch(row)
-        else:
+        if not (keep and row.is_pure and row.length and self._max_kept):
             row.slab.remove(row)
+            return
+        if len(self._kept) >= self._max_kept:
+            self._evict(next(iter(self._kept)))
+        row.slab.keep(row)
+        self._kept[row] = None
 
     def taint(self) -> None:
         """The weights changed: kept rows go, running ones are of mixed origin."""
@@ -205,17 +225,20 @@ class KVCache:
 
     def drop_kept(self) -> None:
         """Free every row that no sequence owns."""
-        for slab in self.slabs:
-            for row in slab.rows[slab.num_running :][::-1]:
-                slab.remove(row)
+        while self._kept:
+            self._evict(next(reversed(self._kept)))
+
+    def _evict(self, row: Row) -> None:
+        del self._kept[row]
+        row.slab.remove(row)
 
     def _make_room(self, slab: Slab) -> bool:
         """Memory for one more row: the budget's, a kept row's, or what other slabs do not use."""
         if self._extend(slab):
             return True
-        kept = slab.rows[slab.num_running :]
-        if kept:
-            slab.remove(min(kept, key=lambda row: row.last_used))
+        kept = next((row for row in self._kept if row.slab is slab), None)
+        if kept is not None:
+            self._evict(kept)
             return True
         self.drop_kept()
         for other in self.slabs:
@@ -232,10 +255,6 @@ class KVCache:
         return True
 
     def _new_slab(self, capacity: int) -> Slab:
-        shape = (0, self.shape.num_kv_heads, capacity, self.shape.head_dim)
-        tensors = [
-            torch.zeros(shape, dtype=self.shape.dtype, device=self.shape.device)
-            for _ in range(2 * self.shape.num_layers)
-        ]
-        half = self.shape.num_layers
-        return Slab(capacity, tensors[:half], tensors[half:])
+        one = self.shape
+        shape = (2, one.num_layers, 0, one.num_kv_heads, capacity, one.head_dim)
+        return Slab(capacity, torch.zeros(shape, dtype=one.dtype, device=one.device))

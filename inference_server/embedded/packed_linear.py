@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 DTYPES = (torch.float32, torch.bfloat16)
+SMALLEST = 1 << 17
+"""Elements of a weight; below, the call costs more than the layout."""
 ROWS = 32
 """Rows of a typical step: a hint for the layout."""
 
@@ -35,7 +37,7 @@ class PackedLinears:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._layers: dict[str, list[nn.Linear]] = {}
         for module in model.modules():
-            if type(module) is nn.Linear:
+            if type(module) is nn.Linear and module.weight.numel() >= SMALLEST:
                 self._layers.setdefault(names[id(module.weight)], []).append(module)
         for layers in self._layers.values():
             for layer in layers:

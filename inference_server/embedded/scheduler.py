@@ -21,7 +21,7 @@ from inference_server.embedded.attention import Span
 from inference_server.embedded.kv_cache import KVCache, Row
 from inference_server.embedded.sequence import Sequence
 
-SHORTEST_SHARED = 16
+SHORTEST_SHARED = 8
 """Prefixes shorter than this are computed rather than copied."""
 SCORED_CHUNK = 256
 """Prompt tokens per step of a sequence whose prompt is scored: each needs a row of logits."""
@@ -187,8 +187,10 @@ class Scheduler:
         if sequence.scored_from is not None:
             limit = min(limit, sequence.scored_from - 1)
         best, length = None, SHORTEST_SHARED - 1
+        if limit <= length:
+            return None, 0
         for row in self._cache:
-            if row.is_pure:
+            if row.is_pure and row.length > length:
                 reach = min(row.length, limit)
                 common = _common_prefix(sequence.tokens, row.tokens, reach, length)
                 if common > length:
@@ -200,6 +202,8 @@ class Scheduler:
         if sequence.scored_from is not None:
             return False
         limit = len(sequence.tokens) - 1
+        if limit < SHORTEST_SHARED:
+            return False
         for other in self.running:
             if other.pending < 2 or other.row is None or not other.row.is_pure:
                 continue

@@ -242,7 +242,7 @@ async def test_a_device_that_fails_for_good_leaves_nobody_waiting(llama_dir):
 
     def fail(*_):
         for slab in backend._cache.slabs:
-            slab.keys = slab.values = None
+            slab.store = None
         raise RuntimeError("device lost")
 
     await backend.start()

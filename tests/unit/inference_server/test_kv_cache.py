@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
 
-from inference_server.embedded.kv_cache import SMALLEST_ROW, KVCache, KVShape, Row
+from inference_server.embedded.kv_cache import SMALLEST_ROW, KVCache, KVShape, Row, row_capacities
 
 LAYERS, HEADS, DIM = 2, 2, 3
 SHAPE = KVShape(LAYERS, HEADS, DIM, torch.float32, torch.device("cpu"))
 CONTEXT = 600
 
 
-def make_cache(budget_tokens: int, max_context: int = CONTEXT) -> KVCache:
-    return KVCache(SHAPE, max_context, budget_tokens * SHAPE.token_bytes)
+def make_cache(budget_tokens: int, max_context: int = CONTEXT, max_kept: int = 128) -> KVCache:
+    return KVCache(SHAPE, max_context, budget_tokens * SHAPE.token_bytes, max_kept)
 
 
 def write(row: Row, tokens: list[int]) -> None:
@@ -65,10 +66,22 @@ def tokens_of(length: int, salt: int = 0) -> list[int]:
     return [1 + (7 * i + salt) % 997 for i in range(length)]
 
 
-def test_slabs_double_up_to_the_whole_context():
-    assert [slab.capacity for slab in make_cache(2000).slabs] == [128, 256, 512, CONTEXT]
-    assert [slab.capacity for slab in make_cache(2000, 128).slabs] == [128]
+def test_capacities_step_up_to_the_whole_context_by_at_most_a_half():
+    assert [slab.capacity for slab in make_cache(2000, 300).slabs] == [64, 96, 128, 192, 256, 300]
+    assert [slab.capacity for slab in make_cache(2000, 128).slabs] == [64, 96, 128]
     assert [slab.capacity for slab in make_cache(2000, 30).slabs] == [30]
+    sizes = row_capacities(32768)
+    assert sizes == sorted(set(sizes))
+    assert all(bigger <= smaller * 3 / 2 for smaller, bigger in pairwise(sizes))
+
+
+def test_no_more_rows_are_kept_than_asked_for_and_the_latest_stay():
+    cache = make_cache(4000, max_kept=2)
+    rows = [cache.allocate(10) for _ in range(3)]
+    for row in rows:
+        row.length = 5
+        cache.release(row, keep=True)
+    assert [row in list(cache) for row in rows] == [False, True, True]
 
 
 def test_a_token_takes_its_keys_and_values_in_every_layer():

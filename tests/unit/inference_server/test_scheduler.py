@@ -12,7 +12,7 @@ import torch
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.types import LLMRequest
 from inference_server.embedded.kv_cache import KVCache, KVShape
-from inference_server.embedded.scheduler import SCORED_CHUNK, Scheduler
+from inference_server.embedded.scheduler import SCORED_CHUNK, SHORTEST_SHARED, Scheduler
 from inference_server.embedded.sequence import Caller, Sequence
 
 SHAPE = KVShape(1, 1, 1, torch.float32, torch.device("cpu"))
@@ -166,8 +166,9 @@ def test_a_turn_goes_on_from_the_row_that_the_last_turn_left():
 
 def test_prefixes_of_a_few_tokens_are_computed_rather_than_copied():
     engine = Engine()
-    engine.submit("one", prompt_of(15, 1) + prompt_of(20, 2))
-    two = engine.submit("two", prompt_of(15, 1) + prompt_of(20, 3))
+    short = prompt_of(SHORTEST_SHARED - 1, 1)
+    engine.submit("one", short + prompt_of(20, 2))
+    two = engine.submit("two", short + prompt_of(20, 3))
     assert set(engine.step()) == {"one", "two"}
     assert two.cached_tokens == 0
 
