@@ -68,6 +68,8 @@ def make_app(
     @asynccontextmanager
     async def opened() -> AsyncIterator[RolloutService]:
         async with open_service(config, generator) as service:
+            # Now, not before: an attached engine brings its own version.
+            app.state.sglang = SGLangFace(config, generator)
             tasks = [
                 asyncio.create_task(
                     _register(app, config, generator, gateway_token), name="heartbeat"
@@ -93,7 +95,6 @@ def make_app(
         token=token,
         metrics=generator.metrics.registry,
     )
-    app.state.sglang = SGLangFace(config, generator)
     return app
 
 

@@ -47,6 +47,7 @@ from headway.contracts.http import (
 )
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
 from headway.rollout.executor import Signal
+from headway.rollout.routing import Router, load_of
 from headway.runtime.secret import authorization
 from headway.runtime.server_calls import error_of, post_generate
 
@@ -92,6 +93,7 @@ class Fleet:
         self._servers: dict[str, _Server] = {}
         self._token = token
         self._arrival = Signal()
+        self._router = Router()
         self._forgotten_tokens = 0
         self._publishing = asyncio.Lock()
         self._session: aiohttp.ClientSession | None = None
@@ -163,7 +165,7 @@ class Fleet:
         sent = req.model_copy(update={"rid": f"{req.rid[:RID_CHARS]}.{uuid.uuid4().hex[:8]}"})
         deadline = time.monotonic() + self._config.server_wait_s
         while True:
-            server = await self._choose(deadline)
+            server = await self._choose(req, deadline)
             try:
                 with _outstanding(server, req):
                     response = await self._ask(server, sent)
@@ -328,14 +330,15 @@ class Fleet:
                     self._forgotten_tokens += server.report.generated_tokens
                     del self._servers[server_id]
 
-    async def _choose(self, deadline: float) -> _Server:
-        """The ready server with room that has the least outstanding tokens."""
+    async def _choose(self, req: LLMRequest, deadline: float) -> _Server:
+        """The ready server with room that the router names."""
         while True:
             arrival, now = self._arrival.event(), time.monotonic()
             ready = [server for server in self._servers.values() if server.state == "ready"]
-            free = [server for server in ready if server.busy_until <= now]
+            free = {s.report.server_id: s for s in ready if s.busy_until <= now}
             if free:
-                return min(free, key=lambda server: server.outstanding_tokens)
+                loads = {name: server.outstanding_tokens for name, server in free.items()}
+                return free[self._router.choose(req, loads)]
             if now >= deadline:
                 raise BackendError(
                     f"no generation server was ready and had room for {self._config.server_wait_s:g} "
@@ -372,7 +375,7 @@ class Fleet:
 
 @contextmanager
 def _outstanding(server: _Server, req: LLMRequest) -> Iterator[None]:
-    load = len(req.input_ids) + req.gconfig.max_new_tokens
+    load = load_of(req)
     server.outstanding_tokens += load
     try:
         yield

@@ -5,9 +5,6 @@ One engine thread owns the model, the KV cache and all sequences. Between two st
 chose and samples a token for every sequence that has nothing pending. Results go back with
 `call_soon_threadsafe`, once per step and event loop. The version is read and changed on the engine
 thread only, which is why the version of a token is the one that sampled it.
-
-A swap exchanges pointers where the staged tensors already have the model's type and device, and
-copies in place elsewhere.
 """
 
 from __future__ import annotations
@@ -22,15 +19,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import psutil
 import torch
 from torch import Tensor
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import EmbeddedTorchConfig, UpdatePolicy
-from headway.contracts.errors import BackendError, ConfigError, DataError, SyncError
+from headway.contracts.errors import BackendError, DataError, SyncError
 from headway.contracts.http import PauseMode
 from headway.contracts.types import (
     LLMDelta,
@@ -41,31 +37,15 @@ from headway.contracts.types import (
 )
 from headway.rollout.tokenizer import TextTokenizer
 from inference_server.backends.base import Limits, Load, OnDelta, Staged, check_request
-from inference_server.embedded import attention
-from inference_server.embedded.attention import Span, Step
-from inference_server.embedded.kv_cache import KVCache, KVShape
-from inference_server.embedded.packed_linear import PackedLinears
-from inference_server.embedded.packed_linear import can_pack as can_pack_weights
+from inference_server.embedded.model import EmbeddedModel, Fitted
 from inference_server.embedded.sampler import Sampled, SamplingPlan, SamplingRow, top_logprobs
 from inference_server.embedded.scheduler import Scheduler, Work
 from inference_server.embedded.sequence import Caller, Sequence, StopText
 from weight_sync.channel import StagedWeights, WeightReader
-from weight_sync.model_dir import load_model
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-FREE_SHARE = 0.4
-"""Share of the free memory that keys and values take unless told otherwise."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fitted:
-    """A proven version in the form in which the model holds its weights."""
-
-    version: PolicyVersion
-    tensors: Mapping[str, Tensor]
-    packed: Mapping[str, Tensor]
 
 
 @dataclass
@@ -87,19 +67,10 @@ class EmbeddedTorchBackend:
     ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = _load(model).to(self._device)
-        can_pack = config.pack_weights and can_pack_weights(self._device, self._model.dtype)
-        self._linears = PackedLinears(self._model) if can_pack else None
-        text = self._model.config.get_text_config()
-        max_context = min(config.max_context or 2**31, text.max_position_embeddings)
-        self._limits = Limits(text.vocab_size, max_context)
-        self._eos = _eos_ids(self._model)
+        self._model = EmbeddedModel(model, config.pack_weights, config.max_context)
         self._tokenizer = tokenizer
         self._version = version
-        shape = _kv_shape(text, self._model.dtype, self._device)
-        self._cache = _make_cache(shape, max_context, config)
-        self._probe()
+        self._cache = self._model.make_cache(config)
         self._scheduler = Scheduler(self._cache, config.max_sequences, config.max_prefill_tokens)
         self._seeds = random.Random(config.seed)
         self._inbox: deque[Callable[[], None]] = deque()
@@ -118,7 +89,7 @@ class EmbeddedTorchBackend:
 
     @property
     def limits(self) -> Limits:
-        return self._limits
+        return self._model.limits
 
     @property
     def version(self) -> PolicyVersion:
@@ -135,7 +106,7 @@ class EmbeddedTorchBackend:
     @property
     def parameters(self) -> Mapping[str, torch.Size]:
         """Names and shapes that a version must bring."""
-        return {name: parameter.shape for name, parameter in self._model.named_parameters()}
+        return self._model.parameters
 
     def read_parameter(self, name: str) -> Tensor:
         """A copy of one parameter, as it is between two steps.
@@ -143,17 +114,14 @@ class EmbeddedTorchBackend:
         Raises:
             DataError: the model has no parameter of this name.
         """
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        if name not in parameters:
-            raise DataError(f"the model has no parameter {name!r}")
-        return self._call(lambda: parameters[name].detach().cpu().clone()).result()
+        return self._call(lambda: self._model.read(name)).result()
 
     async def start(self) -> None:
         self._started = time.monotonic()
         self._thread.start()
 
     async def generate(self, req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
-        check_request(req, self._limits)
+        check_request(req, self._model.limits)
         loop = asyncio.get_running_loop()
         caller = Caller(loop, loop.create_future(), on_delta)
         sequence = self._sequence(req, caller)
@@ -197,14 +165,8 @@ class EmbeddedTorchBackend:
         return self.fit(reader.stage(meta, self.parameters))
 
     def fit(self, staged: StagedWeights) -> Fitted:
-        """The same version with the model's types, ready to be exchanged for its parameters."""
-        parameters = dict(self._model.named_parameters())
-        tensors = {
-            name: tensor.to(parameters[name].dtype).contiguous()
-            for name, tensor in staged.tensors.items()
-        }
-        packed = {} if self._linears is None else self._linears.pack(tensors)
-        return Fitted(staged.version, tensors, packed)
+        """A staged version as this backend swaps it in."""
+        return self._model.fit(staged)
 
     async def swap(self, staged: Staged, policy: UpdatePolicy = "keep") -> int:
         if isinstance(staged, StagedWeights):
@@ -240,16 +202,6 @@ class EmbeddedTorchBackend:
         else:
             self._fail_all("the backend was closed")
 
-    def _probe(self) -> None:
-        """Find out now, not on the first request, whether the model fits this backend."""
-        row = self._cache.allocate(2)
-        if row is None:
-            raise ConfigError("no room in the KV cache for two tokens")
-        with torch.inference_mode():
-            self._forward([0, 0], [0, 1], [1], [Span(row, 0, 2, 0)])
-        row.length = 2
-        self._cache.release(row, keep=False)
-
     def _sequence(self, req: LLMRequest, caller: Caller) -> Sequence:
         gconfig = req.gconfig
         if gconfig.stop and self._tokenizer is None:
@@ -257,7 +209,7 @@ class EmbeddedTorchBackend:
         return Sequence(
             request=req,
             stop_ids=frozenset(gconfig.stop_token_ids)
-            | (frozenset() if gconfig.ignore_eos else self._eos),
+            | (frozenset() if gconfig.ignore_eos else self._model.eos_ids),
             stop_text=StopText(gconfig.stop, self._tokenizer)
             if gconfig.stop and self._tokenizer is not None
             else None,
@@ -367,10 +319,7 @@ class EmbeddedTorchBackend:
                     self._answer_early(sequence)
         elif swap.policy == "recompute":
             self._scheduler.retract()
-        for name, parameter in self._model.named_parameters():
-            _exchange(parameter, swap.staged.tensors[name])
-        if self._linears is not None:
-            self._linears.exchange(swap.staged.packed)
+        self._model.exchange(swap.staged)
         self._cache.taint()
         self._version = swap.staged.version
         swap.done.set_result(running)
@@ -392,27 +341,13 @@ class EmbeddedTorchBackend:
             ids.extend(work.sequence.tokens[span.start : span.end])
             positions.extend(range(span.start, span.end))
         wanted, scored = _wanted_logits(works)
-        logits = self._forward(ids, positions, wanted, [work.span for work in works])
+        logits = self._model.forward(ids, positions, wanted, [work.span for work in works])
         for work in works:
             work.span.row.length = work.span.end
             if work.span.end - work.span.start > 1 or not work.sequence.num_output:
                 self._num_prefilled += work.span.end - work.span.start
         self._score(scored, logits)
         self._sample([work.sequence for work in works if work.is_last], logits[len(scored) :])
-
-    def _forward(
-        self, ids: list[int], positions: list[int], wanted: list[int], spans: list[Span]
-    ) -> Tensor:
-        """[len(wanted), V] logits behind these tokens of the step."""
-        output = self._model(
-            input_ids=torch.tensor([ids], device=self._device),
-            position_ids=torch.tensor([positions], device=self._device),
-            logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=self._device),
-            use_cache=False,
-            step=Step(spans, self._cache.shape.num_kv_heads, self._device),
-        )
-        logits: Tensor = output.logits[0]
-        return logits
 
     def _score(self, scored: list[tuple[Sequence, int]], logits: Tensor) -> None:
         """Logprobs of prompt tokens: row i of the logits predicts the token at `scored[i]`."""
@@ -428,7 +363,7 @@ class EmbeddedTorchBackend:
         """Draw, stamp, and end what is finished."""
         if not sequences:
             return
-        uniforms = torch.tensor([s.uniforms.random() for s in sequences], device=self._device)
+        uniforms = torch.tensor([s.uniforms.random() for s in sequences], device=self._model.device)
         forbidden = [(row, f) for row, s in enumerate(sequences) if (f := s.forbidden)]
         sampled = self._plan_for(sequences).sample(logits, uniforms, forbidden)
         now = time.monotonic()
@@ -491,7 +426,10 @@ class EmbeddedTorchBackend:
             rows = [
                 SamplingRow(s.request.gconfig, s.request.input_ids, s.output) for s in sequences
             ]
-            self._plan = (sequences, SamplingPlan(rows, self._limits.vocab_size, self._device))
+            self._plan = (
+                sequences,
+                SamplingPlan(rows, self._model.limits.vocab_size, self._model.device),
+            )
         return self._plan[1]
 
     def _not_finite(self, sequence: Sequence) -> BackendError:
@@ -537,57 +475,3 @@ def _wanted_logits(works: list[Work]) -> tuple[list[int], list[tuple[Sequence, i
             scored.append((sequence, position + 1))
     last = [work.span.first + work.span.end - work.span.start - 1 for work in works if work.is_last]
     return wanted + last, scored
-
-
-def _exchange(parameter: Tensor, tensor: Tensor) -> None:
-    if (tensor.device, tensor.dtype) == (parameter.device, parameter.dtype):
-        parameter.data = tensor
-    else:
-        parameter.copy_(tensor)
-
-
-def _load(config: ModelConfig) -> Any:
-    attention.register()
-    model = load_model(config.model_copy(update={"attn_implementation": attention.NAME}))
-    text = model.config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if not kinds <= {"full_attention", "sliding_attention"} or not getattr(
-        model, "_supports_attention_backend", False
-    ):
-        raise ConfigError(
-            f"the embedded torch backend does not run {type(model).__name__} with layers of type "
-            f"{sorted(kinds)}; use backend.type: sglang"
-        )
-    return model.eval().requires_grad_(False)
-
-
-def _eos_ids(model: Any) -> frozenset[int]:
-    eos = model.generation_config.eos_token_id
-    if eos is None:
-        return frozenset()
-    return frozenset(eos) if isinstance(eos, list) else frozenset({eos})
-
-
-def _kv_shape(text: Any, dtype: torch.dtype, device: torch.device) -> KVShape:
-    heads = text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    return KVShape(text.num_hidden_layers, kv_heads, head_dim, dtype, device)
-
-
-def _make_cache(shape: KVShape, max_context: int, config: EmbeddedTorchConfig) -> KVCache:
-    one = max_context * shape.token_bytes
-    most = 2 * config.max_sequences * one
-    budget = config.kv_cache_bytes or min(most, max(one, int(FREE_SHARE * _free_bytes(shape))))
-    if budget < one:
-        raise ConfigError(
-            f"backend.kv_cache_bytes={budget} holds no sequence of {max_context} tokens; give at "
-            f"least {one}, or a smaller backend.max_context"
-        )
-    return KVCache(shape, max_context, budget, max_kept=config.max_sequences)
-
-
-def _free_bytes(shape: KVShape) -> int:
-    if shape.device.type == "cuda":
-        return torch.cuda.mem_get_info(shape.device)[0]
-    return psutil.virtual_memory().available

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 import uuid
@@ -32,9 +31,6 @@ from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
-from safetensors import SafetensorError, safe_open
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import UpdatePolicy, VLLMConfig
@@ -59,6 +55,7 @@ from inference_server.vllm.engine import (
 from inference_server.vllm.load import Gauges, Stopwatch
 from inference_server.vllm.wire import Part, Runs, check_sampling, prompt_scores
 from weight_sync.channel import WeightReader
+from weight_sync.checkpoint import checkpoint_shapes, read_model_config
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +150,7 @@ class VLLMBackend:
         self._model = Path(model.path)
         self._version = version
         self._engine = VLLMEngine(config, model)
-        self._limits = Limits(_vocab_size(self._model), 0)
+        self._limits = Limits(int(read_model_config(str(self._model))["vocab_size"]), 0)
         self._calls: set[_Call] = set()
         self._admits = False
         self._opened = _Bell()
@@ -232,9 +229,8 @@ class VLLMBackend:
         return not self._in_flight and await self._engine.drop_prefixes()
 
     def stage(self, meta: WeightUpdateMeta, reader: WeightReader) -> Staged:
-        reader.stage(
-            meta, _checkpoint_shapes(self._model)
-        )  # the proof counts: vLLM reads by itself
+        # The proof counts: vLLM reads by itself.
+        reader.stage(meta, checkpoint_shapes(str(self._model)))
         if not Path(meta.path).is_dir():
             raise SyncError(f"vLLM loads a version from a directory; {meta.path} is none")
         return DirectoryUpdate(meta.version, str(Path(meta.path).resolve()))
@@ -492,33 +488,6 @@ class _Bell:
 
     def wait(self) -> Awaitable[object]:
         return self._rung.wait()  # of the coming ring, also if this is awaited after it
-
-
-def _vocab_size(model: Path) -> int:
-    try:
-        config = json.loads((model / "config.json").read_text())
-        return int(config.get("text_config", config)["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{model} is not the directory of a language model: {error!r}; set model.path (also "
-            "for an engine at a URL)"
-        ) from error
-
-
-def _checkpoint_shapes(model: Path) -> dict[str, torch.Size]:
-    """What the directory that the engine started from holds; a version must hold the same."""
-    shapes: dict[str, torch.Size] = {}
-    try:
-        for path in model.glob("*.safetensors"):
-            with safe_open(path, framework="pt", device="cpu") as file:
-                for name in file.keys():  # noqa: SIM118 - a file, not a mapping
-                    shapes[name] = torch.Size(file.get_slice(name).get_shape())
-        config = json.loads((model / "config.json").read_text())
-    except (OSError, ValueError, SafetensorError) as error:
-        raise SyncError(f"cannot read the parameters of {model}: {error}") from error
-    if config.get("text_config", config).get("tie_word_embeddings"):
-        shapes.pop("lm_head.weight", None)  # some checkpoints hold it twice, versions do not
-    return shapes
 
 
 async def _finished(work: Coroutine[Any, Any, None]) -> None:

@@ -263,7 +263,7 @@ async def test_an_engine_that_dies_ends_every_request_and_swap(folders, seed, ca
         def die(*_):
             raise RuntimeError("the device is gone")
 
-        backend._model.register_forward_pre_hook(die)
+        backend._model.module.register_forward_pre_hook(die)
         await backend.resume()
         for _ in range(5):
             if backend.failure is None:

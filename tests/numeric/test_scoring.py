@@ -153,7 +153,9 @@ async def test_an_interrupted_score_says_which_positions_are_missing(folder, pre
             chunks.append(kwargs["input_ids"].shape[1])
             backend._order(lambda: setattr(backend, "_is_paused", True))
 
-        hook = backend._model.register_forward_pre_hook(stop_after_one_chunk, with_kwargs=True)
+        hook = backend._model.module.register_forward_pre_hook(
+            stop_after_one_chunk, with_kwargs=True
+        )
         task = asyncio.create_task(backend.generate(asked))
         await until(lambda: backend.is_paused)
         await backend.abort("r")

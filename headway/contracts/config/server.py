@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from headway.contracts.config.base import Config
 from headway.contracts.config.gateway import (
@@ -54,13 +54,23 @@ class EngineProcessConfig(Config):
     env: dict[str, str] = {}
     """Environment variables of the child, besides those of this server."""
     log_file: str | None = None
-    """File for the child's output; None writes it beside the ready file, or to standard error."""
+    """File for the child's output; None adds it to this server's standard error."""
     start_timeout_s: float = Field(600.0, gt=0.0)
     """Seconds until the engine must answer."""
     health_interval_s: float = Field(5.0, gt=0.0)
     """Seconds between health checks."""
     health_timeout_s: float = Field(60.0, gt=0.0)
     """An engine without progress and without an answer for this long is taken for hung, and ended."""
+
+    @model_validator(mode="after")
+    def _check(self) -> EngineProcessConfig:
+        given = [name for name in ("python", "args", "env", "log_file") if getattr(self, name)]
+        if self.url is not None and given:
+            raise ValueError(
+                f"{', '.join(given)} are for an engine that this server starts; with url={self.url} "
+                "leave them out"
+            )
+        return self
 
 
 class SGLangConfig(EngineProcessConfig):

@@ -228,7 +228,7 @@ async def test_an_engine_that_dies_in_a_prefill_tells_the_requests_of_that_prefi
     def fail(*_):
         raise MemoryError("no room")
 
-    backend._model.register_forward_pre_hook(fail)
+    backend._model.module.register_forward_pre_hook(fail)
     await backend.start()
     with pytest.raises(BackendError, match="no room"):
         await generate(backend)
@@ -248,7 +248,7 @@ async def test_a_device_that_fails_for_good_leaves_nobody_waiting(llama_dir):
     await backend.start()
     tasks = [asyncio.create_task(generate(backend, f"r{i}", max_new_tokens=240)) for i in range(6)]
     await until(lambda: backend.load().generated_tokens > 20)
-    backend._model.register_forward_pre_hook(fail)
+    backend._model.module.register_forward_pre_hook(fail)
     outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), PATIENCE_S)
     assert {type(outcome) for outcome in outcomes} == {BackendError}
     assert "device lost" in backend.failure
