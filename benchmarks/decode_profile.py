@@ -28,9 +28,9 @@ from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import EmbeddedTorchConfig
 from headway.contracts.types import LLMRequest
-from inference_server.backends.embedded_torch import EmbeddedTorchBackend
-from inference_server.embedded import attention
-from inference_server.embedded.packed_linear import ROWS
+from inference_server.backends.embedded import attention
+from inference_server.backends.embedded.backend import EmbeddedTorchBackend
+from inference_server.backends.embedded.packed_linear import ROWS
 
 WARM_UP_S = 3.0
 

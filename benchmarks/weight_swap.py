@@ -28,8 +28,8 @@ from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import EmbeddedTorchConfig
 from headway.contracts.types import LLMDelta, LLMRequest
-from inference_server.backends.embedded_torch import EmbeddedTorchBackend
-from inference_server.embedded.model import Fitted
+from inference_server.backends.embedded.backend import EmbeddedTorchBackend
+from inference_server.backends.embedded.model import Fitted
 from weight_sync.channel import StagedWeights
 
 SHAPES = {

@@ -20,9 +20,11 @@ from headway.runtime.logging import configure_logging
 from headway.runtime.secret import read_token
 from inference_server.backends.base import GenerationBackend
 from inference_server.engine import LocalGenerator, make_generator, open_service
+from inference_server.faces.headway import generation, weights
+from inference_server.faces.openai import routes as openai
+from inference_server.faces.sglang import routes as sglang
+from inference_server.faces.sglang.face import SGLangFace
 from inference_server.registration import keep_registered
-from inference_server.routes import generation, openai, sglang, weights
-from inference_server.sglang_face import SGLangFace
 
 log = logging.getLogger(__name__)
 

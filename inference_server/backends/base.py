@@ -167,9 +167,9 @@ def check_request(req: LLMRequest, limits: Limits) -> None:
 BACKENDS: Registry[Callable[..., GenerationBackend]] = Registry(
     "generation backend",
     {
-        "embedded_torch": "inference_server.backends.embedded_torch:EmbeddedTorchBackend",
-        "sglang": "inference_server.backends.sglang:SGLangBackend",
-        "vllm": "inference_server.backends.vllm:VLLMBackend",
+        "embedded_torch": "inference_server.backends.embedded.backend:EmbeddedTorchBackend",
+        "sglang": "inference_server.backends.sglang.backend:SGLangBackend",
+        "vllm": "inference_server.backends.vllm.backend:VLLMBackend",
         "fake": "inference_server.backends.fake:FakeBackend",
     },
     entry_point_group="headway.generation_backends",

@@ -30,8 +30,8 @@ from headway.contracts.errors import BackendError, DataError, SyncError
 from headway.contracts.types import LLMRequest, LLMResponse, WeightUpdateMeta
 from headway.rollout.tokenizer import TextTokenizer
 from headway.runtime.process import Process, ProcessSpec
-from inference_server.backends.sglang import SGLangBackend
-from inference_server.sglang.updates import GroupMember, GroupUpdate, TensorBucket
+from inference_server.backends.sglang.backend import SGLangBackend
+from inference_server.backends.sglang.updates import GroupMember, GroupUpdate, TensorBucket
 from tests.numeric.models import (
     VOCAB_SIZE,
     load_reference,

@@ -17,7 +17,7 @@ from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import EmbeddedTorchConfig
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
 from headway.rollout.tokenizer import TextTokenizer
-from inference_server.backends.embedded_torch import EmbeddedTorchBackend
+from inference_server.backends.embedded.backend import EmbeddedTorchBackend
 from tests.numeric.models import VOCAB_SIZE, load_reference
 from weight_sync.channel import StagedWeights
 

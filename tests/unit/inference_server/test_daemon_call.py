@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from headway.contracts.errors import DataError, SyncError
-from inference_server.daemon_call import call_on_daemon
+from inference_server.faces.sglang.daemon_call import call_on_daemon
 
 PATIENCE_S = 10.0
 

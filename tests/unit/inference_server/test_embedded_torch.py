@@ -17,7 +17,7 @@ from headway.contracts.errors import (
     SyncError,
 )
 from inference_server.backends.base import BACKENDS
-from inference_server.backends.embedded_torch import EmbeddedTorchBackend
+from inference_server.backends.embedded.backend import EmbeddedTorchBackend
 from tests.numeric.backends import (
     PATIENCE_S,
     make_backend,

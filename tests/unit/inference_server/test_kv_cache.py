@@ -8,7 +8,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from inference_server.embedded.kv_cache import SMALLEST_ROW, KVCache, KVShape, Row, row_capacities
+from inference_server.backends.embedded.kv_cache import (
+    SMALLEST_ROW,
+    KVCache,
+    KVShape,
+    Row,
+    row_capacities,
+)
 
 LAYERS, HEADS, DIM = 2, 2, 3
 SHAPE = KVShape(LAYERS, HEADS, DIM, torch.float32, torch.device("cpu"))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.contracts.config.sampling import SamplingConfig
-from inference_server.embedded.sampler import SamplingPlan, SamplingRow, top_logprobs
+from inference_server.backends.embedded.sampler import SamplingPlan, SamplingRow, top_logprobs
 
 CPU = torch.device("cpu")
 ALMOST_ONE = 1.0 - 2.0**-24

@@ -11,9 +11,9 @@ import torch
 
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.types import LLMRequest
-from inference_server.embedded.kv_cache import KVCache, KVShape
-from inference_server.embedded.scheduler import SCORED_CHUNK, SHORTEST_SHARED, Scheduler
-from inference_server.embedded.sequence import Caller, Sequence
+from inference_server.backends.embedded.kv_cache import KVCache, KVShape
+from inference_server.backends.embedded.scheduler import SCORED_CHUNK, SHORTEST_SHARED, Scheduler
+from inference_server.backends.embedded.sequence import Caller, Sequence
 
 SHAPE = KVShape(1, 1, 1, torch.float32, torch.device("cpu"))
 CONTEXT = 600

@@ -17,8 +17,13 @@ from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import SGLangConfig
 from headway.contracts.errors import BackendError, ConfigError, DataError, RequestTooLong, SyncError
 from headway.contracts.types import LLMRequest, WeightUpdateMeta
-from inference_server.backends.sglang import SGLangBackend
-from inference_server.sglang.updates import FolderUpdate, GroupMember, GroupUpdate, TensorBucket
+from inference_server.backends.sglang.backend import SGLangBackend
+from inference_server.backends.sglang.updates import (
+    FolderUpdate,
+    GroupMember,
+    GroupUpdate,
+    TensorBucket,
+)
 from tests.unit.inference_server.sglang_stand_in import StandIn
 from weight_sync.channel import ProvenVersion
 from weight_sync.transports.disk import DiskPublisher, DiskReader

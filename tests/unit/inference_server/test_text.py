@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from headway.rollout.tokenizer import TextTokenizer
-from inference_server.text import UNFINISHED, TextStream
+from inference_server.faces.text import UNFINISHED, TextStream
 
 END = 256
 

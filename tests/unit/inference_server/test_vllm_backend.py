@@ -25,8 +25,8 @@ from headway.contracts.errors import (
 )
 from headway.contracts.types import LLMDelta, LLMRequest
 from inference_server.backends.base import make_backend
-from inference_server.backends.vllm import DirectoryUpdate, VLLMBackend
-from inference_server.vllm.engine import BroadcastUpdate
+from inference_server.backends.vllm.backend import DirectoryUpdate, VLLMBackend
+from inference_server.backends.vllm.engine import BroadcastUpdate
 from tests.unit.inference_server import vllm_stand_in
 from tests.unit.inference_server.vllm_stand_in import VLLMStandIn
 from weight_sync.transports.disk import DiskPublisher, DiskReader

@@ -1,0 +1,1 @@
+"""Continuous batching on torch: CPU or one GPU."""

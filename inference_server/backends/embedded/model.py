@@ -1,0 +1,182 @@
+"""A model of transformers as the engine runs it: one forward over a step, weights that are exchanged.
+
+Linear weights are packed for the CPU; a swap exchanges pointers where the staged tensors already have
+the model's type and device, and copies in place elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from headway.contracts.config.model import ModelConfig
+from headway.contracts.config.server import EmbeddedTorchConfig
+from headway.contracts.errors import ConfigError, DataError
+from headway.contracts.types import PolicyVersion
+from inference_server.backends.base import Limits
+from inference_server.backends.embedded import attention
+from inference_server.backends.embedded.attention import Span, Step
+from inference_server.backends.embedded.kv_cache import KVCache, KVShape
+from inference_server.backends.embedded.packed_linear import PackedLinears, can_pack
+from weight_sync.channel import StagedWeights
+from weight_sync.model_dir import load_model
+
+FREE_SHARE = 0.4
+"""Share of the free memory that keys and values take unless told otherwise."""
+LAYER_KINDS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A proven version in the form in which the model holds its weights."""
+
+    version: PolicyVersion
+    tensors: Mapping[str, Tensor]
+    packed: Mapping[str, Tensor]
+
+
+class EmbeddedModel:
+    """One causal language model on the CPU or one GPU; used by one thread, but for `fit`."""
+
+    def __init__(self, config: ModelConfig, pack_weights: bool, max_context: int | None) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.module = _load(config).to(self.device)
+        packs = pack_weights and can_pack(self.device, self.module.dtype)
+        self._linears = PackedLinears(self.module) if packs else None
+        text = self.module.config.get_text_config()
+        self.limits = Limits(
+            text.vocab_size, min(max_context or 2**31, text.max_position_embeddings)
+        )
+        self.kv_shape = _kv_shape(text, self.module.dtype, self.device)
+        self.eos_ids = _eos_ids(self.module)
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Size]:
+        """Names and shapes that a version must bring."""
+        return {name: parameter.shape for name, parameter in self.module.named_parameters()}
+
+    def read(self, name: str) -> Tensor:
+        """A copy of one parameter on the CPU; tied ones go by each of their names.
+
+        Raises:
+            DataError: there is none of this name.
+        """
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        if name not in parameters:
+            raise DataError(f"the model has no parameter {name!r}")
+        return parameters[name].detach().cpu().clone()
+
+    def fit(self, staged: StagedWeights) -> Fitted:
+        """The same version with the model's types, ready to be exchanged for its parameters."""
+        parameters = dict(self.module.named_parameters())
+        tensors = {
+            name: tensor.to(parameters[name].dtype).contiguous()
+            for name, tensor in staged.tensors.items()
+        }
+        packed = {} if self._linears is None else self._linears.pack(tensors)
+        return Fitted(staged.version, tensors, packed)
+
+    def exchange(self, fitted: Fitted) -> None:
+        """Put a version in place."""
+        for name, parameter in self.module.named_parameters():
+            tensor = fitted.tensors[name]
+            if (tensor.device, tensor.dtype) == (parameter.device, parameter.dtype):
+                parameter.data = tensor
+            else:
+                parameter.copy_(tensor)
+        if self._linears is not None:
+            self._linears.exchange(fitted.packed)
+
+    def forward(
+        self, ids: list[int], positions: list[int], wanted: list[int], spans: list[Span]
+    ) -> Tensor:
+        """One step.
+
+        Args:
+            ids, positions: [T] the tokens of the step, and where each stands in its sequence.
+            wanted: places in the step whose logits are returned.
+            spans: where the tokens lie in the cache.
+        Returns:
+            [len(wanted), V].
+        """
+        output = self.module(
+            input_ids=torch.tensor([ids], device=self.device),
+            position_ids=torch.tensor([positions], device=self.device),
+            logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=self.device),
+            use_cache=False,
+            step=Step(spans, self.kv_shape.num_kv_heads, self.device),
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def make_cache(self, config: EmbeddedTorchConfig) -> KVCache:
+        """A cache within the configured memory; proves that the model runs on it.
+
+        Raises:
+            ConfigError: it does not hold one sequence, or the model does not fit this backend.
+        """
+        one = self.limits.max_context * self.kv_shape.token_bytes
+        most = 2 * config.max_sequences * one
+        budget = config.kv_cache_bytes or min(most, max(one, int(FREE_SHARE * self._free_bytes())))
+        if budget < one:
+            raise ConfigError(
+                f"backend.kv_cache_bytes={budget} holds no sequence of {self.limits.max_context} "
+                f"tokens; give at least {one}, or a smaller backend.max_context"
+            )
+        cache = KVCache(
+            self.kv_shape, self.limits.max_context, budget, max_kept=config.max_sequences
+        )
+        self._probe(cache)
+        return cache
+
+    def _probe(self, cache: KVCache) -> None:
+        """Find out now, not on the first request, whether the model fits."""
+        row = cache.allocate(2)
+        if row is None:
+            raise ConfigError("no room in the KV cache for two tokens")
+        with torch.inference_mode():
+            self.forward([0, 0], [0, 1], [1], [Span(row, 0, 2, 0)])
+        row.length = 2
+        cache.release(row, keep=False)
+
+    def _free_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)[0]
+        return psutil.virtual_memory().available
+
+
+def _load(config: ModelConfig) -> Any:
+    if config.attn_implementation != "sdpa":
+        raise ConfigError(
+            f"model.attn_implementation={config.attn_implementation} is for training; the embedded "
+            "torch backend has an attention of its own: leave it out"
+        )
+    attention.register()
+    model = load_model(config.model_copy(update={"attn_implementation": attention.NAME}))
+    text = model.config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if not kinds <= LAYER_KINDS or not getattr(model, "_supports_attention_backend", False):
+        raise ConfigError(
+            f"the embedded torch backend does not run {type(model).__name__} with layers of type "
+            f"{sorted(kinds)}; use backend.type: sglang"
+        )
+    return model.eval().requires_grad_(False)
+
+
+def _eos_ids(model: Any) -> frozenset[int]:
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset(eos) if isinstance(eos, list) else frozenset({eos})
+
+
+def _kv_shape(text: Any, dtype: torch.dtype, device: torch.device) -> KVShape:
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    return KVShape(text.num_hidden_layers, kv_heads, head_dim, dtype, device)

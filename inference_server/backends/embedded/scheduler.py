@@ -1,0 +1,223 @@
+"""Which tokens run in the next step.
+
+A sequence has `pending` tokens that are not in the cache: its whole prompt at first, one while it
+decodes, everything again after its row was taken away. Each step takes the one pending token of
+every decoding sequence, then chunks of pending prompts up to a budget, oldest first, and admits
+waiting sequences while there are places, memory and budget.
+
+A prompt is computed once: a newcomer copies the longest common prefix from a row that the weights
+now in place computed, and waits while a running sequence is still computing more of it.
+
+When memory is short, the youngest running sequence gives up its row and waits at the front; it goes
+on from its tokens, so nothing is lost. Nobody is admitted then until a sequence ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from inference_server.backends.embedded.attention import Span
+from inference_server.backends.embedded.kv_cache import KVCache, Row
+from inference_server.backends.embedded.sequence import Sequence
+
+SHORTEST_SHARED = 8
+"""Prefixes shorter than this are computed rather than copied."""
+SCORED_CHUNK = 256
+"""Prompt tokens per step of a sequence whose prompt is scored: each needs a row of logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A sequence's share of a step."""
+
+    sequence: Sequence
+    span: Span
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing is pending after this step: a token is sampled."""
+        return self.span.end == len(self.sequence.tokens)
+
+
+class Scheduler:
+    """Waiting and running sequences over one cache."""
+
+    def __init__(self, cache: KVCache, max_sequences: int, max_prefill_tokens: int) -> None:
+        self._cache = cache
+        self._max_sequences = max_sequences
+        self._max_prefill_tokens = max_prefill_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        """In order of admission."""
+        self.is_draining = False
+        """Whether sequences that have not started must wait."""
+        self._is_short_of_memory = False
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All of them, oldest admission first."""
+        return [*self.running, *self.waiting]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self.running) or any(self._may_start(s) for s in self.waiting)
+
+    def schedule(self) -> list[Work]:
+        """The next step; rows are in place when it returns."""
+        self._ensure_rows()
+        works: list[Work] = []
+        first = 0
+        budget = self._max_prefill_tokens
+        for sequence in self.running:
+            chunk = self._chunk(sequence, budget)
+            if chunk:
+                first = self._take(works, sequence, chunk, first)
+                budget -= chunk if sequence.pending > 1 else 0
+        while budget > 0:
+            newcomer = self._admit()
+            if newcomer is None:
+                break
+            chunk = self._chunk(newcomer, budget)
+            first = self._take(works, newcomer, chunk, first)
+            budget -= chunk
+        return works
+
+    def finish(self, sequence: Sequence) -> None:
+        """A sequence is over: its row stays for prompts that begin alike."""
+        self._leave(sequence, keep=True)
+
+    def discard(self, sequence: Sequence) -> None:
+        """A sequence failed: nothing of it may be read again."""
+        self._leave(sequence, keep=False)
+
+    def retract(self) -> None:
+        """All running sequences give up their rows and wait, in order, to be computed again."""
+        for sequence in self.running[::-1]:
+            self._preempt(sequence)
+        self._is_short_of_memory = False
+
+    def clear(self) -> None:
+        """Forget all sequences; memory stays as it is, the device may have failed."""
+        self.running.clear()
+        self.waiting.clear()
+
+    def _leave(self, sequence: Sequence, keep: bool) -> None:
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self._is_short_of_memory = False
+        else:
+            self.waiting.remove(sequence)
+        if sequence.row is not None:
+            self._cache.release(sequence.row, keep)
+            sequence.row = None
+
+    def _ensure_rows(self) -> None:
+        """Room for the tokens of this step in every running sequence's row."""
+        for sequence in list(self.running):
+            while sequence.row is not None:
+                row = self._cache.grow(sequence.row, len(sequence.tokens))
+                if row is not None:
+                    sequence.row = row
+                    break
+                self._preempt(self.running[-1])
+                self._is_short_of_memory = True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        if sequence.row is not None:
+            self._cache.release(sequence.row, keep=False)
+            sequence.row = None
+        sequence.num_recomputes += 1
+        self.waiting.appendleft(sequence)
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        if sequence.pending == 1:
+            return 1
+        if sequence.scored_from is not None:
+            budget = min(budget, SCORED_CHUNK)
+        return min(sequence.pending, budget)
+
+    def _take(self, works: list[Work], sequence: Sequence, count: int, first: int) -> int:
+        row = sequence.row
+        if row is None:
+            raise RuntimeError(f"{sequence.request.rid} runs without a row")
+        start = row.length
+        works.append(Work(sequence, Span(row, start, start + count, first)))
+        return first + count
+
+    def _admit(self) -> Sequence | None:
+        """Give a row to the first waiting sequence that can use it now."""
+        if len(self.running) >= self._max_sequences:
+            return None
+        if self._is_short_of_memory and self.running:
+            return None
+        for sequence in self.waiting:
+            if not self._may_start(sequence):
+                continue
+            donor, shared = self._longest_shared(sequence)
+            if self._is_worth_waiting(sequence, shared):
+                continue
+            if donor is not None:
+                self._cache.touch(donor)
+            row = self._cache.allocate(len(sequence.tokens))
+            if row is None:
+                self._is_short_of_memory = bool(self.running)
+                return None
+            # Making room may have evicted the donor.
+            if donor is not None and donor.length >= shared and shared:
+                self._cache.copy(donor, row, shared)
+            row.tokens = sequence.tokens
+            sequence.row = row
+            if sequence.cached_tokens is None:
+                sequence.cached_tokens = min(row.length, sequence.num_prompt)
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            return sequence
+        return None
+
+    def _may_start(self, sequence: Sequence) -> bool:
+        return sequence.has_started or not self.is_draining
+
+    def _longest_shared(self, sequence: Sequence) -> tuple[Row | None, int]:
+        """The row to copy from, and how many positions: never the last token, whose logits are
+        wanted, nor what has to be scored."""
+        limit = len(sequence.tokens) - 1
+        if sequence.scored_from is not None:
+            limit = min(limit, sequence.scored_from - 1)
+        best, length = None, SHORTEST_SHARED - 1
+        if limit <= length:
+            return None, 0
+        for row in self._cache:
+            if row.is_pure and row.length > length:
+                reach = min(row.length, limit)
+                common = _common_prefix(sequence.tokens, row.tokens, reach, length)
+                if common > length:
+                    best, length = row, common
+        return best, length if best is not None else 0
+
+    def _is_worth_waiting(self, sequence: Sequence, shared: int) -> bool:
+        """Whether a running sequence is still computing more of the same prefix."""
+        if sequence.scored_from is not None:
+            return False
+        limit = len(sequence.tokens) - 1
+        if limit < SHORTEST_SHARED:
+            return False
+        for other in self.running:
+            if other.pending < 2 or other.row is None or not other.row.is_pure:
+                continue
+            known = max(SHORTEST_SHARED - 1, shared, other.computed)
+            reach = min(limit, len(other.tokens))
+            if _common_prefix(sequence.tokens, other.tokens, reach, known) > known:
+                return True
+        return False
+
+
+def _common_prefix(one: list[int], two: list[int], limit: int, known: int) -> int:
+    """Length of the common prefix, at most `limit`; 0 if it is not longer than `known`."""
+    if limit <= known or one[known] != two[known]:
+        return 0  # most rows end here
+    if one[:limit] == two[:limit]:
+        return limit
+    return next(i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)

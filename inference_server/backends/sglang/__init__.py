@@ -1,0 +1,1 @@
+"""An SGLang engine behind the contract of a backend."""

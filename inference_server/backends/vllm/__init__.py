@@ -1,0 +1,1 @@
+"""A vLLM engine behind the contract of a backend."""

@@ -1,0 +1,320 @@
+"""A vLLM server's verbs as calls: generate, pause, abort, update, label.
+
+One method per verb, none of which knows what a policy is; who calls what in which order is the
+backend's business. Observed on vLLM 0.33.0, but for streams, `drop_caches` and the broadcast beyond
+its refusals, which are as its source says. Pauses and weights need its dev mode.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+from headway.contracts.config.model import ModelConfig
+from headway.contracts.config.server import VLLMConfig
+from headway.contracts.errors import BackendError, ConfigError, DataError, QueueFull, SyncError
+from headway.contracts.types import LLMRequest, PolicyVersion
+from inference_server.backends.engine_process import Answer, EngineCommand, EngineProcess
+from inference_server.backends.vllm.wire import (
+    CompletionsDialect,
+    Dialect,
+    GenerateDialect,
+    LogprobsMode,
+    Part,
+)
+
+log = logging.getLogger(__name__)
+
+PauseVerb = Literal["abort", "wait", "keep"]
+
+HEALTH = "/health"
+WEIGHT_INFO = "/weight_info"
+CONTROL_TIMEOUT_S = 30.0
+"""For answers that need no weights and no running request to end."""
+UNLABELLED = "default"
+PAUSED_TYPE = "ServiceUnavailableError"
+"""What vLLM calls a refusal because of a pause; a full queue is called otherwise."""
+MAX_TOP_LOGPROBS = 64
+"""What `LLMRequest.top_logprobs` allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastUpdate:
+    """A version that the trainer broadcasts (NCCL) while the engine receives it."""
+
+    version: PolicyVersion
+    names: Sequence[str]
+    dtype_names: Sequence[str]
+    shapes: Sequence[Sequence[int]]
+
+
+class PausedError(Exception):
+    """The engine takes nothing new at the moment; never leaves the backend."""
+
+
+class BrokenUpdateError(Exception):
+    """An update ended in between: the engine's weights are no version. Never leaves the backend."""
+
+
+class VLLMEngine:
+    """One engine, managed or attached."""
+
+    def __init__(self, config: VLLMConfig, model: ModelConfig) -> None:
+        self._config = config
+        self._command = _command(model)
+        self._is_updating = False
+        self._dialect: Dialect = GenerateDialect()
+        self.process = EngineProcess(
+            config, self._command, lambda: self.num_tokens, self._live_path
+        )
+        self.num_tokens = 0
+        """Tokens that arrived."""
+        self.max_context = 0
+        self.logprobs_mode: LogprobsMode | None = None
+
+    async def start(self, version: PolicyVersion) -> PolicyVersion:
+        """Start or reach it, and learn what it serves.
+
+        Args:
+            version: Of its weights, unless it is labelled already.
+
+        Returns:
+            The version that it serves.
+        """
+        await self.process.start()
+        try:
+            models = await self._learn("/v1/models")
+            served = models["data"][0]
+            self.max_context = int(served["max_model_len"])
+            probe = await self.process.post(GenerateDialect.path, {}, CONTROL_TIMEOUT_S)
+            if probe.status in (403, 404, 405):
+                log.info("vLLM runs without --enable-scale-out; using /v1/completions")
+                self._dialect = CompletionsDialect(served["id"])
+            self.logprobs_mode = await self._ask_logprobs_mode()
+            return await self._label(version)
+        except BaseException:
+            await self.process.aclose()
+            raise
+
+    # Generating.
+
+    def engine_id(self, request_id: str) -> str:
+        """What `abort` wants for a request."""
+        return self._dialect.engine_id(request_id)
+
+    async def ask(self, request_id: str, req: LLMRequest, salt: str) -> Part:
+        """The whole answer at once.
+
+        Raises:
+            PausedError, QueueFull, DataError, BackendError: refused, lost or failed.
+        """
+        body = self._dialect.body(request_id, req, salt, is_stream=False)
+        answer = await self.process.post(self._dialect.path, body)
+        if not answer.is_ok:
+            _refuse(answer.status, answer.json() or answer.text())
+        part = self._dialect.read(answer.json(), req.top_logprobs)
+        self.num_tokens += len(part.tokens)
+        return part
+
+    async def stream(
+        self, request_id: str, req: LLMRequest, salt: str
+    ) -> AsyncGenerator[Part, None]:
+        """The answer as it grows; iterate within `process.guard`.
+
+        Raises:
+            PausedError, QueueFull, DataError, BackendError: as `ask`.
+        """
+        body = self._dialect.body(request_id, req, salt, is_stream=True)
+        async with self.process.stream(self._dialect.path, body) as lines:
+            if isinstance(lines, Answer):
+                _refuse(lines.status, lines.json() or lines.text())
+            async for event in _events(lines):
+                if "error" in event:
+                    _refuse(event["error"].get("code") or 500, event)
+                part = self._dialect.read(event, req.top_logprobs)
+                self.num_tokens += len(part.tokens)
+                yield part
+
+    async def abort(self, engine_ids: Sequence[str]) -> None:
+        """End requests with the tokens so far; of no effect on one that is still on its way."""
+        if engine_ids:  # none would mean all
+            await self._order("/abort_requests", {"request_ids": list(engine_ids)})
+
+    # Pausing.
+
+    async def pause(self, mode: PauseVerb) -> None:
+        """Stop between two steps; `wait` returns once what runs has ended.
+
+        Caches are not cleared: it would send frozen requests back to the queue.
+        """
+        timeout_s = None if mode == "wait" else CONTROL_TIMEOUT_S
+        await self._order(f"/pause?mode={mode}&clear_cache=false", None, timeout_s)
+
+    async def resume(self) -> None:
+        await self._order("/resume", None)
+
+    async def drop_prefixes(self) -> bool:
+        """Drop shared prefixes; false if requests hold some."""
+        return bool((await self._order("/reset_prefix_cache", None)).get("success"))
+
+    async def drop_caches(self) -> None:
+        """Drop all keys and values: what runs goes back to the queue, to be prefilled again."""
+        path = "/reset_prefix_cache?reset_running_requests=true"
+        if not (await self._order(path, None)).get("success"):
+            raise BackendError("vLLM did not drop its caches; use another update policy")
+
+    # Weights.
+
+    async def load_directory(self, path: str, version: PolicyVersion) -> None:
+        """Load a checkpoint and label it.
+
+        Raises:
+            BrokenUpdateError: it failed; vLLM takes the old weights apart before it reads.
+        """
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        await self._update(
+            ("/collective_rpc", reload),
+            ("/update_weight_version", {"new_version": str(version)}),
+        )
+
+    async def receive(self, update: BroadcastUpdate) -> None:
+        """Receive a broadcast in the group that was joined, and label it.
+
+        Raises:
+            SyncError: the engine is not set up for it; nothing was changed.
+            BrokenUpdateError: it failed in between.
+        """
+        await self._change("/start_weight_update", None)
+        info = {
+            "names": list(update.names),
+            "dtype_names": list(update.dtype_names),
+            "shapes": [list(shape) for shape in update.shapes],
+        }
+        await self._update(
+            ("/update_weights", {"update_info": info}),
+            ("/finish_weight_update", {"weight_version": str(update.version)}),
+        )
+
+    async def join_broadcast(self, init_info: Mapping[str, Any]) -> None:
+        """Join the trainer's group; returns once it is complete."""
+        await self._change("/init_weight_transfer_engine", {"init_info": dict(init_info)})
+
+    async def metrics(self) -> str:
+        """The text of `/metrics`."""
+        answer = await self.process.get("/metrics", self._config.health_timeout_s)
+        return answer.content.decode() if answer.is_ok else ""
+
+    def _live_path(self) -> str:
+        # `/health` is answered beside the engine; the label comes from within, between two steps.
+        return HEALTH if self._is_updating else WEIGHT_INFO
+
+    async def _learn(self, path: str) -> Any:
+        answer = await self.process.get(path, CONTROL_TIMEOUT_S)
+        if not answer.is_ok:
+            raise BackendError(
+                f"{self.process.url}{path} answered {answer.status}; this backend needs "
+                "vLLM >= 0.32, started with VLLM_SERVER_DEV_MODE=1"
+            )
+        return answer.json()
+
+    async def _label(self, version: PolicyVersion) -> PolicyVersion:
+        label = (await self._learn(WEIGHT_INFO))["weight_version"]
+        if label.isdigit():
+            return int(label)  # it was attached to before, and has been updated since
+        if label != UNLABELLED:
+            raise BackendError(
+                f"the weights of the engine at {self.process.url} are labelled {label!r} by "
+                "somebody else; start it again"
+            )
+        await self._order("/update_weight_version", {"new_version": str(version)})
+        return version
+
+    async def _ask_logprobs_mode(self) -> LogprobsMode | None:
+        if self.process.is_managed:
+            mode: Any = {**self._command.args, **self._config.args}["--logprobs-mode"]
+        else:
+            answer = await self.process.get("/server_info?config_format=json", CONTROL_TIMEOUT_S)
+            told = answer.json() if answer.is_ok else None
+            config = (told or {}).get("vllm_config") or {}
+            mode = (config.get("model_config") or {}).get("logprobs_mode")
+        if mode == "raw_logprobs" or mode == "processed_logprobs":
+            return "raw_logprobs" if mode == "raw_logprobs" else "processed_logprobs"
+        if mode is not None:
+            raise ConfigError(
+                f"vLLM runs with --logprobs-mode {mode}; use processed_logprobs or raw_logprobs"
+            )
+        log.warning("vLLM does not tell its logprobs mode; only plain sampling is served")
+        return None
+
+    async def _order(
+        self, path: str, body: Any, timeout_s: float | None = CONTROL_TIMEOUT_S
+    ) -> dict[str, Any]:
+        answer = await self.process.post(path, body, timeout_s)
+        if not answer.is_ok:
+            raise BackendError(f"vLLM answered {path} with {answer.status}: {answer.text()}")
+        return answer.json() or {}
+
+    async def _update(self, *steps: tuple[str, Any]) -> None:
+        self._is_updating = True
+        try:
+            for path, body in steps:
+                await self._change(path, body)
+        except (SyncError, BackendError) as error:
+            raise BrokenUpdateError(error.message) from error
+        finally:
+            self._is_updating = False
+
+    async def _change(self, path: str, body: Any) -> None:
+        """A step of an update: takes as long as it takes."""
+        answer = await self.process.post(path, body)
+        if not answer.is_ok:
+            raise SyncError(f"vLLM answered {path} with {answer.status}: {answer.text()}")
+
+
+def _command(model: ModelConfig) -> EngineCommand:
+    return EngineCommand(
+        name="vLLM",
+        module="vllm.entrypoints.openai.api_server",
+        args={
+            "--model": model.path,
+            "--dtype": model.dtype,
+            "--enable-scale-out": True,
+            "--enable-prompt-tokens-details": True,
+            "--disable-uvicorn-access-log": True,
+            "--logprobs-mode": "processed_logprobs",
+            "--max-logprobs": MAX_TOP_LOGPROBS,
+        },
+        ready_path=HEALTH,
+        env={"VLLM_SERVER_DEV_MODE": "1"},
+        owned_flags={
+            "--model": "model.path",
+            "--dtype": "model.dtype",
+            "--logprobs_mode": "--logprobs-mode",
+        },
+    )
+
+
+def _refuse(status: int, body: Any) -> NoReturn:
+    """Raise what vLLM's answer means."""
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else str(body)
+    if status == 503:
+        if isinstance(error, dict) and error.get("type") == PAUSED_TYPE:
+            raise PausedError
+        raise QueueFull(f"vLLM: {message}")
+    if status in (400, 422):
+        raise DataError(f"vLLM refused the request: {message}")
+    raise BackendError(f"vLLM answered with {status}: {message}")
+
+
+async def _events(lines: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
+    """The data of server-sent events, as JSON, up to `[DONE]`."""
+    async for line in lines:
+        if line.startswith(b"data:"):
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return
+            yield json.loads(data)

@@ -1,0 +1,1 @@
+"""The HTTP contracts that a generation server speaks."""

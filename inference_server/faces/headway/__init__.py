@@ -1,0 +1,1 @@
+"""Headway's own contract, beside what every service of ours has."""

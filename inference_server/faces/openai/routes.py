@@ -1,0 +1,97 @@
+"""OpenAI's routes, for its unmodified clients.
+
+Answers carry more than the standard: `token_ids`, `prompt_token_ids` and `version_runs`
+(`[version, from, to]` over the sampled tokens) in each choice, the version in `metadata`, and the
+finish reason `abort` of a request that was aborted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from headway.contracts import http
+from headway.contracts.errors import ServiceError
+from headway.rollout.app import unless_disconnected
+from inference_server.faces.error_shapes import Failure, failure_of, route_in
+from inference_server.faces.headway.generation import local
+from inference_server.faces.openai.chat_request import ChatRequest
+from inference_server.faces.openai.completion_request import CompletionRequest
+from inference_server.faces.openai.job import Job
+from inference_server.faces.openai.plans import check_model, plan_chat, plan_completion
+
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def openai_error(failure: Failure) -> dict[str, Any]:
+    """A failure as OpenAI's clients read it."""
+    kind = "server_error" if failure.status >= 500 else "invalid_request_error"
+    return {
+        "error": {
+            "message": failure.message,
+            "type": ERROR_TYPES.get(failure.status, kind),
+            "param": failure.param,
+            "code": failure.code,
+        }
+    }
+
+
+router = APIRouter(route_class=route_in(openai_error))
+
+
+@router.get(http.MODELS)
+async def models(request: Request) -> dict[str, Any]:
+    return {"object": "list", "data": [_card(request)]}
+
+
+@router.get(http.MODEL.replace("}", ":path}"))  # a name may have slashes
+async def model(model: str, request: Request) -> dict[str, Any]:
+    check_model(model, local(request))
+    return _card(request)
+
+
+@router.post(http.COMPLETIONS, response_class=Response)
+async def complete(body: CompletionRequest, request: Request) -> Response:
+    return await _respond(request, plan_completion(body, local(request)), bool(body.stream))
+
+
+@router.post(http.CHAT_COMPLETIONS, response_class=Response)
+async def chat(body: ChatRequest, request: Request) -> Response:
+    return await _respond(request, plan_chat(body, local(request)), bool(body.stream))
+
+
+async def _respond(request: Request, job: Job, is_streamed: bool) -> Response:
+    if not is_streamed:
+        return JSONResponse(await unless_disconnected(request, job.answer(local(request))))
+    chunks = job.chunks(local(request))
+    # Before the status is sent: what is refused at once gets a status of its own.
+    first = await unless_disconnected(request, anext(chunks))
+    return StreamingResponse(_events(first, chunks), media_type="text/event-stream")
+
+
+async def _events(
+    first: dict[str, Any], others: AsyncGenerator[dict[str, Any]]
+) -> AsyncIterator[str]:
+    try:
+        async with aclosing(others):
+            yield _event(first)
+            async for chunk in others:
+                yield _event(chunk)
+    except ServiceError as error:
+        yield _event(openai_error(failure_of(error)))
+    else:
+        yield "data: [DONE]\n\n"
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+def _card(request: Request) -> dict[str, Any]:
+    name = local(request).model_name
+    return {"id": name, "object": "model", "created": 0, "owned_by": "headway"}

@@ -1,0 +1,310 @@
+"""SGLang's native contract over our backend, so that what was written for SGLang runs unchanged.
+
+Shapes are SGLang's (0.5.23). Where it would break a promise of ours we keep the promise and say so
+beside the route. Updates of weights answer failures with `success: false`, everything else with
+`{"error": {"message"}}`; both are 400 for what a client can mend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+
+from headway.contracts import http
+from headway.contracts.config.sampling import SamplingConfig
+from headway.contracts.errors import ServiceError
+from headway.contracts.types import LLMRequest
+from headway.rollout.app import unless_disconnected
+from headway.rollout.tokenizer import TextTokenizer
+from headway.runtime.logging import note_request
+from inference_server.faces.error_shapes import Failure, InvalidField, route_in
+from inference_server.faces.headway.generation import EventStream, local
+from inference_server.faces.sglang.face import SGLangFace
+from inference_server.faces.sglang.types import (
+    AbortBody,
+    CheckerBody,
+    DetokenizeBody,
+    DiskUpdateBody,
+    EmptyBody,
+    GenerateBody,
+    GroupUpdateBody,
+    JoinGroupBody,
+    LeaveGroupBody,
+    ParameterBody,
+    PauseBody,
+    RelabelBody,
+    TokenizeBody,
+    UpdateBody,
+)
+from inference_server.faces.sglang.weight_updates import Published, UpdateOptions
+from weight_sync.transports.collective import GroupAddress, TensorSpec
+
+HEALTH_TIMEOUT_S = 20.0
+
+
+def error_shape(failure: Failure) -> dict[str, Any]:
+    """SGLang's error body."""
+    return {"error": {"message": failure.message}}
+
+
+router = APIRouter(route_class=route_in(error_shape))
+
+
+@router.put(http.SGLANG_GENERATE, include_in_schema=False)
+@router.post(http.SGLANG_GENERATE, response_model=None)
+async def generate(body: GenerateBody, request: Request) -> Response:
+    """Generate; with `stream`, server-sent events that each hold all there is so far, then `[DONE]`."""
+    if not body.stream:
+        return JSONResponse(await unless_disconnected(request, _face(request).generate(body)))
+    chunks = _face(request).stream(body)
+    first = await unless_disconnected(request, anext(chunks))
+    return EventStream(_events(first, chunks))
+
+
+async def _events(
+    first: dict[str, Any], rest: AsyncGenerator[dict[str, Any]]
+) -> AsyncGenerator[str]:
+    async with aclosing(rest):
+        try:
+            yield _event(first)
+            async for chunk in rest:
+                yield _event(chunk)
+        except ServiceError as error:
+            note_request(code=error.code, reason=error.message)
+            yield _event({"error": {"message": error.message}})
+    yield "data: [DONE]\n\n"
+
+
+def _event(chunk: dict[str, Any]) -> str:
+    return f"data: {json.dumps(chunk)}\n\n"
+
+
+@router.post(http.SGLANG_ABORT, response_class=Response)
+async def abort(body: AbortBody, request: Request) -> Response:
+    if body.abort_all or body.rid:
+        await _face(request).abort(None if body.abort_all else body.rid)
+    return Response()
+
+
+@router.get(http.SGLANG_PING, response_class=Response)
+async def ping() -> Response:
+    return Response()
+
+
+@router.get(http.SGLANG_READY, response_class=Response)
+async def ready(request: Request) -> Response:
+    generator = local(request)
+    is_out = generator.backend.is_paused or generator.admission.draining.is_set()
+    return Response(status_code=503 if is_out else 200)
+
+
+@router.get(http.SGLANG_HEALTH, response_class=Response)
+async def health_generate(request: Request) -> Response:
+    """Generates a token; a paused server answers at once that it would not."""
+    generator = local(request)
+    if generator.backend.is_paused:
+        return Response(status_code=503)
+    probe = LLMRequest(
+        rid=f"HEALTH_CHECK_{uuid.uuid4().hex}",
+        input_ids=(0,),
+        gconfig=SamplingConfig(max_new_tokens=1, temperature=0.0),
+    )
+    try:
+        async with asyncio.timeout(HEALTH_TIMEOUT_S):
+            await generator.agenerate(probe)
+    except (TimeoutError, ServiceError):
+        return Response(status_code=503)
+    return Response()
+
+
+@router.get(http.SGLANG_MODEL_OLD)
+@router.get(http.SGLANG_MODEL)
+async def model_info(request: Request) -> dict[str, Any]:
+    return _face(request).model_info()
+
+
+@router.get(http.SGLANG_SERVER_OLD)
+@router.get(http.SGLANG_SERVER)
+async def server_info(request: Request) -> dict[str, Any]:
+    return _face(request).server_info()
+
+
+@router.get(http.SGLANG_LOADS)
+async def loads(request: Request) -> dict[str, Any]:
+    return {"loads": [_face(request).load()]}
+
+
+@router.post(http.SGLANG_PAUSE)
+async def pause(body: PauseBody, request: Request) -> dict[str, str]:
+    await local(request).backend.pause(body.mode)
+    return {"message": "Generation paused successfully.", "status": "ok"}
+
+
+@router.post(http.SGLANG_CONTINUE)
+async def resume(_: EmptyBody, request: Request) -> dict[str, str]:
+    await local(request).backend.resume()
+    return {"message": "Generation continued successfully.", "status": "ok"}
+
+
+@router.get(http.SGLANG_FLUSH, include_in_schema=False)
+@router.post(http.SGLANG_FLUSH, response_class=PlainTextResponse)
+async def flush(request: Request, timeout: float = 0.0) -> PlainTextResponse:
+    if await _face(request).flush(timeout):
+        return PlainTextResponse("Cache flushed.\n")
+    return PlainTextResponse("Flush cache failed.\n", status_code=400)
+
+
+@router.post(http.SGLANG_TOKENIZE)
+async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
+    texts = (body.prompt,) if isinstance(body.prompt, str) else body.prompt
+    ids = [_tokenizer(request).encode(text, body.add_special_tokens) for text in texts]
+    is_one = isinstance(body.prompt, str)
+    return {
+        "tokens": ids[0] if is_one else ids,
+        "count": len(ids[0]) if is_one else [len(row) for row in ids],
+        "max_model_len": local(request).backend.limits.max_context,
+    }
+
+
+@router.post(http.SGLANG_DETOKENIZE)
+async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
+    skips = body.skip_special_tokens
+    rows = [row for row in body.tokens if isinstance(row, tuple)]
+    if rows:
+        return {"text": [_tokenizer(request).decode(list(row), skips) for row in rows]}
+    ids = [token for token in body.tokens if isinstance(token, int)]
+    return {"text": _tokenizer(request).decode(ids, skips)}
+
+
+@router.post(http.SGLANG_UPDATE_DISK, response_model=None)
+async def update_from_disk(body: DiskUpdateBody, request: Request) -> Response:
+    """A directory of ours or a plain one, below `weights_root`.
+
+    Running sequences do as `update_policy` says, or end with `abort_all_requests`; SGLang waits for
+    them. A cache that cannot be flushed is told, and is no failure: the weights did change.
+    """
+    paused = local(request).backend.is_paused
+    try:
+        published = await _face(request).update_from_disk(body.model_path, _options(body))
+    except ServiceError as error:
+        return _failed(error, num_paused_requests=0)
+    text = f"Succeeded to update model weights.{_told(published)}"
+    running = published.running if paused else 0
+    return JSONResponse({"success": True, "message": text, "num_paused_requests": running})
+
+
+@router.post(http.SGLANG_UPDATE_BEGIN, response_model=None)
+async def begin_update(_: EmptyBody, request: Request) -> Response:
+    return await _done(_face(request).updates.begin(), "Success")
+
+
+@router.post(http.SGLANG_UPDATE_END, response_model=None)
+async def end_update(_: EmptyBody, request: Request) -> Response:
+    """What the session received becomes visible here, all at once; in SGLang, bucket by bucket."""
+    return await _done(_face(request).updates.end(), "Success")
+
+
+@router.post(http.SGLANG_GROUP_INIT, response_model=None)
+async def join_group(body: JoinGroupBody, request: Request) -> Response:
+    address = GroupAddress(
+        body.group_name,
+        body.master_address,
+        body.master_port,
+        body.rank_offset,
+        body.world_size,
+        body.backend,
+    )
+    joined = _face(request).updates.join(address)
+    return await _done(joined, "Succeeded to initialize custom process group.")
+
+
+@router.post(http.SGLANG_GROUP_DESTROY, response_model=None)
+async def leave_group(body: LeaveGroupBody, request: Request) -> Response:
+    left = _face(request).updates.leave(body.group_name)
+    return await _done(left, "Succeeded to destroy custom process group.")
+
+
+@router.post(http.SGLANG_UPDATE_GROUP, response_model=None)
+async def update_from_group(body: GroupUpdateBody, request: Request) -> Response:
+    """One bucket, inside of a session or without one.
+
+    It becomes visible with the whole update: at the end of the session; without one, if it carries
+    `weight_version` or completes the model.
+    """
+    specs = [
+        TensorSpec(name, dtype, shape)
+        for name, dtype, shape in zip(body.names, body.dtypes, body.shapes, strict=True)
+    ]
+    is_flat = body.load_format is not None
+    received = _face(request).updates.receive(body.group_name, specs, is_flat, _options(body))
+    return await _done(received, "Succeeded to update parameter online.")
+
+
+@router.post(http.SGLANG_RELABEL, response_model=None)
+async def relabel(body: RelabelBody, request: Request) -> dict[str, Any]:
+    """The weights stay, their name changes, also in the spans of tokens that they sampled before."""
+    if body.abort_all_requests:
+        await local(request).backend.abort(None)
+    await _face(request).updates.relabel(body.new_version)
+    text = f"Weight version updated to {body.new_version}"
+    return {"success": True, "message": text, "new_version": body.new_version}
+
+
+@router.get(http.SGLANG_WEIGHTS, include_in_schema=False)
+@router.post(http.SGLANG_WEIGHTS, response_model=None)
+async def read_parameter(body: ParameterBody, request: Request) -> Response:
+    tensor = await _face(request).updates.read(body.name)
+    rows = tensor[: body.truncate_size] if tensor.ndim else tensor
+    return JSONResponse(rows.float().tolist())
+
+
+@router.post(http.SGLANG_CHECKER)
+async def check_weights(_: CheckerBody, request: Request) -> dict[str, Any]:
+    each, whole = await _face(request).updates.checksums()
+    ranks = [{"checksums": each, "per_gpu_checksum": whole}]
+    return {"success": True, "ranks": ranks, "per_engine_checksum": whole}
+
+
+async def _done(work: Awaitable[Published | None], text: str) -> Response:
+    """The answer to a step of an update."""
+    try:
+        published = await work
+    except ServiceError as error:
+        return _failed(error)
+    is_named = published is not None and text != "Success"
+    return JSONResponse({"success": True, "message": text + (_told(published) if is_named else "")})
+
+
+def _failed(error: ServiceError, **more: Any) -> Response:
+    note_request(code=error.code, reason=error.message)
+    return JSONResponse({"success": False, "message": error.message, **more}, status_code=400)
+
+
+def _told(published: Published | None) -> str:
+    if published is None:
+        return ""
+    held = "" if published.was_flushed else " The cache was not flushed: requests are running."
+    return f" Weight version updated to {published.label}.{held}"
+
+
+def _options(body: UpdateBody) -> UpdateOptions:
+    return UpdateOptions(body.weight_version, body.abort_all_requests, body.flush_cache)
+
+
+def _tokenizer(request: Request) -> TextTokenizer:
+    tokenizer = local(request).tokenizer
+    if tokenizer is None:
+        raise InvalidField("the model directory has no tokenizer.json; this server knows no text")
+    return tokenizer
+
+
+def _face(request: Request) -> SGLangFace:
+    face: SGLangFace = request.app.state.sglang
+    return face

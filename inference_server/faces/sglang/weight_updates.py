@@ -1,0 +1,344 @@
+"""Updates of weights in SGLang's order of things, each through the version gate and as a whole.
+
+Weights come from a directory, or in buckets over a process group. Buckets are kept aside
+(`_PendingSet`) and become visible together: at the end of a session; without one, with the bucket
+that names the version or completes the model. Parameters that no bucket brought keep their value.
+
+`_lock` covers a publication from the choice of its version to its flush, so two never interleave.
+Receiving is outside of it, one bucket per group at a time: a trainer that went silent holds up nobody
+but itself. When anything goes wrong with a bucket, all buckets before it are dropped with it and the
+weights that serve go on; in a session, its end then fails and says why. A session that failed, or saw
+nothing for `timeout_s`, belongs to a dead trainer: the next one may begin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from headway.contracts.errors import ConfigError, Conflict, NotFound, ServiceError, SyncError
+from headway.contracts.types import WeightUpdateMeta
+from inference_server.backends.base import GenerationBackend, Staged
+from inference_server.faces.sglang.daemon_call import call_on_daemon
+from inference_server.faces.sglang.version_labels import VersionLabels
+from inference_server.version_gate import VersionGate
+from weight_sync.channel import WeightReader
+from weight_sync.manifest import tensor_sha256
+from weight_sync.tensors import weights_digest
+from weight_sync.transports.collective import (
+    CollectiveReader,
+    GroupAddress,
+    TensorSpec,
+    WeightGroup,
+    WeightsSource,
+    join_group,
+)
+from weight_sync.transports.model_dir import ModelDirReader
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 2.0
+"""For a deadline that the work keeps by itself, before we stop waiting for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOptions:
+    """How an update wants to be published."""
+
+    label: str | None = None
+    aborts: bool = False
+    """End running sequences; false leaves it to the server's policy."""
+    flushes: bool = True
+
+    def join(self, later: UpdateOptions) -> UpdateOptions:
+        """The options of a set that these two buckets belong to."""
+        return UpdateOptions(
+            later.label or self.label, self.aborts or later.aborts, self.flushes or later.flushes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What an update came to."""
+
+    label: str
+    running: int
+    """Sequences that were running at the swap."""
+    was_flushed: bool
+    """False: shared prefixes were asked to go, and could not, since sequences were running."""
+
+
+@dataclass
+class _Member:
+    group: WeightGroup
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass
+class _PendingSet:
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    options: UpdateOptions = UpdateOptions(flushes=False)
+
+
+@dataclass
+class _Session:
+    touched: float
+    failure: str | None = None
+
+
+class WeightUpdates:
+    """All updates of one server that do not come through our own publication."""
+
+    def __init__(
+        self,
+        backend: GenerationBackend,
+        gate: VersionGate,
+        weights_root: str | None,
+        timeout_s: float,
+    ) -> None:
+        self._backend = backend
+        self._gate = gate
+        self._reader = None if weights_root is None else ModelDirReader(weights_root)
+        self._timeout_s = timeout_s
+        self._lock = asyncio.Lock()
+        self._members: dict[str, _Member] = {}
+        self._pending = _PendingSet()
+        self._session: _Session | None = None
+        self._receiving = 0
+        self.labels = VersionLabels(gate.version)
+
+    @property
+    def label(self) -> str:
+        """Of the weights that serve."""
+        return self.labels.label(self._gate.version)
+
+    async def from_disk(self, path: str, options: UpdateOptions) -> Published:
+        """Publish a directory.
+
+        Raises:
+            ServiceError: it is missing, torn, of another model or outside of the allowed root.
+        """
+        if self._reader is None:
+            raise SyncError(
+                "this server takes no weights from disk; set weights_root in its config"
+            )
+        return await self._publish(path, self._reader, options)
+
+    async def relabel(self, label: str) -> None:
+        """Give the weights that serve another name."""
+        async with self._lock:
+            self.labels.name(self._gate.version, label)
+
+    async def begin(self) -> None:
+        """Open a session.
+
+        Raises:
+            Conflict: one is open.
+        """
+        session = self._session
+        if session is not None and session.failure is None:
+            idle_s = time.monotonic() - session.touched
+            if self._receiving or idle_s < self._timeout_s:
+                raise Conflict("a weight update session is open; end it with end_weight_update")
+        self._pending = _PendingSet()
+        self._session = _Session(time.monotonic())
+
+    async def end(self) -> Published | None:
+        """Publish what the session received, and close it; None if it received nothing.
+
+        Raises:
+            Conflict: no session is open.
+            ServiceError: a bucket failed, or the set does not fit; nothing changed.
+        """
+        session = self._session
+        if session is None:
+            raise Conflict("no weight update session is open; begin one with begin_weight_update")
+        if self._receiving:
+            raise Conflict("a bucket is still being received; end the session after its answer")
+        self._session = None
+        if session.failure is not None:
+            raise SyncError(f"nothing changed: {session.failure}")
+        return await self._publish_pending() if self._pending.tensors else None
+
+    async def join(self, address: GroupAddress) -> None:
+        """Join a group; one of the same name, of a trainer before this one, is left first.
+
+        Raises:
+            SyncError: the others did not come within the time.
+            ConfigError: the backend cannot take single tensors.
+        """
+        self._source()
+        if address.name in self._members:
+            self._drop_pending(
+                f"group {address.name!r} was joined anew before the update was complete"
+            )
+            await self.leave(address.name)
+        group = await call_on_daemon(
+            partial(join_group, address, self._timeout_s),
+            self._timeout_s + GRACE_S,
+            f"joining group {address.name!r}",
+            discard=WeightGroup.close,
+        )
+        self._members[address.name] = _Member(group)
+
+    async def leave(self, name: str) -> None:
+        """Leave a group; without a session, buckets that were not published are dropped.
+
+        Raises:
+            NotFound: we are in no group of this name.
+        """
+        member = self._members.pop(name, None)
+        if member is None:
+            raise NotFound("The group to be destroyed does not exist.")
+        if self._session is None:
+            self._pending = _PendingSet()
+        await self._close(member)
+
+    async def receive(
+        self, name: str, specs: Sequence[TensorSpec], is_flat: bool, options: UpdateOptions
+    ) -> Published | None:
+        """Receive a bucket; None if it is kept aside for now.
+
+        Raises:
+            ServiceError: the peer died or went silent, or the bucket is of another model.
+        """
+        source = self._source()
+        self._receiving += 1
+        try:
+            tensors = await self._receive(name, specs, is_flat)
+            await asyncio.to_thread(_check, tensors, source)
+        except ServiceError as error:
+            self._drop_pending(error.message)
+            raise
+        finally:
+            self._receiving -= 1
+            if self._session is not None:
+                self._session.touched = time.monotonic()
+        self._pending.tensors.update(tensors)
+        self._pending.options = self._pending.options.join(options)
+        if self._session is not None:
+            return None
+        is_complete = self._pending.tensors.keys() >= source.parameters.keys()
+        return await self._publish_pending() if is_complete or options.label is not None else None
+
+    async def read(self, name: str) -> torch.Tensor:
+        """A parameter that serves.
+
+        Raises:
+            DataError: there is none of this name.
+        """
+        source = self._source()
+        async with self._lock:
+            return await asyncio.to_thread(source.read_parameter, name)
+
+    async def checksums(self) -> tuple[dict[str, str], str]:
+        """Of every parameter that serves, and of all of them."""
+        source = self._source()
+
+        def compute() -> tuple[dict[str, str], str]:
+            tensors = {name: source.read_parameter(name) for name in source.parameters}
+            return {n: tensor_sha256(t) for n, t in tensors.items()}, weights_digest(tensors)
+
+        async with self._lock:
+            return await asyncio.to_thread(compute)
+
+    async def aclose(self) -> None:
+        """Leave all groups."""
+        for name in list(self._members):
+            await self._close(self._members.pop(name))
+
+    async def _receive(
+        self, name: str, specs: Sequence[TensorSpec], is_flat: bool
+    ) -> dict[str, torch.Tensor]:
+        member = self._members.get(name)
+        if member is None:
+            raise NotFound(f"there is no group {name!r}; call init_weights_update_group first")
+        work = member.group.receive_flattened if is_flat else member.group.receive
+        what = f"receiving from group {name!r}"
+        async with member.lock:
+            try:
+                return await call_on_daemon(partial(work, specs), self._timeout_s + GRACE_S, what)
+            except SyncError:
+                if self._members.get(name) is member:  # of no more use
+                    del self._members[name]
+                await self._close(member)
+                raise
+
+    async def _close(self, member: _Member) -> None:
+        what = f"leaving group {member.group.address.name!r}"
+        try:
+            await call_on_daemon(member.group.close, GRACE_S, what)
+        except (SyncError, RuntimeError) as error:
+            log.warning("a weight update group did not close", extra={"reason": str(error)})
+
+    def _drop_pending(self, reason: str) -> None:
+        self._pending = _PendingSet()
+        if self._session is not None and self._session.failure is None:
+            self._session.failure = reason
+
+    async def _publish_pending(self) -> Published:
+        pending, self._pending = self._pending, _PendingSet()
+        reader = CollectiveReader(pending.tensors, self._source())
+        return await self._publish("what was received", reader, pending.options)
+
+    async def _publish(self, path: str, reader: WeightReader, options: UpdateOptions) -> Published:
+        async with self._lock:
+            version = self.labels.next_version(options.label, self._gate.version)
+            meta = WeightUpdateMeta(version, path)
+            staged: list[Staged] = []
+
+            def load() -> Staged:
+                staged.append(self._backend.stage(meta, reader))
+                return staged[0]
+
+            await self._gate.abort(version)  # what another publisher left there is not ours
+            await self._gate.stage(version, load)
+            if not staged:
+                raise Conflict(f"version {version} is being published by somebody else; try again")
+            self.labels.name(version, options.label)  # before it samples the first token
+            try:
+                running = await self._gate.commit(version, "abort" if options.aborts else None)
+            except BaseException:
+                self.labels.name(version, None)
+                raise
+            was_flushed = not options.flushes or await self._backend.flush()
+            return Published(self.labels.label(version), running, was_flushed)
+
+    def _source(self) -> WeightsSource:
+        backend: Any = self._backend
+        if not isinstance(backend, WeightsSource):
+            raise ConfigError(
+                "single parameters are not supported by this backend; use embedded_torch, or "
+                "update_weights_from_disk"
+            )
+        return backend
+
+
+def _check(tensors: dict[str, torch.Tensor], source: WeightsSource) -> None:
+    """Whether a bucket fits the model; judged after it was received, so that no trainer waits."""
+    expected = source.parameters
+    for name, tensor in tensors.items():
+        if name in expected and expected[name] != tensor.shape:
+            raise SyncError(
+                f"{name} has shape {tuple(tensor.shape)}, the model wants {tuple(expected[name])}"
+            )
+    unknown = sorted(name for name in tensors if not _is_known(name, source))
+    if unknown:
+        raise SyncError(f"the model has no parameter {unknown[0]!r} ({len(unknown)} unknown names)")
+
+
+def _is_known(name: str, source: WeightsSource) -> bool:
+    if name in source.parameters:
+        return True
+    try:
+        source.read_parameter(name)
+    except ServiceError:
+        return False
+    return True
