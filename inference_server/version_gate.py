@@ -55,15 +55,11 @@ class VersionGate:
             raise SyncError(
                 "this server takes no weights from disk; set weights_root in its config"
             )
-        await self.stage(meta.version, lambda: self._backend.stage(meta, reader))
-
-    async def stage(self, version: PolicyVersion, load: Callable[[], Staged]) -> None:
-        """Stage what `load` brings, called on a thread; the same promises as `prepare`."""
         async with self._lock:
-            if self._is_known(version):
+            if self._is_known(meta.version):
                 return
             self._staged = None
-            self._staged = await asyncio.to_thread(load)
+            self._staged = await asyncio.to_thread(self._backend.stage, meta, reader)
 
     async def commit(self, version: PolicyVersion, policy: UpdatePolicy | None = None) -> int:
         """Swap the staged version in; sequences that were running at that moment.
@@ -77,19 +73,50 @@ class VersionGate:
             if self._staged is None or self._staged.version != version:
                 held = None if self._staged is None else self._staged.version
                 raise SyncError(f"version {version} is not prepared here (staged: {held})")
-            before = time.monotonic()
-            running = await self._backend.swap(self._staged, policy or self._policy)
-            self.swap_s += time.monotonic() - before
+            running = await self._swap(self._staged, policy)
             self._staged = None
-            self.updates += 1
-            self.updates_in_flight += running > 0
             return running
+
+    async def update(
+        self,
+        number: Callable[[PolicyVersion], PolicyVersion],
+        load: Callable[[PolicyVersion], Staged],
+        policy: UpdatePolicy | None = None,
+    ) -> int:
+        """Stage and commit in one turn, between which nobody else's update comes.
+
+        Args:
+            number: gives the new version, from the one that serves.
+            load: brings it, called on a thread while generation goes on.
+            policy: None takes the server's.
+        Returns:
+            Sequences that were running at the swap.
+        Raises:
+            StaleVersion: the number is not newer.
+            SyncError: by `load` or the swap; the old version serves on.
+        """
+        async with self._lock:
+            version = number(self._backend.version)
+            if version <= self._backend.version:
+                raise StaleVersion(
+                    f"version {version} is not newer than {self._backend.version}, which serves"
+                )
+            self._staged = None  # what another publisher left here is behind or of the same number
+            return await self._swap(await asyncio.to_thread(load, version), policy)
 
     async def abort(self, version: PolicyVersion) -> None:
         """Forget a staged version; the one that serves goes on."""
         async with self._lock:
             if self._staged is not None and self._staged.version == version:
                 self._staged = None
+
+    async def _swap(self, staged: Staged, policy: UpdatePolicy | None) -> int:
+        before = time.monotonic()
+        running = await self._backend.swap(staged, policy or self._policy)
+        self.swap_s += time.monotonic() - before
+        self.updates += 1
+        self.updates_in_flight += running > 0
+        return running
 
     def _is_known(self, version: PolicyVersion) -> bool:
         if version < self._backend.version:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import ConfigError, Conflict, NotFound, ServiceError, SyncError
 from headway.contracts.types import WeightUpdateMeta
 from inference_server.backends.base import GenerationBackend, Staged
@@ -289,27 +290,26 @@ class WeightUpdates:
         return await self._publish("what was received", reader, pending.options)
 
     async def _publish(self, path: str, reader: WeightReader, options: UpdateOptions) -> Published:
-        async with self._lock:
-            version = self.labels.next_version(options.label, self._gate.version)
-            meta = WeightUpdateMeta(version, path)
-            staged: list[Staged] = []
-
-            def load() -> Staged:
-                staged.append(self._backend.stage(meta, reader))
-                return staged[0]
-
-            await self._gate.abort(version)  # what another publisher left there is not ours
-            await self._gate.stage(version, load)
-            if not staged:
-                raise Conflict(f"version {version} is being published by somebody else; try again")
+        def number(current: int) -> int:
+            version = self.labels.next_version(options.label, current)
             self.labels.name(version, options.label)  # before it samples the first token
+            named.append(version)
+            return version
+
+        def load(version: int) -> Staged:
+            return self._backend.stage(WeightUpdateMeta(version, path), reader)
+
+        named: list[int] = []
+        async with self._lock:
             try:
-                running = await self._gate.commit(version, "abort" if options.aborts else None)
+                policy: UpdatePolicy | None = "abort" if options.aborts else None
+                running = await self._gate.update(number, load, policy)
             except BaseException:
-                self.labels.name(version, None)
+                for version in named:
+                    self.labels.name(version, None)
                 raise
             was_flushed = not options.flushes or await self._backend.flush()
-            return Published(self.labels.label(version), running, was_flushed)
+            return Published(self.labels.label(named[0]), running, was_flushed)
 
     def _source(self) -> WeightsSource:
         backend: Any = self._backend

@@ -209,3 +209,39 @@ async def test_a_cancelled_prepare_opens_the_gate_for_the_next(gate, reader):
 
 def request(size: int) -> LLMRequest:
     return LLMRequest(rid="r", input_ids=(1, 2), gconfig=SamplingConfig(max_new_tokens=size))
+
+
+def load_from(reader: ShelfReader):
+    """What `VersionGate.update` calls to bring a version."""
+    return lambda version: reader.stage(meta(version), {})
+
+
+async def test_an_update_stages_and_commits_under_the_next_number(gate, reader):
+    assert await gate.update(lambda current: current + 1, load_from(reader)) == 0
+    assert (gate.version, reader.staged) == (1, [1])
+    with pytest.raises(StaleVersion, match="version 1 is not newer than 1"):
+        await gate.update(lambda _: 1, load_from(reader))
+    reader.torn.add(2)
+    with pytest.raises(SyncError, match="version 2 is torn"):
+        await gate.update(lambda current: current + 1, load_from(reader))
+    assert gate.version == 1
+
+
+async def test_nobody_else_s_update_comes_between_the_halves_of_one(gate, reader):
+    reader.may_go.clear()
+    whole = asyncio.create_task(gate.update(lambda current: current + 1, load_from(reader)))
+    assert await asyncio.to_thread(reader.entered.wait, PATIENCE_S)
+    halves = [asyncio.create_task(gate.prepare(meta(1))), asyncio.create_task(gate.commit(1))]
+    again = asyncio.create_task(gate.update(lambda current: current + 1, load_from(reader)))
+    await asyncio.sleep(0)  # all have had their turn, and wait
+    reader.may_go.set()
+    await asyncio.wait_for(asyncio.gather(whole, *halves, again), PATIENCE_S)
+    assert (gate.version, reader.staged, reader.most_inside) == (2, [1, 2], 1)
+
+
+async def test_what_was_prepared_before_an_update_is_forgotten(gate, reader):
+    await gate.prepare(meta(1))
+    await gate.update(lambda current: current + 1, load_from(reader))
+    assert reader.staged == [1, 1]
+    with pytest.raises(SyncError, match=r"version 2 is not prepared here \(staged: None\)"):
+        await gate.commit(2)
