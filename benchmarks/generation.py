@@ -373,7 +373,9 @@ def prefill_counter(url: str) -> float:
     import urllib.request
 
     text = urllib.request.urlopen(url + "/metrics").read().decode()
-    line = next(line for line in text.splitlines() if line.startswith("headway_prefill_tokens"))
+    line = next(
+        line for line in text.splitlines() if line.startswith("headway_generation_prefill_tokens")
+    )
     return float(line.split()[-1])
 
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -51,13 +51,15 @@ from weight_sync.channel import StagedWeights, WeightReader
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+FREE_INTERVAL_S = 0.005
 
 
 @dataclass
 class _Swap:
     staged: Fitted
     policy: UpdatePolicy
-    done: Future[int]
+    done: Future[int] = field(default_factory=Future)
+    replaced: list[Tensor] = field(default_factory=list)
 
 
 class EmbeddedTorchBackend:
@@ -178,12 +180,14 @@ class EmbeddedTorchBackend:
             staged = await asyncio.to_thread(self.fit, staged)
         if not isinstance(staged, Fitted):
             raise SyncError(f"{type(staged).__name__} was not staged by this backend")
-        swap = _Swap(staged, policy, Future())
+        swap = _Swap(staged, policy)
         self._order(lambda: self._swaps.append(swap))
         try:
-            return await asyncio.wrap_future(swap.done)
+            running = await asyncio.wrap_future(swap.done)
         finally:
             self._nudge()  # if the caller gave up, the engine must stop draining for it
+        await asyncio.to_thread(_let_go, swap.replaced)
+        return running
 
     def load(self) -> Load:
         scheduler, cache = self._scheduler, self._cache
@@ -324,7 +328,7 @@ class EmbeddedTorchBackend:
                     self._answer_early(sequence)
         elif swap.policy == "recompute":
             self._scheduler.retract()
-        self._model.exchange(swap.staged)
+        swap.replaced = self._model.exchange(swap.staged)
         self._cache.taint()
         self._version = swap.staged.version
         swap.done.set_result(running)
@@ -458,6 +462,13 @@ class EmbeddedTorchBackend:
         for swap in self._swaps:
             with suppress(InvalidStateError):  # its caller gave up
                 swap.done.set_exception(BackendError(reason))
+
+
+def _let_go(tensors: list[Tensor]) -> None:
+    """Free tensors one by one: giving back memory holds up who asks for some, as decoding does."""
+    while tensors:
+        time.sleep(FREE_INTERVAL_S)
+        tensors.pop()
 
 
 def _take_all(mine: list[tuple[Caller, LLMDelta | LLMResponse | Exception]]) -> None:

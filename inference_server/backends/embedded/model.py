@@ -52,13 +52,14 @@ class EmbeddedModel:
         self.limits = Limits(
             text.vocab_size, min(max_context or 2**31, text.max_position_embeddings)
         )
+        self._parameters = dict(self.module.named_parameters())
         self.kv_shape = _kv_shape(text, self.module.dtype, self.device)
         self.eos_ids = _eos_ids(self.module)
 
     @property
     def parameters(self) -> Mapping[str, torch.Size]:
         """Names and shapes that a version must bring."""
-        return {name: parameter.shape for name, parameter in self.module.named_parameters()}
+        return {name: parameter.shape for name, parameter in self._parameters.items()}
 
     def read(self, name: str) -> Tensor:
         """A copy of one parameter on the CPU; tied ones go by each of their names.
@@ -73,24 +74,29 @@ class EmbeddedModel:
 
     def fit(self, staged: StagedWeights) -> Fitted:
         """The same version with the model's types, ready to be exchanged for its parameters."""
-        parameters = dict(self.module.named_parameters())
         tensors = {
-            name: tensor.to(parameters[name].dtype).contiguous()
+            name: tensor.to(self._parameters[name].dtype).contiguous()
             for name, tensor in staged.tensors.items()
         }
         packed = {} if self._linears is None else self._linears.pack(tensors)
         return Fitted(staged.version, tensors, packed)
 
-    def exchange(self, fitted: Fitted) -> None:
-        """Put a version in place."""
-        for name, parameter in self.module.named_parameters():
+    def exchange(self, fitted: Fitted) -> list[Tensor]:
+        """Put a version in place.
+
+        Returns:
+            What it replaced. Freeing that much memory takes as long as copying it: let another
+            thread do it.
+        """
+        replaced = [] if self._linears is None else self._linears.exchange(fitted.packed)
+        for name, parameter in self._parameters.items():
             tensor = fitted.tensors[name]
             if (tensor.device, tensor.dtype) == (parameter.device, parameter.dtype):
+                replaced.append(parameter.data)
                 parameter.data = tensor
             else:
                 parameter.copy_(tensor)
-        if self._linears is not None:
-            self._linears.exchange(fitted.packed)
+        return replaced
 
     def forward(
         self, ids: list[int], positions: list[int], wanted: list[int], spans: list[Span]

@@ -35,14 +35,13 @@ class PackedLinears:
 
     def __init__(self, model: nn.Module) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._layers: dict[str, list[nn.Linear]] = {}
+        self._layers: dict[str, list[_Packed]] = {}
         for module in model.modules():
             if type(module) is nn.Linear and module.weight.numel() >= SMALLEST:
-                self._layers.setdefault(names[id(module.weight)], []).append(module)
-        for layers in self._layers.values():
-            for layer in layers:
-                layer.forward = _Packed(layer)  # type: ignore[method-assign, assignment]
-        self.exchange(self.pack({name: layers[0].weight for name, layers in self._layers.items()}))
+                layer = _Packed(module)
+                module.forward = layer  # type: ignore[method-assign, assignment]
+                self._layers.setdefault(names[id(module.weight)], []).append(layer)
+        self.exchange(self.pack({name: p[0].weight for name, p in self._layers.items()}))
 
     def pack(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights of linear layers among `tensors`, packed; callable on any thread."""
@@ -52,11 +51,14 @@ class PackedLinears:
                 for name in self._layers.keys() & tensors.keys()
             }
 
-    def exchange(self, packed: Mapping[str, Tensor]) -> None:
-        """Put packed weights in place."""
+    def exchange(self, packed: Mapping[str, Tensor]) -> list[Tensor]:
+        """Put packed weights in place; those that they replaced."""
+        replaced = []
         for name, weight in packed.items():
             for layer in self._layers[name]:
-                layer.forward.weight = weight  # type: ignore[attr-defined]
+                replaced.append(layer.weight)
+                layer.weight = weight
+        return replaced
 
 
 class _Packed:
@@ -64,7 +66,8 @@ class _Packed:
 
     def __init__(self, layer: nn.Linear) -> None:
         self._layer = layer
-        self.weight: Tensor
+        self.weight = layer.weight.data
+        """Packed, once `exchange` has put it in place."""
 
     def __call__(self, x: Tensor) -> Tensor:
         output: Tensor = torch.ops.mkldnn._linear_pointwise(
