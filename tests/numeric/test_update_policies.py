@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from headway.contracts.errors import BackendError, SyncError
+from headway.contracts.types import WeightUpdateMeta
 from inference_server.version_gate import VersionGate
 from tests.numeric.backends import (
     PATIENCE_S,
@@ -47,11 +48,23 @@ def models(folders):
     return [load_reference(folder) for folder in folders]
 
 
+class Shelf:
+    """A `WeightReader` over those directories."""
+
+    def __init__(self, folders):
+        self._folders = folders
+
+    def stage(self, meta, expected):
+        return stage(meta.version, self._folders[meta.version])
+
+
 async def publish(gate, folders, version, policy):
     """Stage and commit; what was in flight."""
     backend = gate._backend
-    await gate.stage(version, lambda: backend.fit(stage(version, folders[version])))
-    return await asyncio.wait_for(gate.commit(version, policy), PATIENCE_S)
+    update = gate.update(
+        lambda _: version, lambda _: backend.fit(stage(version, folders[version])), policy
+    )
+    return await asyncio.wait_for(update, PATIENCE_S)
 
 
 def long(name, seed, length=10, count=300):
@@ -174,10 +187,11 @@ async def test_drain_ends_running_ones_under_the_old_version_and_starts_waiting_
 
 async def test_a_drain_whose_caller_gives_up_lets_waiting_ones_start(folders):
     async with serving(folders[0], max_sequences=3) as backend:
-        gate = VersionGate(backend, None)
+        gate = VersionGate(backend, Shelf(folders))
         [running] = start(backend, long("running", 1, count=490))
         await running.heard.until(5)
-        commit = asyncio.create_task(publish(gate, folders, 1, "drain"))
+        await gate.prepare(WeightUpdateMeta(1, str(folders[1])))
+        commit = asyncio.create_task(gate.commit(1, "drain"))
         await until(lambda: backend._scheduler.is_draining)
         [late] = start(backend, long("late", 2, count=5))
         await running.heard.until(len(running.heard.tokens) + 30)

@@ -87,8 +87,7 @@ async def test_the_page_shows_what_the_server_is_doing(generator: LocalGenerator
     page = samples(generate_latest(generator.metrics.registry))
     assert page[f"{PREFIX}in_flight_requests"] == page[f"{PREFIX}running_sequences"] == 1
     assert page[f"{PREFIX}draining"] == 0
-    await generator.gate.stage(1, lambda: StagedWeights(1, "0" * 64, {}))
-    await generator.gate.commit(1, "drain")
+    await generator.gate.update(lambda _: 1, lambda _: StagedWeights(1, "0" * 64, {}), "drain")
     await running
     page = samples(generate_latest(generator.metrics.registry))
     assert page["headway_weight_swap_seconds_count"] == 1
