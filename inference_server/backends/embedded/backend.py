@@ -26,7 +26,7 @@ from torch import Tensor
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import EmbeddedTorchConfig, UpdatePolicy
-from headway.contracts.errors import BackendError, DataError, SyncError
+from headway.contracts.errors import BackendError, DataError, ServiceError, SyncError
 from headway.contracts.http import PauseMode
 from headway.contracts.types import (
     LLMDelta,
@@ -243,6 +243,8 @@ class EmbeddedTorchBackend:
             if done.set_running_or_notify_cancel():
                 try:
                     done.set_result(work())
+                except ServiceError as error:  # the caller's own mistake; the engine goes on
+                    done.set_exception(error)
                 except Exception as error:
                     done.set_exception(error)
                     raise

@@ -13,10 +13,12 @@ Memory is what the slabs hold allocated; it never exceeds the budget. One thread
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,7 +88,7 @@ class Slab:
         """Allocate for exactly `num_rows`, which hold at least the rows in use."""
         used = len(self.rows)
         shape = (*self.store.shape[:2], num_rows, *self.store.shape[3:])
-        store = self.store.new_zeros(shape)
+        store = _zeros(shape, self.store.dtype, self.store.device)
         store[:, :, :used] = self.store[:, :, :used]
         self.store = store
 
@@ -258,3 +260,11 @@ class KVCache:
         one = self.shape
         shape = (2, one.num_layers, 0, one.num_kv_heads, capacity, one.head_dim)
         return Slab(capacity, torch.zeros(shape, dtype=one.dtype, device=one.device))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU of memory that is taken page by page, when it is first written to."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)

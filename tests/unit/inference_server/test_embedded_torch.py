@@ -360,3 +360,10 @@ def test_kinds_of_attention_that_are_not_built_are_refused(tmp_path):
 
 def test_the_backend_is_registered_under_its_name():
     assert BACKENDS.get("embedded_torch") is EmbeddedTorchBackend
+
+
+async def test_an_unknown_parameter_is_the_caller_s_mistake_and_the_engine_goes_on(backend):
+    with pytest.raises(DataError, match="no parameter 'x'"):
+        await asyncio.to_thread(backend.read_parameter, "x")
+    assert backend.failure is None
+    assert len((await generate(backend)).output_tokens) == 20
