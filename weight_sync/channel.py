@@ -1,25 +1,37 @@
 """The two ends of a weight channel. A version is seen whole or not at all.
 
-The trainer's end publishes a version and returns where it lies; a server's end stages it (reads and
-proves it, while generation goes on) so that the commit is a copy between two decode steps. Who tells
-whom is not this room's business: the gateway coordinates over HTTP.
+The trainer's end (`WeightPublisher`) publishes a version; a server's end (`WeightReceiver`) stages it,
+that is reads and proves it while generation goes on, so that the commit is an exchange between two
+decode steps. Who tells whom is not this room's business: the gateway coordinates over HTTP.
+
+A `WeightChannel` is one transport with both ends. The scheme of a version's path names it:
+
+    /runs/weights/v00000007            disk; also fsspec's schemes, s3://bucket/run/v00000007
+    shm:///dev/shm/run/v00000007       shared memory of one host
+    http://trainer:8100/v00000007      HTTP
+    gloo://trainer:29500/v00000007     a process group (nccl:// on GPUs)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
+from weight_sync.manifest import Manifest, TensorEntry
+from weight_sync.patience import Patience
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
-    """A proven version in memory, ready to be swapped in."""
+    """A proven version in memory, ready to be swapped in. Nobody writes to its tensors."""
 
     version: PolicyVersion
     digest: str
@@ -36,18 +48,29 @@ class ProvenVersion:
 
 
 class WeightPublisher(Protocol):
-    """The trainer's end."""
+    """The trainer's end; used by one thread."""
+
+    @property
+    def is_streamed(self) -> bool:
+        """Receivers can begin before `publish` returns; over a process group they have to."""
 
     def locate(self, version: PolicyVersion) -> WeightUpdateMeta:
         """Where a version lies or will lie."""
 
     def publish(
-        self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]]
+        self,
+        version: PolicyVersion,
+        tensors: NamedTensors,
+        patience: Patience | None = None,
     ) -> WeightUpdateMeta:
-        """Write a version; it becomes visible at once and whole.
+        """Publish a version; it counts once its manifest is there.
 
+        Args:
+            version: newer than every published one.
+            tensors: one after the other; only one shard of them is held at a time.
+            patience: ended by the caller when nobody takes the version any more.
         Raises:
-            SyncError: the version exists, or the medium is full or gone.
+            SyncError: the version exists, the medium is full or gone, or the receivers are.
         """
 
     def latest(self) -> PolicyVersion | None:
@@ -56,15 +79,18 @@ class WeightPublisher(Protocol):
     def collect(self, committed: PolicyVersion) -> list[PolicyVersion]:
         """Delete old versions, never `committed` or newer; returns what was deleted."""
 
+    def close(self) -> None:
+        """End what runs in the background."""
+
 
 class WeightReader(Protocol):
-    """A server's end."""
+    """Reads one version."""
 
     def stage(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> StagedWeights:
         """Read a version and prove it against its manifest and the model's parameters.
 
         Raises:
-            SyncError: torn, tampered, of another model, or outside the allowed directory.
+            SyncError: torn, tampered, of another model, or outside what is allowed.
         """
 
 
@@ -73,8 +99,66 @@ class WeightVerifier(Protocol):
     """A reader that can prove a version without keeping it in memory."""
 
     def verify(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> ProvenVersion:
-        """As `WeightReader.stage`, one tensor at a time.
+        """As `WeightReader.stage`, but the version ends up whole in a local directory.
 
         Raises:
-            SyncError: torn, tampered, of another model, or outside the allowed directory.
+            SyncError: as `stage`.
+        """
+
+
+class WeightReceiver(Protocol):
+    """A server's end; one update at a time."""
+
+    def within(self, patience: Patience) -> WeightReader:
+        """A reader that gives up when this patience ends."""
+
+    def keep(self, staged: StagedWeights | ProvenVersion) -> None:
+        """This version serves now: the base of deltas, and what peers may fetch."""
+
+    def held(self, version: PolicyVersion) -> StagedWeights | ProvenVersion | None:
+        """What peers may fetch."""
+
+    def close(self) -> None:
+        """Let go of files and connections."""
+
+
+class Source(Protocol):
+    """One version at one place, as its bytes come in."""
+
+    def entries(self) -> Iterator[TensorEntry]:
+        """Every tensor, as soon as its bytes can be read; ends when the version is complete.
+
+        Raises:
+            SyncError: the publisher stopped, or the place is gone.
+        """
+
+    def read(self, entry: TensorEntry) -> torch.Tensor:
+        """The stored bytes of a tensor that came: [size] uint8, owned by the caller.
+
+        May be called again for bytes that turned out wrong: a source that can fetches them anew.
+        """
+
+    def manifest(self) -> Manifest:
+        """Once all entries have come."""
+
+    def close(self) -> None:
+        """Let go of files and connections; tensors that were read stay valid."""
+
+
+class WeightChannel(Protocol):
+    """One transport, both ends; a module of `weight_sync.transports` provides it."""
+
+    schemes: tuple[str, ...]
+    """Of the paths that it brings; an empty one stands for plain directories."""
+
+    def make_publisher(self, config: Any) -> WeightPublisher:
+        """The trainer's end, from this transport's section of the configuration."""
+
+    def open_source(
+        self, path: str, meta: WeightUpdateMeta, config: ReceiverConfig, patience: Patience
+    ) -> Source:
+        """A version at `path`, which `ReceiverConfig.allow` permits.
+
+        Raises:
+            SyncError: there is none.
         """

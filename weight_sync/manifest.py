@@ -1,27 +1,40 @@
-"""What a published version consists of: names, shapes, types, checksums.
+"""What a published version consists of: names, shapes, types, checksums, and where the bytes lie.
 
-`manifest.json` is written last and carries a digest of its own entries, so a version without it, or
-with a manifest that was edited, is not a version.
+    v00000007/manifest.json            the whole version; written last: without it there is no version
+    v00000007/part-00000.json          the entries of one blob; written when the blob is complete
+    v00000007/shard-00000.safetensors  a blob
+
+Parts let a receiver read behind a publisher that is still writing. The digest covers what the weights
+*are* (version, names, shapes, types, checksums of the values), not how they travel: a full version, a
+delta against another one and a peer's copy of the same weights have the same digest.
+
+Checksums are xxh3 (128 bits): they find damage of any kind at the speed of memory. They are no proof
+against an attacker who can write to the medium, who could write a manifest as well.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, StringConstraints, ValidationError
+import xxhash
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from headway.contracts.config.base import Config
 from headway.contracts.errors import SyncError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST_NAME = "manifest.json"
 
-Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-ShardName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,128}\.safetensors$")]
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+BlobName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
+Codec = Literal["raw", "same", "sparse", "xor", "int8", "float8_e4m3fn"]
+"""How a tensor's bytes are stored (`weight_sync.codecs`)."""
+Kind = Literal["full", "delta", "adapter"]
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -34,29 +47,68 @@ class TensorEntry(Config):
     """One tensor of a version."""
 
     name: str = Field(min_length=1, max_length=512)
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, Field(ge=0)], ...]
     dtype: str
-    shard: ShardName
-    sha256: Sha256
-    """Of the tensor's bytes, row-major, little-endian."""
+    """Of the values that a receiver ends up with."""
+    checksum: Checksum
+    """Of those values' bytes, row-major, little-endian."""
+    blob: BlobName
+    offset: int = Field(0, ge=0)
+    """Where the stored bytes begin in the blob."""
+    size: int = Field(ge=0)
+    """Stored bytes."""
+    codec: Codec = "raw"
+
+
+class Base(Config):
+    """The version that a delta or an adapter builds on."""
+
+    version: int = Field(ge=0)
+    digest: Digest
+
+
+class Adapter(Config):
+    """A low-rank adapter, as `peft` describes one."""
+
+    rank: int = Field(ge=1)
+    alpha: float = Field(gt=0.0)
+    config: dict[str, object] = {}
+    """`adapter_config.json`, for engines that load adapters by themselves."""
 
 
 class Manifest(Config):
     """One version."""
 
-    format: int = Field(FORMAT, ge=1, le=FORMAT)
+    format: int = Field(FORMAT, ge=FORMAT, le=FORMAT)
     version: int = Field(ge=0)
+    kind: Kind = "full"
+    base: Base | None = None
+    """None for a full version."""
+    adapter: Adapter | None = None
     tensors: tuple[TensorEntry, ...] = Field(min_length=1)
-    digest: Sha256
-    """Of version and entries; equal digests mean equal weights."""
+    digest: Digest
+    """Of version and content; equal digests mean equal weights."""
 
 
-def make_manifest(version: int, tensors: list[TensorEntry]) -> Manifest:
+def make_manifest(
+    version: int,
+    tensors: Sequence[TensorEntry],
+    kind: Kind = "full",
+    base: Base | None = None,
+    adapter: Adapter | None = None,
+) -> Manifest:
     """A manifest with its digest."""
-    return Manifest(version=version, tensors=tuple(tensors), digest=_digest(version, tensors))
+    return Manifest(
+        version=version,
+        kind=kind,
+        base=base,
+        adapter=adapter,
+        tensors=tuple(tensors),
+        digest=content_digest(version, tensors, adapter),
+    )
 
 
-def parse_manifest(text: str, origin: str) -> Manifest:
+def parse_manifest(text: str | bytes, origin: str) -> Manifest:
     """Read and prove a manifest.
 
     Raises:
@@ -65,18 +117,52 @@ def parse_manifest(text: str, origin: str) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
-        raise SyncError(f"{origin} is not a weight manifest: {error.errors()[0]['msg']}") from error
-    if manifest.digest != _digest(manifest.version, list(manifest.tensors)):
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise SyncError(f"{origin} is not a weight manifest: {field}: {first['msg']}") from error
+    if manifest.digest != content_digest(manifest.version, manifest.tensors, manifest.adapter):
         raise SyncError(f"{origin} was changed after it was written (digest mismatch)")
+    if (manifest.kind == "full") != (manifest.base is None):
+        raise SyncError(f"{origin} is of kind {manifest.kind} with base {manifest.base}")
     return manifest
 
 
-def tensor_sha256(tensor: torch.Tensor) -> str:
-    """Checksum of a CPU tensor's bytes."""
+_ENTRIES = TypeAdapter(tuple[TensorEntry, ...])
+
+
+def write_part(entries: Sequence[TensorEntry]) -> str:
+    """The text of one part."""
+    return _ENTRIES.dump_json(tuple(entries)).decode()
+
+
+def parse_part(text: str | bytes, origin: str) -> tuple[TensorEntry, ...]:
+    """Read the entries of one part.
+
+    Raises:
+        SyncError: not a part.
+    """
+    try:
+        return _ENTRIES.validate_json(text)
+    except ValidationError as error:
+        raise SyncError(
+            f"{origin} is not a part of a version: {error.errors()[0]['msg']}"
+        ) from error
+
+
+def part_name(number: int) -> str:
+    """File of the n-th part."""
+    return f"part-{number:05d}.json"
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied; valid as long as the tensor is."""
     flat = tensor.detach().contiguous().view(-1)
-    return (
-        hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest() if flat.numel() else _EMPTY
-    )
+    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"").cast("B")
+
+
+def tensor_checksum(tensor: torch.Tensor) -> str:
+    """Checksum of a CPU tensor's values."""
+    return xxhash.xxh3_128_hexdigest(bytes_of(tensor))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -91,9 +177,21 @@ def dtype_name(dtype: torch.dtype) -> str:
     raise SyncError(f"weights of type {dtype} cannot be published; known: {', '.join(DTYPES)}")
 
 
-_EMPTY = hashlib.sha256(b"").hexdigest()
+def torch_dtype(name: str) -> torch.dtype:
+    """The type of a manifest's name.
+
+    Raises:
+        SyncError: a type that versions cannot hold.
+    """
+    if name not in DTYPES:
+        raise SyncError(f"type {name!r} is unknown; known: {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
-def _digest(version: int, tensors: list[TensorEntry]) -> str:
-    rows = [[entry.name, entry.shape, entry.dtype, entry.shard, entry.sha256] for entry in tensors]
-    return hashlib.sha256(json.dumps([version, rows]).encode()).hexdigest()
+def content_digest(
+    version: int, tensors: Sequence[TensorEntry], adapter: Adapter | None = None
+) -> str:
+    """Of what the weights are, whatever the order and the form in which they travel."""
+    rows = sorted([entry.name, entry.shape, entry.dtype, entry.checksum] for entry in tensors)
+    scale = None if adapter is None else [adapter.rank, adapter.alpha]
+    return hashlib.sha256(json.dumps([version, rows, scale]).encode()).hexdigest()

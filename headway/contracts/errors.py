@@ -18,6 +18,7 @@ ServiceError
 │   └── ErrorBudgetExceeded  too many rollouts failed; the run must stop   500
 ├── RewardError          a verifier raised, hung or returned no number     500
 ├── SyncError            a weight version is torn, tampered or not staged  409
+│   └── Fenced           from a publisher or an epoch that was superseded   409
 ├── StateError           the state store failed                            503  retryable
 └── WaitTimeout          fewer rollouts than asked for within the time     504  retryable
 
@@ -163,6 +164,10 @@ class RewardError(ServiceError):
 class SyncError(ServiceError):
     code = "sync"
     http_status = 409
+
+
+class Fenced(SyncError):
+    code = "fenced"
 
 
 class StateError(ServiceError):

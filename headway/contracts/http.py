@@ -6,9 +6,9 @@ Control is JSON; trajectories travel as `codec` payloads. Bodies that fail raise
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from headway.contracts.config.base import Config
 from headway.contracts.config.server import UpdatePolicy
@@ -32,6 +32,11 @@ WEIGHTS = "/v1/weights"
 WEIGHTS_PREPARE = "/v1/weights/prepare"
 WEIGHTS_COMMIT = "/v1/weights/commit"
 WEIGHTS_ABORT = "/v1/weights/abort"
+WEIGHTS_PIN = "/v1/weights/pin"
+WEIGHTS_ROLLBACK = "/v1/weights/rollback"
+WEIGHTS_HELD = "/v1/weights/held/{version}/{blob}"
+"""What a server holds, laid out as a version directory: peers fetch from `WEIGHTS_HELD_ROOT`."""
+WEIGHTS_HELD_ROOT = "/v1/weights/held/{version}"
 SERVERS = "/v1/servers"
 MODELS = "/v1/models"
 MODEL = "/v1/models/{model}"
@@ -124,6 +129,9 @@ class ConsumerResponse(Config):
     """Groups that a former incarnation had received but not kept."""
     version: PolicyVersion
     """Committed version on the serving side."""
+    term: int
+    """Number of this attachment: what the consumer publishes carries it, and an older incarnation of
+    the same consumer is refused."""
 
 
 class DetachRequest(Config):
@@ -137,19 +145,128 @@ class DetachResponse(Config):
     """Trajectories that were waiting, in play or unconsumed."""
 
 
+WeightPath = Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
+
+
 class WeightUpdateRequest(Config):
-    """`POST /v1/weights`, `/v1/weights/prepare` and `/v1/weights/commit`."""
+    """`POST /v1/weights`: make a published version the one that samples.
+
+    Answered when it is committed; sent again, it is answered without work. It may be sent before the
+    version is complete: servers then stage what is there and wait for the rest.
+    """
 
     version: PolicyVersion = Field(ge=0)
-    path: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")
+    path: WeightPath
     policy: UpdatePolicy | None = None
-    """On commit: what the swap does to running sequences; None takes the server's `update_policy`."""
+    """What the swap does to running sequences; None takes each server's `update_policy`."""
+    publisher: Identifier | None = None
+    """The attached consumer who publishes; needed while one is attached."""
+    term: int = Field(0, ge=0)
+    """What `POST /v1/consumer` answered; an older incarnation of the publisher is refused."""
+
+
+class WeightCancelRequest(Config):
+    """`DELETE /v1/weights`: the publisher gives up a version that it announced."""
+
+    version: PolicyVersion = Field(ge=0)
+    publisher: Identifier | None = None
+    term: int = Field(0, ge=0)
+    reason: str = Field("", max_length=4096)
+
+
+class Seat(Config):
+    """See `types.GroupSeat`."""
+
+    rank: int = Field(ge=1)
+    world_size: int = Field(ge=2)
+
+
+class WeightPrepareRequest(Config):
+    """`POST /v1/weights/prepare`: stage a version while generation goes on.
+
+    `epoch` numbers the publications of a gateway, rollbacks too. A server obeys the highest epoch that
+    it has heard of; whoever comes with an older one gets `fenced`.
+    """
+
+    epoch: int = Field(ge=0)
+    version: PolicyVersion = Field(ge=0)
+    path: WeightPath
+    digest: str | None = None
+    """What the version must turn out to be."""
+    fallbacks: tuple[WeightPath, ...] = Field((), max_length=64)
+    seat: Seat | None = None
+    """For a process group."""
+    timeout_s: float = Field(300.0, gt=0.0)
+    """Staging is given up after this long, and what was staged is dropped if no commit follows within
+    it."""
+
+
+class WeightPrepareResponse(Config):
+    version: PolicyVersion
+    digest: str
+    """Of what was staged; empty if it cannot be known."""
+
+
+class WeightCommitRequest(Config):
+    """`POST /v1/weights/commit`."""
+
+    epoch: int = Field(ge=0)
+    version: PolicyVersion = Field(ge=0)
+    policy: UpdatePolicy | None = None
+    """See `WeightUpdateRequest`."""
+
+
+class WeightAbortRequest(Config):
+    """`POST /v1/weights/abort`: forget what this epoch staged, or still stages."""
+
+    epoch: int = Field(ge=0)
+    version: PolicyVersion = Field(ge=0)
 
 
 class WeightUpdateResponse(Config):
     version: PolicyVersion
+    """The version that serves."""
     running: int = Field(0, ge=0)
     """Sequences that were being generated at the moment of the swap."""
+    digest: str = ""
+    """Of the version that serves; empty if it is not known."""
+
+
+class WeightPinRequest(Config):
+    """`POST /v1/weights/pin`: serve this version, and hold it while others are published."""
+
+    version: PolicyVersion | None = Field(None, ge=0)
+    """A kept version; None ends the pin and goes on with the newest."""
+
+
+class WeightRollbackRequest(Config):
+    """`POST /v1/weights/rollback`: go back to a kept version, until the next one is published."""
+
+    version: PolicyVersion = Field(ge=0)
+
+
+class WeightRecord(Config):
+    """One published version, as the gateway remembers it."""
+
+    version: PolicyVersion
+    path: str
+    digest: str | None = None
+
+
+class WeightStatus(Config):
+    """`GET /v1/weights`."""
+
+    committed: WeightRecord | None
+    """What serves; None before the first publication."""
+    head: PolicyVersion
+    """Newest published version; numbers up to it are used up."""
+    epoch: int
+    """Of the last transaction."""
+    pinned: PolicyVersion | None
+    publishing: PolicyVersion | None
+    """A version whose transaction is under way."""
+    kept: list[WeightRecord]
+    """Where earlier versions lay; a rollback finds out whether they still do."""
 
 
 class GenerationAbortRequest(Config):
@@ -170,10 +287,6 @@ class FlushResponse(Config):
     """False if sequences were running; nothing was dropped."""
 
 
-class WeightAbortRequest(Config):
-    version: PolicyVersion = Field(ge=0)
-
-
 class ServerReport(Config):
     """`POST /v1/servers`: registration and heartbeat of a generation server."""
 
@@ -186,6 +299,10 @@ class ServerReport(Config):
     busy_s: float = Field(0.0, ge=0.0)
     """Seconds in which the engine had work, since the server started."""
     uptime_s: float = Field(0.0, ge=0.0)
+    digest: str = ""
+    """Of the weights that serve; empty if it is not known."""
+    num_ranks: int = Field(1, ge=1)
+    """Seats that this server takes in a process group: its engine's ranks."""
     draining: bool = False
     """It is shutting down: what runs may end, nothing new is taken."""
 

@@ -211,12 +211,29 @@ class TrajectoryBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupSeat:
+    """One server's place in a process group that brings weights."""
+
+    epoch: int
+    """The publication that the group was made for; part of the group's name."""
+    rank: int
+    """Of the server's first process; the trainer is rank 0."""
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class WeightUpdateMeta:
-    """Where a published version lies."""
+    """Where a published version lies, or flows."""
 
     version: PolicyVersion
     path: str
-    """Directory of the version, readable by every server."""
+    """Directory, or URL whose scheme names the transport (`weight_sync.channel`)."""
+    digest: str | None = None
+    """What the version must turn out to be; None takes what its manifest says."""
+    fallbacks: tuple[str, ...] = ()
+    """Other places that hold the same version, tried in this order when the first one fails."""
+    seat: GroupSeat | None = None
+    """For a process group: where the receiver sits."""
 
 
 @dataclass(frozen=True, slots=True)

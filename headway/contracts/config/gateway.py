@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints
 
@@ -64,7 +64,15 @@ class FleetConfig(Config):
     lease_s: float = Field(10.0, gt=0.0)
     """A server that sent no heartbeat for this long is lost."""
     update_timeout_s: float = Field(300.0, gt=0.0)
-    """Deadline of preparing and of committing a version on one server."""
+    """Deadline of preparing a version on one server, upload included."""
+    commit_timeout_s: float = Field(60.0, gt=0.0)
+    """Deadline of committing a version on one server; under `update_policy: drain`, running sequences
+    end first."""
+    quorum: float = Field(0.5, gt=0.0, le=1.0)
+    """Share of the live servers that must have staged a version before it is committed; 1 asks for
+    all. The others are fenced until they have caught up."""
+    commit_order: Literal["simultaneous", "rolling"] = "simultaneous"
+    """All servers swap at once, or one after the other."""
     server_wait_s: float = Field(300.0, gt=0.0)
     """A request waits this long for a ready server with room before it fails."""
     token_env: EnvironmentName | None = None

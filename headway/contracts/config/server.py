@@ -14,6 +14,7 @@ from headway.contracts.config.gateway import (
     default_port,
 )
 from headway.contracts.config.model import ModelConfig
+from headway.contracts.config.weight_sync import ReceiverConfig
 
 UpdatePolicy = Literal["keep", "recompute", "abort", "drain"]
 """What a swap does to running sequences: `keep` goes on with the KV cache, `recompute` rebuilds it
@@ -115,8 +116,7 @@ class ServerConfig(Config):
     """URL under which the gateway reaches this server; None takes the bound address."""
     heartbeat_s: float = Field(1.0, gt=0.0)
     """Seconds between heartbeats to the gateway."""
-    weights_root: str | None = None
-    """Directory below which versions may be loaded; None refuses every update from disk."""
+    weights: ReceiverConfig = ReceiverConfig()
     initial_version: int = Field(0, ge=0)
     """Version of the weights in `model.path`."""
     update_policy: UpdatePolicy = "keep"

@@ -2,26 +2,128 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from headway.contracts.config.base import Config
+from headway.contracts.config.gateway import EnvironmentName
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Quantization = Literal["int8", "float8_e4m3fn"]
 
 
-class DiskSync(Config):
-    """Versions as directories on a local or shared filesystem."""
+class DeltaConfig(Config):
+    """Publish only what changed since the version before."""
+
+    full_every: int = Field(16, ge=1)
+    """Every n-th version is published whole, so that a chain stays short."""
+    level: int = Field(1, ge=1, le=19)
+    """Effort of zstd: 1 is fastest."""
+
+
+class PublishConfig(Config):
+    """What every transport does to the weights on their way out."""
+
+    dtype: Dtype | None = None
+    """Cast on publication; None keeps the trainer's type."""
+    quantization: Quantization | None = None
+    """Send matrices in 8 bits with one scale per row; servers get them back in `dtype`, rounded.
+    None sends every bit."""
+    rename: dict[str, str] = {}
+    """Parameter of the trainer -> name that the servers know; a prefix that ends in `*` is replaced
+    by the value's prefix. Names that nothing matches stay."""
+    skip: tuple[str, ...] = ()
+    """Parameters that are not published, for example the second name of a tied weight."""
+    shard_bytes: int = Field(64 << 20, ge=1 << 20)
+    """Size of one file or one bucket: gathered, checked and sent as a whole."""
+
+
+class StoredSync(PublishConfig):
+    """A transport under which versions lie somewhere."""
+
+    keep: int = Field(3, ge=1)
+    """Newest versions to keep; older ones are deleted, but never what a kept one is based on."""
+    delta: DeltaConfig | None = None
+    """Publish differences; None publishes every version whole."""
+
+    @model_validator(mode="after")
+    def _check(self) -> StoredSync:
+        if self.delta is not None and self.quantization is not None:
+            raise ValueError("delta sends every bit that changed, quantization rounds; choose one")
+        return self
+
+
+class DiskSync(StoredSync):
+    """Versions as directories on a local or shared filesystem, or in an object store."""
 
     type: Literal["disk"] = "disk"
     root: str = Field(min_length=1)
-    """Directory that holds one subdirectory per version."""
-    keep: int = Field(3, ge=1)
-    """Newest versions to keep; older ones are deleted."""
-    shard_bytes: int = Field(1 << 30, ge=1 << 20)
-    """Largest size of one file."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Cast on publication; None keeps the trainer's type."""
+    """Directory, or fsspec URL (`s3://bucket/run`), that holds one subdirectory per version."""
 
 
-WeightSyncConfig = DiskSync
-"""Becomes a union discriminated by `type` with the second transport."""
+class SharedMemorySync(StoredSync):
+    """Versions in memory that the trainer shares with servers on the same host."""
+
+    type: Literal["shared_memory"] = "shared_memory"
+    root: str = Field(min_length=1)
+    """Directory on a tmpfs, for example below /dev/shm."""
+
+
+class HttpSync(StoredSync):
+    """Versions that servers fetch from the trainer over HTTP."""
+
+    type: Literal["http"] = "http"
+    root: str = Field(min_length=1)
+    """Directory on the trainer's own disk or tmpfs, from which the versions are served."""
+    host: str = "127.0.0.1"
+    """Address to bind; nothing is encrypted, so bind to a private network only."""
+    port: int = Field(0, ge=0, le=65535)
+    """Port to bind; 0 takes a free one."""
+    advertise_url: str | None = Field(None, pattern=r"^https?://[^\s/]+$")
+    """URL under which servers reach the trainer; None takes the bound address."""
+    token_env: EnvironmentName | None = None
+    """Environment variable with the bearer token that servers must bring."""
+
+
+class CollectiveSync(PublishConfig):
+    """Weights broadcast to the servers in a process group."""
+
+    type: Literal["collective"] = "collective"
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """Gloo on CPU, NCCL on GPU."""
+    host: str = "127.0.0.1"
+    """Address under which servers reach the trainer's rendezvous."""
+    port: int = Field(0, ge=0, le=65535)
+    """Port of the rendezvous; 0 takes a free one."""
+    timeout_s: float = Field(60.0, gt=0.0)
+    """Seconds to wait for the members of a group to meet, and for each bucket."""
+
+
+def _disk_unless_named(given: object) -> object:
+    return {"type": "disk", **given} if isinstance(given, dict) else given
+
+
+WeightSyncConfig = Annotated[
+    Annotated[DiskSync | SharedMemorySync | HttpSync | CollectiveSync, Field(discriminator="type")],
+    BeforeValidator(_disk_unless_named),
+]
+
+
+class ReceiverConfig(Config):
+    """Where a server takes versions from."""
+
+    allow: tuple[str, ...] = ()
+    """Directories and URL prefixes from which versions may come; none refuses every publication.
+    Process groups are allowed by `gloo:` or `nccl:`."""
+    peers: bool = True
+    """Also fetch from generation servers that the gateway names, and serve them what this one holds."""
+    cache_dir: str | None = None
+    """Directory for versions that an engine has to read as files (SGLang, vLLM) but that do not come
+    as such; None takes one below the system's temporary directory."""
+    token_env: EnvironmentName | None = None
+    """Environment variable with the bearer token for fetching over HTTP."""
+    num_connections: int = Field(4, ge=1, le=64)
+    """Connections at once when fetching over HTTP."""
+    stage_timeout_s: float = Field(300.0, gt=0.0)
+    """Seconds without any progress after which staging is given up."""
