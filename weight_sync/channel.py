@@ -25,6 +25,7 @@ from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
 from weight_sync.manifest import Manifest, TensorEntry
 from weight_sync.patience import Patience
+from weight_sync.store import Announcement
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -50,12 +51,12 @@ class ProvenVersion:
 class WeightPublisher(Protocol):
     """The trainer's end; used by one thread."""
 
-    @property
-    def is_streamed(self) -> bool:
-        """Receivers can begin before `publish` returns; over a process group they have to."""
+    def announce(self, version: PolicyVersion) -> WeightUpdateMeta:
+        """Where a version will lie or flow; from now on receivers may wait there for it.
 
-    def locate(self, version: PolicyVersion) -> WeightUpdateMeta:
-        """Where a version lies or will lie."""
+        Raises:
+            SyncError: the version exists, or the medium is full or gone.
+        """
 
     def publish(
         self,
@@ -63,7 +64,7 @@ class WeightPublisher(Protocol):
         tensors: NamedTensors,
         patience: Patience | None = None,
     ) -> WeightUpdateMeta:
-        """Publish a version; it counts once its manifest is there.
+        """Publish a version that was announced; it counts once its manifest is there.
 
         Args:
             version: newer than every published one.
@@ -124,6 +125,10 @@ class WeightReceiver(Protocol):
 
 class Source(Protocol):
     """One version at one place, as its bytes come in."""
+
+    @property
+    def announcement(self) -> Announcement:
+        """What is known before the first tensor."""
 
     def entries(self) -> Iterator[TensorEntry]:
         """Every tensor, as soon as its bytes can be read; ends when the version is complete.

@@ -1,255 +1,318 @@
-"""Versions as directories on a local or shared filesystem.
+"""Versions as directories on a local or shared filesystem, or in an object store through fsspec.
 
-    root/v00000007/manifest.json  shard-00000.safetensors ...     visible, proven by checksums
-    root/.staging-v00000008-4242/                                 being written, never read
-
-Shards and manifest are written and fsynced in the staging directory; one rename makes the version
-visible, and the parent directory is fsynced after it. A crash leaves at most a staging directory,
-which the next publisher removes.
+On a filesystem blobs are written once and synced behind the writer's back; a manifest is renamed into
+place when all are durable. An object store makes an object visible when it is complete, so there the
+order of writing is all that is needed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
-import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import IO, Any
 
+import fsspec
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from headway.contracts.config.weight_sync import DiskSync
+from headway.contracts.config.weight_sync import DiskSync, ReceiverConfig, StoredSync
 from headway.contracts.errors import SyncError
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
-from weight_sync.channel import ProvenVersion, StagedWeights
-from weight_sync.manifest import (
-    DTYPES,
-    MANIFEST_NAME,
-    Manifest,
-    TensorEntry,
-    dtype_name,
-    make_manifest,
-    parse_manifest,
-    tensor_sha256,
-)
+from weight_sync.manifest import MANIFEST_NAME, bytes_of
+from weight_sync.patience import Patience
+from weight_sync.publisher import StoredPublisher
+from weight_sync.store import StoredSource, version_name
 
-_VERSION_NAME = re.compile(r"v(\d{8,})")
-STAGING_PREFIX = ".staging-"
+LOCK_NAME = ".publisher.lock"
+MAX_PIECES = 512
+"""Of one `writev` call; Linux takes 1024."""
 
 
-def version_name(version: PolicyVersion) -> str:
-    """Directory name of a version."""
-    return f"v{version:08d}"
+class LocalStore:
+    """`Store` in a directory, held by one publisher at a time."""
 
+    def __init__(self, root: str, is_durable: bool = True, scheme: str = "") -> None:
+        self.root = Path(root).resolve()
+        self._is_durable = is_durable
+        self._scheme = scheme
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self.root)
+        self._syncing: list[Future[None]] = []
+        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="weights-sync")
 
-def list_versions(root: Path) -> list[PolicyVersion]:
-    """Visible versions, oldest first."""
-    if not root.is_dir():
-        return []
-    matches = (_VERSION_NAME.fullmatch(entry.name) for entry in root.iterdir())
-    return sorted(int(match.group(1)) for match in matches if match)
+    def path_of(self, version: PolicyVersion) -> str:
+        return f"{self._scheme}{self.root / version_name(version)}"
 
+    def names(self) -> list[str]:
+        return [entry.name for entry in self.root.iterdir()]
 
-class DiskPublisher:
-    """`WeightPublisher` into a directory; one publisher per directory."""
+    def text(self, version: PolicyVersion, name: str) -> bytes | None:
+        return _text(self.folder(version) / name)
 
-    def __init__(self, root: str, keep: int, shard_bytes: int, dtype: str | None = None) -> None:
-        self._root = Path(root).resolve()
-        self._keep = keep
-        self._shard_bytes = shard_bytes
-        self._dtype = None if dtype is None else DTYPES[dtype]
-        self._root.mkdir(parents=True, exist_ok=True)
-        for leftover in self._root.glob(f"{STAGING_PREFIX}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+    def write_text(self, version: PolicyVersion, name: str, text: str) -> None:
+        folder = self.folder(version)
+        folder.mkdir(exist_ok=True)
+        is_final = self._is_durable and name == MANIFEST_NAME
+        temporary = folder / f".{name}"
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            if is_final:
+                os.fsync(file.fileno())
+        temporary.rename(folder / name)
+        if is_final:
+            _fsync(folder)
+            _fsync(self.root)
 
-    def locate(self, version: PolicyVersion) -> WeightUpdateMeta:
-        return WeightUpdateMeta(version=version, path=str(self._root / version_name(version)))
-
-    def publish(
-        self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]]
-    ) -> WeightUpdateMeta:
-        final = self._root / version_name(version)
-        if final.exists():
-            raise SyncError(f"{final} exists; a version is published once, take a newer number")
-        staging = self._root / f"{STAGING_PREFIX}{version_name(version)}-{os.getpid()}"
+    def write_blob(self, version: PolicyVersion, name: str, pieces: Sequence[memoryview]) -> None:
+        descriptor = os.open(
+            self.folder(version) / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644
+        )
         try:
-            staging.mkdir()
-            entries = [
-                entry
-                for index, shard in enumerate(self._shards(tensors))
-                for entry in self._write_shard(staging, f"shard-{index:05d}.safetensors", shard)
-            ]
-            if not entries:
-                raise SyncError(f"version {version} has no tensors; publish the model's parameters")
-            manifest = make_manifest(version, entries)
-            _write_durably(staging / MANIFEST_NAME, manifest.model_dump_json().encode())
-            _fsync(staging)
-            staging.rename(final)
-            _fsync(self._root)
-        except (OSError, SafetensorError) as error:
-            raise SyncError(
-                f"cannot publish version {version} below {self._root}: {error}"
-            ) from error
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-        return self.locate(version)
+            _write_all(descriptor, pieces)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._syncing.append(self._syncer.submit(_finish, descriptor, self._is_durable))
 
-    def latest(self) -> PolicyVersion | None:
-        versions = list_versions(self._root)
-        return versions[-1] if versions else None
+    def sync(self) -> None:
+        syncing, self._syncing = self._syncing, []
+        failures = [future.exception() for future in syncing]
+        for failure in failures:
+            if failure is not None:
+                raise failure
 
-    def collect(self, committed: PolicyVersion) -> list[PolicyVersion]:
-        older = [version for version in list_versions(self._root) if version < committed]
-        surplus = older[: max(0, len(older) - (self._keep - 1))]
-        for version in surplus:
-            doomed = self._root / f"{STAGING_PREFIX}deleted-{version_name(version)}"
-            (self._root / version_name(version)).rename(
-                doomed
-            )  # a reader sees it whole or not at all
-            shutil.rmtree(doomed, ignore_errors=True)
-        return surplus
+    def delete(self, version: PolicyVersion) -> None:
+        folder = self.folder(version)
+        (folder / MANIFEST_NAME).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
-    def _shards(
-        self, tensors: Iterable[tuple[str, torch.Tensor]]
-    ) -> Iterator[dict[str, torch.Tensor]]:
-        shard: dict[str, torch.Tensor] = {}
-        size, storages = 0, set[int]()
-        for name, tensor in tensors:
-            held = tensor.detach().to(device="cpu", dtype=self._dtype).contiguous()
-            if shard and size + held.nbytes > self._shard_bytes:
-                yield shard
-                shard, size, storages = {}, 0, set()
-            if held.untyped_storage().data_ptr() in storages:
-                held = held.clone()  # tied or sliced: the format wants memory of its own for each
-            storages.add(held.untyped_storage().data_ptr())
-            shard[name] = held
-            size += held.nbytes
-        if shard:
-            yield shard
+    def close(self) -> None:
+        self._syncer.shutdown()
+        self._lock.close()
 
-    def _write_shard(
-        self, staging: Path, shard_name: str, shard: Mapping[str, torch.Tensor]
-    ) -> list[TensorEntry]:
-        path = staging / shard_name
-        save_file(dict(shard), path)
-        path.chmod(0o644)  # safetensors writes 0600; servers may run as another user
-        _fsync(path)
-        return [
-            TensorEntry(
-                name=name,
-                shape=tuple(tensor.shape),
-                dtype=dtype_name(tensor.dtype),
-                shard=shard_name,
-                sha256=tensor_sha256(tensor),
-            )
-            for name, tensor in shard.items()
-        ]
+    def folder(self, version: PolicyVersion) -> Path:
+        """Directory of a version."""
+        return self.root / version_name(version)
 
 
-def make_publisher(config: DiskSync) -> DiskPublisher:
-    """The trainer's end as configured."""
-    return DiskPublisher(config.root, config.keep, config.shard_bytes, config.dtype)
+class LocalPlace:
+    """`Place` in a directory. Bytes are copied: the file may go while its weights still serve."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, int] = {}
+
+    def text(self, name: str) -> bytes | None:
+        try:
+            return _text(self._folder / name)
+        except OSError as error:
+            raise SyncError(f"cannot read {self._folder / name}: {error}") from error
+
+    def read(self, name: str, offset: int, size: int) -> torch.Tensor:
+        buffer = torch.empty(size, dtype=torch.uint8)
+        view, done = bytes_of(buffer), 0
+        try:
+            while done < size:
+                count = os.preadv(self._open(name), [view[done:]], offset + done)
+                if count == 0:
+                    raise SyncError(
+                        f"{self._folder / name} is torn: it ends before {offset + size}"
+                    )
+                done += count
+        except OSError as error:
+            raise SyncError(f"{self._folder / name} is torn: {error}") from error
+        return buffer
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def _open(self, name: str) -> int:
+        if name not in self._files:
+            # O_NOFOLLOW: a link could lead out of the allowed directory.
+            flags = os.O_RDONLY | os.O_NOFOLLOW
+            self._files[name] = os.open(self._folder / name, flags)
+        return self._files[name]
 
 
-class DiskReader:
-    """`WeightReader` of versions below an allowed directory."""
+class ObjectStore:
+    """`Store` behind an fsspec URL."""
 
     def __init__(self, root: str) -> None:
-        self._root = Path(root).resolve()
+        self._root = root.rstrip("/")
+        self._fs, self._base = _filesystem(self._root)
 
-    def stage(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> StagedWeights:
-        folder, manifest = self._manifest_of(meta, expected)
-        tensors = dict(_read_tensors(folder, manifest))
-        return StagedWeights(manifest.version, manifest.digest, tensors)
+    def path_of(self, version: PolicyVersion) -> str:
+        return f"{self._root}/{version_name(version)}"
 
-    def verify(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> ProvenVersion:
-        folder, manifest = self._manifest_of(meta, expected)
-        for _ in _read_tensors(folder, manifest):
-            pass
-        return ProvenVersion(manifest.version, manifest.digest, folder)
+    def names(self) -> list[str]:
+        if not self._fs.exists(self._base):
+            return []
+        self._fs.invalidate_cache()
+        return [
+            str(path).rstrip("/").rpartition("/")[2]
+            for path in self._fs.ls(self._base, detail=False)
+        ]
 
-    def _manifest_of(
-        self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]
-    ) -> tuple[Path, Manifest]:
-        folder = self._allowed(meta.path)
-        manifest = read_manifest(folder)
-        if manifest.version != meta.version:
-            raise SyncError(f"{folder} holds version {manifest.version}, not {meta.version}")
-        _check_against(manifest, expected, folder)
-        for shard in {entry.shard for entry in manifest.tensors}:
-            self._allowed(str(folder / shard))
-        return folder, manifest
+    def text(self, version: PolicyVersion, name: str) -> bytes | None:
+        return _object_text(self._fs, f"{self._base}/{version_name(version)}/{name}")
 
-    def _allowed(self, path: str) -> Path:
-        folder = Path(path).resolve()
-        if not folder.is_relative_to(self._root):
-            raise SyncError(f"{path} is outside of the allowed weights directory {self._root}")
-        return folder
+    def write_text(self, version: PolicyVersion, name: str, text: str) -> None:
+        self._fs.pipe_file(self._key(version, name), text.encode())
 
+    def write_blob(self, version: PolicyVersion, name: str, pieces: Sequence[memoryview]) -> None:
+        with self._fs.open(self._key(version, name), "wb") as file:
+            for piece in pieces:
+                file.write(piece)
 
-def read_manifest(folder: Path) -> Manifest:
-    """The proven manifest of a version directory.
+    def sync(self) -> None:
+        """An object that was written is durable."""
 
-    Raises:
-        SyncError: there is none, or it does not hold.
-    """
-    file = folder / MANIFEST_NAME
-    try:
-        text = file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SyncError(f"no readable manifest at {file}: {error}") from error
-    return parse_manifest(text, str(file))
+    def delete(self, version: PolicyVersion) -> None:
+        folder = f"{self._base}/{version_name(version)}"
+        if self._fs.exists(f"{folder}/{MANIFEST_NAME}"):
+            self._fs.rm_file(f"{folder}/{MANIFEST_NAME}")
+        if self._fs.exists(folder):
+            self._fs.rm(folder, recursive=True)
+
+    def close(self) -> None:
+        """Nothing is held; the gateway fences a second publisher."""
+
+    def _key(self, version: PolicyVersion, name: str) -> str:
+        folder = f"{self._base}/{version_name(version)}"
+        self._fs.makedirs(folder, exist_ok=True)
+        return f"{folder}/{name}"
 
 
-def _check_against(manifest: Manifest, expected: Mapping[str, torch.Size], folder: Path) -> None:
-    published = {entry.name: tuple(entry.shape) for entry in manifest.tensors}
-    missing = sorted(expected.keys() - published.keys())
-    extra = sorted(published.keys() - expected.keys())
-    shapes = [
-        f"{name}: {published[name]} published, {tuple(shape)} in the model"
-        for name, shape in expected.items()
-        if name in published and published[name] != tuple(shape)
-    ]
-    if missing or extra or shapes:
-        raise SyncError(
-            f"{folder} is of another model: missing {missing[:3]}, extra {extra[:3]}, shapes {shapes[:3]}"
+class ObjectPlace:
+    """`Place` behind an fsspec URL."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._fs, self._base = _filesystem(path)
+
+    def text(self, name: str) -> bytes | None:
+        try:
+            return _object_text(self._fs, f"{self._base}/{name}")
+        except OSError as error:
+            raise SyncError(f"cannot read {self._path}/{name}: {error}") from error
+
+    def read(self, name: str, offset: int, size: int) -> torch.Tensor:
+        try:
+            content = (
+                self._fs.cat_file(f"{self._base}/{name}", offset, offset + size) if size else b""
+            )
+        except OSError as error:
+            raise SyncError(f"{self._path}/{name} is torn: {error}") from error
+        if len(content) != size:
+            raise SyncError(f"{self._path}/{name} is torn: it ends before {offset + size}")
+        return (
+            torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            if size
+            else torch.empty(0, dtype=torch.uint8)
         )
 
-
-def _read_tensors(folder: Path, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """The proven tensors of a version, one shard after the other."""
-    by_shard: dict[str, list[TensorEntry]] = {}
-    for entry in manifest.tensors:
-        by_shard.setdefault(entry.shard, []).append(entry)
-    for shard, entries in by_shard.items():
-        try:
-            with safe_open(folder / shard, framework="pt", device="cpu") as file:
-                for entry in entries:
-                    # Cloned: the file is mapped, and may be deleted once this version is old.
-                    tensor = file.get_tensor(entry.name).clone()
-                    _prove(entry, tensor, folder)
-                    yield entry.name, tensor
-        except (SafetensorError, OSError, KeyError) as error:
-            raise SyncError(f"{folder / shard} is torn: {error}") from error
+    def close(self) -> None:
+        """Nothing is held."""
 
 
-def _prove(entry: TensorEntry, tensor: torch.Tensor, folder: Path) -> None:
-    if (tuple(tensor.shape), dtype_name(tensor.dtype)) != (tuple(entry.shape), entry.dtype):
-        raise SyncError(f"{entry.name} in {folder / entry.shard} is not what the manifest says")
-    if tensor_sha256(tensor) != entry.sha256:
-        raise SyncError(f"{entry.name} in {folder / entry.shard} has a wrong checksum")
+class DiskChannel:
+    """`WeightChannel` of directories and object stores."""
+
+    schemes = ("", "file")
+
+    def make_publisher(self, config: DiskSync) -> StoredPublisher:
+        return StoredPublisher(make_store(config.root), config)
+
+    def open_source(
+        self, path: str, meta: WeightUpdateMeta, config: ReceiverConfig, patience: Patience
+    ) -> StoredSource:
+        return StoredSource(open_place(path), path, patience)
 
 
-def _write_durably(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    _fsync(path)
+CHANNEL = DiskChannel()
 
 
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def make_store(root: str) -> LocalStore | ObjectStore:
+    """The store at a directory or URL."""
+    return ObjectStore(root) if "://" in root else LocalStore(root)
+
+
+def open_place(path: str) -> LocalPlace | ObjectPlace:
+    """One version at a directory or URL."""
+    return ObjectPlace(path) if "://" in path else LocalPlace(Path(path).resolve())
+
+
+def make_local_publisher(root: str, config: StoredSync | None = None) -> StoredPublisher:
+    """A publisher into a directory of this machine."""
+    return StoredPublisher(LocalStore(root), config or StoredSync())
+
+
+def _lock(root: Path) -> IO[str]:
+    file = (root / LOCK_NAME).open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        owner = file.read().strip() or "another process"
+        file.close()
+        raise SyncError(
+            f"{root} has a publisher already ({owner}); end it, or publish elsewhere"
+        ) from error
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {os.uname().nodename}")
+    file.flush()
+    return file
+
+
+def _text(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _write_all(descriptor: int, pieces: Sequence[memoryview]) -> None:
+    left = [piece for piece in pieces if piece.nbytes]
+    while left:
+        count = os.writev(descriptor, left[:MAX_PIECES])
+        while left and count >= left[0].nbytes:
+            count -= left.pop(0).nbytes
+        if count:
+            left[0] = left[0][count:]
+
+
+def _finish(descriptor: int, is_durable: bool) -> None:
+    try:
+        if is_durable:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _fsync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    except (ImportError, ValueError) as error:
+        raise SyncError(f"{url} cannot be opened: {error}") from error
+    return filesystem, str(path).rstrip("/")
+
+
+def _object_text(filesystem: Any, key: str) -> bytes | None:
+    try:
+        content: bytes = filesystem.cat_file(key)
+    except FileNotFoundError:
+        return None
+    return content

@@ -1,0 +1,240 @@
+"""`WeightPublisher` into a place where versions lie: gather, encode, write, all three at a time.
+
+The caller's thread gathers the next bucket while one thread encodes and writes the one before and
+another computes checksums; receivers read what is written already.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from headway.contracts.config.weight_sync import StoredSync
+from headway.contracts.errors import SyncError
+from headway.contracts.types import PolicyVersion, WeightUpdateMeta
+from weight_sync.blob import make_blob
+from weight_sync.channel import NamedTensors
+from weight_sync.codecs import Encoded, encode_delta, encode_quantized, encode_raw
+from weight_sync.manifest import (
+    MANIFEST_NAME,
+    Base,
+    Kind,
+    Manifest,
+    TensorEntry,
+    make_manifest,
+    parse_manifest,
+    part_name,
+    write_part,
+)
+from weight_sync.outgoing import Bucket, buckets, outgoing
+from weight_sync.patience import Patience
+from weight_sync.store import ANNOUNCEMENT_NAME, Announcement, Store, versions_in
+
+AHEAD = 1
+"""Buckets that are gathered and not yet written."""
+ENCODERS = 2
+
+_Encoding = list[tuple[str, torch.Tensor, Future[Encoded]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The last version as it was published: what the next delta is against."""
+
+    ref: Base
+    tensors: Mapping[str, torch.Tensor]
+    chain: int
+    """Deltas since the last full version."""
+
+
+class StoredPublisher:
+    """Versions in a store; one publisher per store."""
+
+    def __init__(self, store: Store, config: StoredSync) -> None:
+        self._store = store
+        self._config = config
+        self._held: _Held | None = None
+        for version in versions_in(store.names()):
+            if store.text(version, MANIFEST_NAME) is None:
+                store.delete(version)
+
+    def announce(self, version: PolicyVersion) -> WeightUpdateMeta:
+        if self._store.text(version, MANIFEST_NAME) is not None:
+            raise SyncError(
+                f"{self._store.path_of(version)} exists; a version is published once, take a newer number"
+            )
+        base = self._base_of(version)
+        announcement = Announcement(
+            version=version,
+            kind="full" if base is None else "delta",
+            base=None if base is None else base.ref,
+        )
+        try:
+            self._store.delete(version)  # what an attempt before this one left
+            self._store.write_text(version, ANNOUNCEMENT_NAME, announcement.model_dump_json())
+        except OSError as error:
+            raise self._failure(version, error) from error
+        return WeightUpdateMeta(version, self._store.path_of(version))
+
+    def publish(
+        self,
+        version: PolicyVersion,
+        tensors: NamedTensors,
+        patience: Patience | None = None,
+    ) -> WeightUpdateMeta:
+        if self._store.text(version, ANNOUNCEMENT_NAME) is None or self._is_complete(version):
+            self.announce(version)  # raises if it is complete
+        base, self._held = self._base_of(version), None  # a publication that fails leaves no base
+        writing = _Writing(self._store, version, self._config, base)
+        try:
+            ready = buckets(outgoing(tensors, self._config), self._config.shard_bytes)
+            manifest = writing.run(_on_cpu(ready), patience or Patience(float("inf")))
+        except OSError as error:
+            self._discard(version)
+            raise self._failure(version, error) from error
+        except BaseException:
+            self._discard(version)
+            raise
+        if self._config.delta is not None:
+            ref = Base(version=version, digest=manifest.digest)
+            self._held = _Held(ref, writing.kept, 0 if base is None else base.chain + 1)
+        return WeightUpdateMeta(version, self._store.path_of(version), manifest.digest)
+
+    def latest(self) -> PolicyVersion | None:
+        versions = self._complete()
+        return versions[-1] if versions else None
+
+    def collect(self, committed: PolicyVersion) -> list[PolicyVersion]:
+        versions = self._complete()
+        older = [version for version in versions if version < committed]
+        kept = set(versions) - set(older[: max(0, len(older) - (self._config.keep - 1))])
+        for version in sorted(kept, reverse=True):
+            kept.update(self._chain_of(version))
+        surplus = [version for version in versions if version not in kept]
+        for version in surplus:
+            self._store.delete(version)
+        return surplus
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _base_of(self, version: PolicyVersion) -> _Held | None:
+        delta, held = self._config.delta, self._held
+        if delta is None or held is None or held.ref.version >= version:
+            return None
+        return held if held.chain + 1 < delta.full_every else None
+
+    def _chain_of(self, version: PolicyVersion) -> Iterator[PolicyVersion]:
+        """What a version is based on, down to a full one."""
+        while True:
+            text = self._store.text(version, MANIFEST_NAME)
+            base = None if text is None else parse_manifest(text, str(version)).base
+            if base is None:
+                return
+            yield base.version
+            version = base.version
+
+    def _complete(self) -> list[PolicyVersion]:
+        return [v for v in versions_in(self._store.names()) if self._is_complete(v)]
+
+    def _is_complete(self, version: PolicyVersion) -> bool:
+        return self._store.text(version, MANIFEST_NAME) is not None
+
+    def _discard(self, version: PolicyVersion) -> None:
+        with suppress(OSError):  # the next publisher removes what this one cannot
+            self._store.sync()
+        with suppress(OSError):
+            self._store.delete(version)
+
+    def _failure(self, version: PolicyVersion, error: OSError) -> SyncError:
+        return SyncError(
+            f"cannot publish version {version} at {self._store.path_of(version)}: {error}"
+        )
+
+
+class _Writing:
+    """One version on its way into the store."""
+
+    def __init__(
+        self, store: Store, version: PolicyVersion, config: StoredSync, base: _Held | None
+    ) -> None:
+        self._store = store
+        self._version = version
+        self._config = config
+        self._base = base
+        self._entries: list[TensorEntry] = []
+        self.kept: dict[str, torch.Tensor] = {}
+        """The values as published, for the next delta; those of the base are overwritten."""
+
+    def run(self, ready: Iterator[Bucket], patience: Patience) -> Manifest:
+        """Write all buckets, then the manifest."""
+        waiting: queue.Queue[_Encoding | None] = queue.Queue(AHEAD)
+        with (
+            ThreadPoolExecutor(1, thread_name_prefix="weights-write") as writer,
+            ThreadPoolExecutor(ENCODERS, thread_name_prefix="weights-encode") as encoders,
+        ):
+            written = writer.submit(self._write_all, waiting)
+            try:
+                for bucket in ready:
+                    _ = patience.left_s
+                    encoding = [
+                        (name, t, encoders.submit(self._encode, name, t)) for name, t in bucket
+                    ]
+                    if not _hand_over(encoding, waiting, written):
+                        break
+            finally:
+                _hand_over(None, waiting, written)
+            written.result()
+        self._store.sync()
+        _ = patience.left_s
+        ref = None if self._base is None else self._base.ref
+        kind: Kind = "full" if ref is None else "delta"
+        manifest = make_manifest(self._version, self._entries, kind, ref)
+        self._store.write_text(self._version, MANIFEST_NAME, manifest.model_dump_json())
+        return manifest
+
+    def _write_all(self, waiting: queue.Queue[_Encoding | None]) -> None:
+        number = 0
+        while (encoding := waiting.get()) is not None:
+            blob = make_blob(number, [(name, t, future.result()) for name, t, future in encoding])
+            if blob.pieces:
+                self._store.write_blob(self._version, blob.name, blob.pieces)
+            self._store.write_text(self._version, part_name(number), write_part(blob.entries))
+            self._entries += blob.entries
+            number += 1
+
+    def _encode(self, name: str, value: torch.Tensor) -> Encoded:
+        if self._config.quantization is not None:
+            return encode_quantized(value, self._config.quantization)
+        if self._config.delta is None:
+            return encode_raw(value)
+        base = None if self._base is None else self._base.tensors.get(name)
+        if base is None or (base.shape, base.dtype) != (value.shape, value.dtype):
+            self.kept[name] = value.clone()
+            return encode_raw(self.kept[name])
+        encoded = encode_delta(value, base, self._config.delta.level)
+        if encoded.codec == "raw":
+            encoded = encode_raw(value)
+        self.kept[name] = base.copy_(value)
+        return encoded
+
+
+def _hand_over(
+    encoding: _Encoding | None, waiting: queue.Queue[_Encoding | None], written: Future[None]
+) -> bool:
+    """False if the writer has ended."""
+    while not written.done():
+        with suppress(queue.Full):
+            waiting.put(encoding, timeout=0.1)
+            return True
+    return False
+
+
+def _on_cpu(ready: Iterator[Bucket]) -> Iterator[Bucket]:
+    for bucket in ready:
+        yield [(name, tensor.cpu()) for name, tensor in bucket]

@@ -1,0 +1,293 @@
+"""`WeightReceiver`: what comes from any transport becomes a proven version.
+
+A version counts when every tensor has its checksum, all of them have the digest that was announced,
+and names and shapes are the model's. Reading, decoding and checking overlap, with one another and with
+the publisher, who may still be writing. A tensor whose bytes are wrong is read once more, then from
+the other places that hold the version, alone. A delta is applied to the version it names: the one that
+serves, or one that is fetched first.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from headway.contracts.config.weight_sync import ReceiverConfig, StoredSync
+from headway.contracts.errors import Fenced, SyncError
+from headway.contracts.types import PolicyVersion, WeightUpdateMeta
+from weight_sync.adapter import merge_adapter
+from weight_sync.channel import ProvenVersion, Source, StagedWeights, WeightReader
+from weight_sync.codecs import decode
+from weight_sync.manifest import Base, Manifest, TensorEntry, content_digest, tensor_checksum
+from weight_sync.patience import Patience
+from weight_sync.publisher import StoredPublisher
+from weight_sync.store import StoredSource, version_name
+from weight_sync.tensors import check_fit
+from weight_sync.transports.base import local_path, open_source
+from weight_sync.transports.disk import LocalPlace, LocalStore
+
+Shapes = Mapping[str, torch.Size]
+CHECKERS = 2
+"""Threads that decode and check."""
+READ_AHEAD = 8
+"""Tensors that are read and not yet checked."""
+FOLDER_TIMEOUT_S = 60.0
+
+
+class Receiver:
+    """The version that serves, and the means to stage the next one."""
+
+    def __init__(self, config: ReceiverConfig) -> None:
+        self._config = config
+        self._held: StagedWeights | ProvenVersion | None = None
+        self._cache: StoredPublisher | None = None
+
+    def within(self, patience: Patience) -> WeightReader:
+        return Reader(self, self._config, patience)
+
+    def keep(self, staged: StagedWeights | ProvenVersion) -> None:
+        self._held = staged
+        if self._cache is not None:
+            self._cache.collect(staged.version)
+
+    def held(self, version: PolicyVersion) -> StagedWeights | ProvenVersion | None:
+        held = self._held
+        return held if held is not None and held.version == version else None
+
+    def base(self, ref: Base) -> Callable[[str], torch.Tensor] | None:
+        """Reads the tensors of a version, if it is the one that serves."""
+        held = self._held
+        if held is None or (held.version, held.digest) != (ref.version, ref.digest):
+            return None
+        if isinstance(held, StagedWeights):
+            return held.tensors.__getitem__
+        return _folder_tensors(held.folder)
+
+    def cache(self) -> StoredPublisher:
+        """Where versions are laid out for an engine that reads files."""
+        if self._cache is None:
+            folder = self._config.cache_dir or tempfile.mkdtemp(prefix="headway-weights-")
+            store = LocalStore(folder, is_durable=False)
+            self._cache = StoredPublisher(store, StoredSync(keep=2))
+        return self._cache
+
+    def close(self) -> None:
+        self._held = None
+        if self._cache is not None:
+            self._cache.close()
+
+
+def make_receiver(config: ReceiverConfig) -> Receiver:
+    """A server's end as configured."""
+    return Receiver(config)
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """`WeightReader` and `WeightVerifier` over every transport."""
+
+    receiver: Receiver
+    config: ReceiverConfig
+    patience: Patience
+
+    def stage(self, meta: WeightUpdateMeta, expected: Shapes) -> StagedWeights:
+        failures = []
+        for path in (meta.path, *meta.fallbacks):
+            try:
+                return self._stage(path, meta, expected)
+            except Fenced:
+                raise
+            except SyncError as error:
+                _ = self.patience.left_s
+                failures.append(error.message)
+        raise SyncError("; ".join(dict.fromkeys(failures)))
+
+    def verify(self, meta: WeightUpdateMeta, expected: Shapes) -> ProvenVersion:
+        folder = local_path(meta.path)
+        if folder is not None:
+            with closing(self._open(meta.path, meta)) as source:
+                incoming = _Incoming(source, meta, expected, self)
+                if source.announcement.kind == "full" and incoming.prove():
+                    manifest = source.manifest()
+                    return ProvenVersion(manifest.version, manifest.digest, folder.resolve())
+        staged = self.stage(meta, expected)
+        cache = self.receiver.cache()
+        if cache.latest() != staged.version:
+            cache.publish(staged.version, staged.tensors.items(), self.patience)
+        at = local_path(cache.path_of(staged.version))
+        assert at is not None
+        return ProvenVersion(staged.version, staged.digest, at)
+
+    def _stage(self, path: str, meta: WeightUpdateMeta, expected: Shapes) -> StagedWeights:
+        with closing(self._open(path, meta)) as source:
+            incoming = _Incoming(source, replace(meta, path=path), expected, self)
+            tensors = incoming.collect()
+            manifest = source.manifest()
+        if (
+            manifest.kind == "adapter"
+            and manifest.adapter is not None
+            and manifest.base is not None
+        ):
+            read = self.base_of(path, manifest.base, expected)
+            tensors = merge_adapter(tensors, manifest.adapter, read, expected)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        check_fit(shapes, expected, tensors.__getitem__, path)
+        return StagedWeights(
+            manifest.version,
+            manifest.digest,
+            {name: tensors[name] for name in expected},
+        )
+
+    def base_of(self, path: str, ref: Base, expected: Shapes) -> Callable[[str], torch.Tensor]:
+        """Reads the tensors of a base: the version that serves, or its neighbour at the same place."""
+        read = self.receiver.base(ref)
+        if read is not None:
+            return read
+        beside = posixpath.join(posixpath.dirname(path.rstrip("/")), version_name(ref.version))
+        meta = WeightUpdateMeta(ref.version, beside, ref.digest)
+        return self._stage(beside, meta, expected).tensors.__getitem__
+
+    def repair(
+        self, entry: TensorEntry, meta: WeightUpdateMeta
+    ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        """The stored bytes of one tensor, from each other place that holds the version."""
+        for path in meta.fallbacks:
+            try:
+                with closing(self._open(path, meta)) as source:
+                    for other in source.entries():
+                        if (other.name, other.checksum) == (entry.name, entry.checksum):
+                            yield other, source.read(other)
+            except SyncError:
+                _ = self.patience.left_s
+
+    def _open(self, path: str, meta: WeightUpdateMeta) -> Source:
+        return open_source(path, meta, self.config, self.patience)
+
+
+class _Incoming:
+    """One version while it comes in."""
+
+    def __init__(
+        self, source: Source, meta: WeightUpdateMeta, expected: Shapes, reader: Reader
+    ) -> None:
+        self._source = source
+        self._meta = meta
+        self._expected = expected
+        self._reader = reader
+        self._base: Callable[[str], torch.Tensor] | None = None
+        announced = source.announcement
+        if announced.version != meta.version:
+            raise SyncError(f"{meta.path} holds version {announced.version}, not {meta.version}")
+        if announced.kind == "delta" and announced.base is not None:
+            self._base = reader.base_of(meta.path, announced.base, expected)
+
+    def collect(self) -> dict[str, torch.Tensor]:
+        """All tensors, proven."""
+        return dict(self._proven())
+
+    def prove(self) -> bool:
+        """Prove all tensors and keep none; false if they are stored in a form that is no tensor."""
+        is_plain = True
+        shapes = {}
+        for name, tensor in self._proven():
+            shapes[name] = tensor.shape
+        entries = {entry.name: entry for entry in self._source.manifest().tensors}
+        is_plain = all(entry.codec == "raw" for entry in entries.values())
+        check_fit(
+            shapes,
+            self._expected,
+            lambda name: self._decoded(entries[name], self._source.read(entries[name])),
+            self._meta.path,
+        )
+        return is_plain
+
+    def _proven(self) -> Iterator[tuple[str, torch.Tensor]]:
+        seen: list[TensorEntry] = []
+        checking: deque[Future[torch.Tensor]] = deque()
+        with ThreadPoolExecutor(CHECKERS, thread_name_prefix="weights-check") as checkers:
+            for entry in self._source.entries():
+                self._check_shape(entry)
+                payload = self._source.read(entry)
+                checking.append(checkers.submit(self._check, entry, payload))
+                seen.append(entry)
+                del payload
+                if len(checking) >= READ_AHEAD:
+                    yield self._checked(seen[-len(checking)], checking.popleft())
+            while checking:
+                yield self._checked(seen[-len(checking)], checking.popleft())
+        self._check_manifest(self._source.manifest(), seen)
+
+    def _checked(
+        self, entry: TensorEntry, checking: Future[torch.Tensor]
+    ) -> tuple[str, torch.Tensor]:
+        try:
+            return entry.name, checking.result()
+        except SyncError as error:
+            return entry.name, self._once_more(entry, error)
+
+    def _once_more(self, entry: TensorEntry, failure: SyncError) -> torch.Tensor:
+        try:
+            return self._check(entry, self._source.read(entry))
+        except SyncError:
+            _ = self._reader.patience.left_s
+        for other, payload in self._reader.repair(entry, self._meta):
+            try:
+                return self._check(other, payload)
+            except SyncError:
+                continue
+        raise failure
+
+    def _check(self, entry: TensorEntry, payload: torch.Tensor) -> torch.Tensor:
+        tensor = self._decoded(entry, payload)
+        if tensor_checksum(tensor) != entry.checksum:
+            raise SyncError(f"{entry.name} in {self._meta.path}/{entry.blob} has a wrong checksum")
+        return tensor
+
+    def _decoded(self, entry: TensorEntry, payload: torch.Tensor) -> torch.Tensor:
+        needs_base = entry.codec in ("same", "sparse", "xor")
+        if needs_base and self._base is None:
+            raise SyncError(f"{entry.name} in {self._meta.path} is a difference against nothing")
+        try:
+            base = self._base(entry.name) if needs_base and self._base is not None else None
+        except KeyError:
+            raise SyncError(f"the base of {self._meta.path} has no {entry.name}") from None
+        return decode(entry, payload, base)
+
+    def _check_shape(self, entry: TensorEntry) -> None:
+        expected = self._expected.get(entry.name)
+        if expected is not None and tuple(expected) != entry.shape:
+            raise SyncError(
+                f"{self._meta.path} is of another model: {entry.name} has shape {entry.shape}, "
+                f"{tuple(expected)} in the model"
+            )
+
+    def _check_manifest(self, manifest: Manifest, seen: list[TensorEntry]) -> None:
+        wanted = self._meta.digest
+        if wanted is not None and manifest.digest != wanted:
+            raise SyncError(
+                f"{self._meta.path} has the digest {manifest.digest[:12]}, announced was {wanted[:12]}"
+            )
+        if content_digest(manifest.version, seen, manifest.adapter) != manifest.digest:
+            raise SyncError(f"{self._meta.path} was changed while it was read (digest mismatch)")
+
+
+def _folder_tensors(folder: Path) -> Callable[[str], torch.Tensor]:
+    """Reads the tensors of a full version on this machine, one at a time."""
+    with closing(LocalPlace(folder)) as place:
+        source = StoredSource(place, str(folder), Patience(FOLDER_TIMEOUT_S))
+        entries = {entry.name: entry for entry in source.entries()}
+
+    def read(name: str) -> torch.Tensor:
+        with closing(LocalPlace(folder)) as place:
+            entry = entries[name]
+            return decode(entry, place.read(entry.blob, entry.offset, entry.size), None)
+
+    return read

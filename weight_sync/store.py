@@ -1,0 +1,177 @@
+"""Where versions lie: one directory of blobs each, whatever holds the directories.
+
+    root/v00000007/announcement.json   what is being published; written first
+    root/v00000007/shard-00000.safetensors, part-00000.json, ...
+    root/v00000007/manifest.json       written last: now it is a version
+
+A directory without a manifest was never finished; the next publisher removes it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from pydantic import Field, ValidationError
+
+from headway.contracts.config.base import Config
+from headway.contracts.errors import SyncError
+from headway.contracts.types import PolicyVersion
+from weight_sync.manifest import (
+    MANIFEST_NAME,
+    Base,
+    Kind,
+    Manifest,
+    TensorEntry,
+    parse_manifest,
+    parse_part,
+    part_name,
+)
+from weight_sync.patience import Patience
+
+ANNOUNCEMENT_NAME = "announcement.json"
+_VERSION_NAME = re.compile(r"v(\d{8,18})")
+
+
+class Announcement(Config):
+    """What a receiver must know before the first tensor."""
+
+    version: int = Field(ge=0)
+    kind: Kind = "full"
+    base: Base | None = None
+
+
+class Store(Protocol):
+    """The publisher's view of a place."""
+
+    def path_of(self, version: PolicyVersion) -> str:
+        """What receivers are told."""
+
+    def names(self) -> list[str]:
+        """Names of the directories."""
+
+    def text(self, version: PolicyVersion, name: str) -> bytes | None:
+        """A small file; None if it is not there."""
+
+    def write_text(self, version: PolicyVersion, name: str, text: str) -> None:
+        """Write a small file at once and whole; durable if the place is.
+
+        Raises:
+            OSError: full, or gone.
+        """
+
+    def write_blob(self, version: PolicyVersion, name: str, pieces: Sequence[memoryview]) -> None:
+        """Write a blob; once this returns, it can be read.
+
+        Raises:
+            OSError: full, or gone.
+        """
+
+    def sync(self) -> None:
+        """Wait until every blob that was written is durable.
+
+        Raises:
+            OSError: one is not.
+        """
+
+    def delete(self, version: PolicyVersion) -> None:
+        """Delete a version, its manifest first."""
+
+    def close(self) -> None:
+        """Let another publisher have the place."""
+
+
+class Place(Protocol):
+    """A receiver's view of one version's directory."""
+
+    def text(self, name: str) -> bytes | None:
+        """A small file; None if it is not there (yet).
+
+        Raises:
+            SyncError: the place is gone.
+        """
+
+    def read(self, name: str, offset: int, size: int) -> torch.Tensor:
+        """[size] uint8 of a blob.
+
+        Raises:
+            SyncError: the place is gone, or the blob ends before.
+        """
+
+    def close(self) -> None:
+        """Let go of files and connections."""
+
+
+def version_name(version: PolicyVersion) -> str:
+    """Directory name of a version."""
+    return f"v{version:08d}"
+
+
+def versions_in(names: Iterable[str]) -> list[PolicyVersion]:
+    """Versions among directory names, oldest first."""
+    matches = (_VERSION_NAME.fullmatch(name) for name in names)
+    return sorted(int(match.group(1)) for match in matches if match)
+
+
+class StoredSource:
+    """`Source` of a version directory, also while it is being written."""
+
+    def __init__(self, place: Place, path: str, patience: Patience) -> None:
+        self._place = place
+        self._path = path
+        self._patience = patience
+        self._manifest = self._find_manifest()
+        self.announcement = self._announced()
+
+    def entries(self) -> Iterator[TensorEntry]:
+        seen: set[str] = set()
+        number = 0
+        while self._manifest is None:
+            part = self._place.text(part_name(number))
+            if part is None:
+                self._manifest = self._find_manifest()
+                if self._manifest is None:
+                    self._patience.pause()
+                continue
+            self._patience.progress()
+            number += 1
+            for entry in parse_part(part, f"{self._path}/{part_name(number - 1)}"):
+                seen.add(entry.name)
+                yield entry
+        yield from (entry for entry in self._manifest.tensors if entry.name not in seen)
+
+    def read(self, entry: TensorEntry) -> torch.Tensor:
+        payload = self._place.read(entry.blob, entry.offset, entry.size)
+        self._patience.progress()
+        _ = self._patience.left_s  # whoever gave up ends a transfer that makes progress, too
+        return payload
+
+    def manifest(self) -> Manifest:
+        if self._manifest is None:
+            raise SyncError(f"{self._path} is not complete yet")
+        return self._manifest
+
+    def close(self) -> None:
+        self._place.close()
+
+    def _find_manifest(self) -> Manifest | None:
+        text = self._place.text(MANIFEST_NAME)
+        return None if text is None else parse_manifest(text, f"{self._path}/{MANIFEST_NAME}")
+
+    def _announced(self) -> Announcement:
+        if self._manifest is not None:
+            found = self._manifest
+            return Announcement(version=found.version, kind=found.kind, base=found.base)
+        text = self._place.text(ANNOUNCEMENT_NAME)
+        if text is None:
+            raise SyncError(
+                f"there is no version at {self._path}: neither {MANIFEST_NAME} nor {ANNOUNCEMENT_NAME}"
+            )
+        try:
+            return Announcement.model_validate_json(text)
+        except ValidationError as error:
+            raise SyncError(
+                f"{self._path}/{ANNOUNCEMENT_NAME} is damaged: {error.errors()[0]['msg']}"
+            ) from error

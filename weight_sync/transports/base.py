@@ -1,0 +1,100 @@
+"""The transports by name, and which of them brings a path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from headway.contracts.config.weight_sync import ReceiverConfig
+from headway.contracts.errors import SyncError
+from headway.contracts.http import WEIGHTS_HELD_ROOT
+from headway.contracts.registry import Registry
+from headway.contracts.types import WeightUpdateMeta
+from weight_sync.channel import Source, WeightChannel, WeightPublisher
+from weight_sync.patience import Patience
+
+TRANSPORTS: Registry[WeightChannel] = Registry(
+    "weight transport",
+    {
+        "disk": "weight_sync.transports.disk:CHANNEL",
+        "shared_memory": "weight_sync.transports.shared_memory:CHANNEL",
+        "http": "weight_sync.transports.http:CHANNEL",
+        "collective": "weight_sync.transports.collective:CHANNEL",
+    },
+    entry_point_group="headway.weight_transports",
+)
+SCHEMES = {
+    "": "disk",
+    "shm": "shared_memory",
+    "http": "http",
+    "https": "http",
+    "gloo": "collective",
+    "nccl": "collective",
+}
+"""Of paths; every other scheme is fsspec's, and so of the transport `disk`."""
+_LOCAL = ("", "file", "shm")
+_PEER_MARK = WEIGHTS_HELD_ROOT.partition("{")[0]
+
+
+def make_publisher(config: Any) -> WeightPublisher:
+    """The trainer's end that `config.type` names."""
+    return TRANSPORTS.get(config.type).make_publisher(config)
+
+
+def open_source(
+    path: str, meta: WeightUpdateMeta, config: ReceiverConfig, patience: Patience
+) -> Source:
+    """A version at a path, by the transport that its scheme names.
+
+    Raises:
+        SyncError: the path is not allowed, or there is no version.
+    """
+    check_allowed(path, config)
+    channel = TRANSPORTS.get(SCHEMES.get(scheme_of(path), "disk"))
+    return channel.open_source(path, meta, config, patience)
+
+
+def scheme_of(path: str) -> str:
+    """What stands before `:`; empty for a plain path."""
+    head, colon, _ = path.partition(":")
+    return head.lower() if colon and "/" not in head else ""
+
+
+def local_path(path: str) -> Path | None:
+    """The directory that a path names on this machine, if it does."""
+    if scheme_of(path) not in _LOCAL:
+        return None
+    return Path(path.partition("://")[2] if "://" in path else path)
+
+
+def check_allowed(path: str, config: ReceiverConfig) -> None:
+    """Whether versions may come from there: links resolved, no way upwards in a URL.
+
+    Raises:
+        SyncError: they may not.
+    """
+    if not any(_is_below(path, allowed) for allowed in config.allow) and not (
+        config.peers and _is_peer(path)
+    ):
+        raise SyncError(
+            f"{path} is outside of what this server takes weights from: "
+            f"{', '.join(config.allow) or 'nothing'}; add it to weights.allow"
+        )
+
+
+def _is_below(path: str, allowed: str) -> bool:
+    folder, root = local_path(path), local_path(allowed)
+    if (folder is None) != (root is None):
+        return False
+    if folder is not None and root is not None:
+        return folder.resolve().is_relative_to(root.resolve())
+    prefix = allowed if allowed.endswith(("/", ":")) else allowed + "/"
+    return path.startswith(prefix) and ".." not in path.split("/")
+
+
+def _is_peer(path: str) -> bool:
+    if scheme_of(path) not in ("http", "https"):
+        return False
+    _, _, rest = path.partition("://")
+    _, slash, route = rest.partition("/")
+    return (slash + route).startswith(_PEER_MARK) and route[len(_PEER_MARK) - 1 :].isdigit()
