@@ -37,6 +37,8 @@ class StagedWeights:
     version: PolicyVersion
     digest: str
     tensors: Mapping[str, torch.Tensor]
+    entries: tuple[TensorEntry, ...] = ()
+    """What the version's manifest says of its tensors; empty if they are not all of it."""
 
 
 @dataclass(frozen=True, slots=True)

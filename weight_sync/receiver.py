@@ -144,6 +144,7 @@ class Reader:
             manifest.version,
             manifest.digest,
             {name: tensors[name] for name in expected},
+            manifest.tensors if manifest.adapter is None else (),
         )
 
     def base_of(self, path: str, ref: Base, expected: Shapes) -> Callable[[str], torch.Tensor]:
