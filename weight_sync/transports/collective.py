@@ -1,218 +1,316 @@
-"""Weights over a process group of trainer and servers: the receiving end.
+"""Versions broadcast to all servers at once, in a process group that is made for whoever takes part.
 
-The trainer is rank 0 and broadcasts; the group stands outside of the default one, made as
-`init_custom_process_group` of SGLang makes it, so that its trainers join unchanged. Receiving blocks
-the calling thread and ends in every case: after `timeout_s` the group is aborted, and a group that
-failed once is of no more use. What was received is whole tensors in memory of their own; nothing of a
-model changes here.
+    gloo://trainer:29500/v00000007     on CPUs; nccl:// from GPU to GPU
 
-Gloo keeps its deadline itself. NCCL does not notice a dead peer, and its watchdog would end the whole
-process: there our deadline comes first and aborts the communicator.
+The trainer hosts the rendezvous (`meeting`); the gateway tells every server its seat. A group lives as
+long as its members stay the same: they say which one they hold, and the trainer takes it again only
+if all hold the same as itself. Otherwise a new one is made, which costs milliseconds with Gloo and up
+to seconds with NCCL. A group in which anything failed is never used again.
+
+A version flows once: a server that comes too late, or finds a tensor damaged, has to turn to its
+peers. Neither the rendezvous nor the group knows passwords or encryption: use a private network, and
+`GLOO_SOCKET_IFNAME` or `NCCL_SOCKET_IFNAME` to choose it.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Literal, Protocol, runtime_checkable
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 
+from headway.contracts.config.weight_sync import CollectiveSync, ReceiverConfig
 from headway.contracts.errors import SyncError
-from headway.contracts.types import WeightUpdateMeta
-from weight_sync.channel import StagedWeights
-from weight_sync.manifest import DTYPES
-from weight_sync.tensors import check_fit
+from headway.contracts.types import GroupSeat, PolicyVersion, WeightUpdateMeta
+from weight_sync.channel import NamedTensors
+from weight_sync.manifest import Manifest, TensorEntry, make_manifest
+from weight_sync.outgoing import buckets, outgoing
+from weight_sync.patience import Patience
+from weight_sync.store import Announcement, version_name
+from weight_sync.transports.broadcast import Broadcast, Spool, pack
+from weight_sync.transports.detached import call_detached, start_detached
+from weight_sync.transports.meeting import Host, Member, connect
+from weight_sync.transports.process_group import GroupAddress, WeightGroup, make_group
 
-TICK_S = 0.001
-UNPROVEN = ""
-"""Digest of received weights: nobody published one, and to compute it takes as long as to receive."""
-
-_make_group: Any = c10d._new_process_group_helper
-"""Not public, but the only way to a group outside of the default one; SGLang's trainers call it too."""
-
-GroupBackend = Literal["gloo", "nccl"]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupAddress:
-    """Where a group meets, and who we are in it."""
-
-    name: str
-    host: str
-    port: int
-    rank: int
-    world_size: int
-    backend: GroupBackend
+AHEAD = 2
+"""Buckets that have come and were not yet asked for."""
+LOOK_S = 0.02
+END_S = 5.0
+"""For the sending thread to see that it was given up."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One tensor as its sender describes it."""
+class CollectivePublisher:
+    """`WeightPublisher` of a process group: `publish` returns when every member has everything."""
 
-    name: str
-    dtype: str
-    """With or without `torch.` before it."""
-    shape: tuple[int, ...]
+    def __init__(self, config: CollectiveSync) -> None:
+        self._config = config
+        self._host = Host(config.host, config.port)
+        self._group: WeightGroup | None = None
+        self._announced: PolicyVersion | None = None
+        self._latest: PolicyVersion | None = None
+        self._patience = Patience(math.inf)
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """Raises:
-        SyncError: a type that versions cannot hold.
-        """
-        known = DTYPES.get(self.dtype.removeprefix("torch."))
-        if known is None:
-            raise SyncError(f"{self.name} is of type {self.dtype}; known: {', '.join(DTYPES)}")
-        return known
+    def announce(self, version: PolicyVersion) -> WeightUpdateMeta:
+        if self._latest is not None and version <= self._latest:
+            raise SyncError(
+                f"version {version} is not newer than {self._latest}, which was published; take a newer "
+                "number"
+            )
+        self._host.announce(Announcement(version=version))
+        self._announced = version
+        self._patience = Patience(math.inf)
+        return WeightUpdateMeta(version, self._path_of(version))
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.torch_dtype.itemsize
+    def publish(self, version: PolicyVersion, tensors: NamedTensors) -> WeightUpdateMeta:
+        if version != self._announced:
+            self.announce(version)
+        spool = Spool()
+        group, self._group = self._group, None
+        broadcast = Broadcast(self._host, version, self._config, spool, self._patience, group)
+        sending = start_detached(broadcast.run)
+        try:
+            digest = self._pack(version, tensors, spool, sending)
+            sending.result()
+        except BaseException as error:
+            self._patience.give_up(f"version {version} was not gathered: {error!r}")
+            wait([sending], END_S)
+            raise
+        finally:
+            self._announced = None
+        self._group, self._latest = broadcast.group, version
+        return WeightUpdateMeta(version, self._path_of(version), digest)
 
+    def cancel(self, version: PolicyVersion, reason: str) -> None:
+        if version == self._announced:
+            self._patience.give_up(f"version {version} was refused: {reason}")
 
-class WeightGroup:
-    """A joined group; one thread receives, any thread may close it."""
+    def latest(self) -> PolicyVersion | None:
+        return self._latest
 
-    def __init__(self, address: GroupAddress, group: Any, timeout_s: float) -> None:
-        self.address = address
-        self._group = group
-        self._timeout_s = timeout_s
-        is_gloo = address.backend == "gloo"
-        self._device = torch.device("cpu" if is_gloo else "cuda")
-
-    def receive(self, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-        """One broadcast per tensor, in this order.
-
-        Raises:
-            SyncError: a peer died or did not come in time; close the group.
-        """
-        tensors = {s.name: self._buffer(s.shape, s.torch_dtype) for s in specs}
-        self._broadcast(list(tensors.values()))
-        return tensors
-
-    def receive_flattened(self, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-        """One broadcast of bytes: the contiguous tensors one after the other, in this order.
-
-        Raises:
-            SyncError: as for `receive`.
-        """
-        flat = self._buffer((sum(s.num_bytes for s in specs),), torch.uint8)
-        self._broadcast([flat])
-        parts = flat.split([s.num_bytes for s in specs])
-        # Cloned: a part may begin where its type must not, and would keep the whole bucket alive.
-        return {
-            spec.name: part.clone().view(spec.torch_dtype).view(spec.shape)
-            for spec, part in zip(specs, parts, strict=True)
-        }
+    def collect(self, committed: PolicyVersion) -> list[PolicyVersion]:
+        """Nothing: what was broadcast lies nowhere."""
+        return []
 
     def close(self) -> None:
-        """Leave; waiting peers are told by their broken connections."""
-        if self._group is None:
-            return
-        group, self._group = self._group, None
-        if self.address.backend == "nccl":
-            group.abort()
-        dist.destroy_process_group(group)
+        if self._group is not None:
+            self._group.close()
+        self._host.close()
 
-    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        try:
-            return torch.empty(shape, dtype=dtype, device=self._device)
-        except RuntimeError as error:
-            raise SyncError(f"no memory to receive {shape} of {dtype}: {error}") from error
+    def _pack(
+        self, version: PolicyVersion, tensors: NamedTensors, spool: Spool, sending: Future[None]
+    ) -> str:
+        entries: list[TensorEntry] = []
+        ready = buckets(outgoing(tensors, self._config), self._config.shard_bytes)
+        for number, bucket in enumerate(ready):
+            if sending.done():
+                sending.result()
+            parcel = pack(number, bucket, self._config.quantization)
+            entries += parcel.entries
+            spool.add(parcel)
+        digest = make_manifest(version, entries).digest
+        spool.finish(digest)
+        return digest
 
-    def _broadcast(self, buffers: list[torch.Tensor]) -> None:
-        if self._group is None:
-            raise SyncError(f"the group {self.address.name!r} was closed; join it again")
-        deadline = time.monotonic() + self._timeout_s
-        try:
-            works = [dist.broadcast(b, src=0, group=self._group, async_op=True) for b in buffers]
-            for work in works:
-                while not work.is_completed():
-                    if time.monotonic() > deadline:
-                        raise SyncError(
-                            f"the trainer of group {self.address.name!r} sent nothing for "
-                            f"{self._timeout_s:g} s"
-                        )
-                    time.sleep(TICK_S)
-                work.wait()
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            raise SyncError(
-                f"the broadcast in group {self.address.name!r} failed: {reason}"
-            ) from error
+    def _path_of(self, version: PolicyVersion) -> str:
+        host = f"[{self._host.host}]" if ":" in self._host.host else self._host.host
+        return f"{self._config.backend}://{host}:{self._host.port}/{version_name(version)}"
 
 
-def join_group(address: GroupAddress, timeout_s: float) -> WeightGroup:
-    """Meet the others at the address; returns once all have come.
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """A bucket, or with a digest the end."""
 
-    Raises:
-        SyncError: they did not come in time, or this machine has no such backend.
+    entries: tuple[TensorEntry, ...]
+    payload: torch.Tensor
+    digest: str | None = None
+
+
+class KeptGroups:
+    """Groups of the versions before, by rank; a server has one, its process may be several members."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, WeightGroup] = {}
+        self._lock = threading.Lock()
+
+    def take(self, host: str, port: int, seat: GroupSeat) -> WeightGroup | None:
+        """The group that was left in these very seats."""
+        with self._lock:
+            group = self._groups.pop(seat.rank, None)
+        if group is None:
+            return None
+        found = group.address
+        if (found.host, found.port, found.world_size) == (host, port, seat.world_size):
+            return group
+        group.close()
+        return None
+
+    def put(self, group: WeightGroup) -> None:
+        """Keep it; a trainer keeps one, so those of other names are dead."""
+        used = replace(group.address, rank=0)
+        with self._lock:
+            for rank, other in list(self._groups.items()):
+                if replace(other.address, rank=0) != used or rank == group.address.rank:
+                    self._groups.pop(rank).close()
+            self._groups[group.address.rank] = group
+
+
+class CollectiveSource:
+    """`Source` of a version that flows; a thread of its own receives ahead of whoever reads.
+
+    All that can block is on that thread, a daemon: the reader's patience ends the waiting in any case,
+    also when the trainer was stopped and its store answers nothing.
     """
-    if not 0 < address.rank < address.world_size:
-        raise SyncError(
-            f"rank {address.rank} in a group of {address.world_size}; rank 0 is the trainer's, give "
-            "rank_offset from 1 up to world_size - 1"
+
+    def __init__(
+        self,
+        path: str,
+        version: PolicyVersion,
+        seat: GroupSeat,
+        patience: Patience,
+        kept: KeptGroups,
+    ) -> None:
+        self._path = path
+        self._seat = seat
+        self._patience = patience
+        self._kept = kept
+        self._inbox: queue.Queue[_Arrived | Exception] = queue.Queue(AHEAD)
+        self._payloads: dict[str, torch.Tensor] = {}
+        self._seen: list[TensorEntry] = []
+        self._digest: str | None = None
+        self._member = call_detached(
+            lambda: Member(path, version, seat, patience),
+            self._watch,
+            discard=lambda late: late.leave(self._gone()),
         )
-    if address.backend == "nccl" and not torch.cuda.is_available():
-        raise SyncError("backend nccl needs a GPU here, there is none; take backend gloo")
-    limit = timedelta(seconds=timeout_s)
-    endpoint = f"tcp://{address.host}:{address.port}"
-    try:
-        store, rank, world_size = next(
-            rendezvous(endpoint, address.rank, address.world_size, timeout=limit)
+        self.announcement: Announcement = self._member.announcement
+        start_detached(self._receive)
+
+    def entries(self) -> Iterator[TensorEntry]:
+        while (arrived := self._take()).digest is None:
+            for entry in arrived.entries:
+                stored = arrived.payload[entry.offset : entry.offset + entry.size]
+                if stored.numel() != entry.size:
+                    raise SyncError(f"{entry.name} in {self._path} ends behind its bucket")
+                self._payloads[entry.name] = stored
+                self._seen.append(entry)
+                yield entry
+        self._digest = arrived.digest
+
+    def read(self, entry: TensorEntry) -> torch.Tensor:
+        payload = self._payloads.pop(entry.name, None)
+        if payload is None:
+            raise SyncError(f"{entry.name} in {self._path} has flowed by and cannot be read again")
+        return payload
+
+    def manifest(self) -> Manifest:
+        if self._digest is None:
+            raise SyncError(f"{self._path} is not complete yet")
+        manifest = make_manifest(self.announcement.version, self._seen)
+        if manifest.digest != self._digest:
+            raise SyncError(f"{self._path} came with other entries than were sent: wrong digest")
+        return manifest
+
+    def close(self) -> None:
+        self._member.stop(self._gone().message)
+        self._payloads.clear()
+
+    def _gone(self) -> SyncError:
+        return SyncError(f"rank {self._seat.rank} left {self._path} before it had everything")
+
+    def _take(self) -> _Arrived:
+        while True:
+            self._watch()
+            with suppress(queue.Empty):
+                arrived = self._inbox.get(timeout=LOOK_S)
+                break
+        if isinstance(arrived, Exception):
+            raise arrived
+        return arrived
+
+    def _put(self, item: _Arrived | Exception) -> None:
+        while True:
+            with suppress(queue.Full):
+                self._inbox.put(item, timeout=LOOK_S)
+                return
+            self._member.watch()
+
+    def _watch(self) -> None:
+        _ = self._patience.left_s
+
+    def _receive(self) -> None:
+        group: WeightGroup | None = None
+        try:
+            group = self._meet()
+            digest = self._receive_from(group)
+        except Exception as error:  # noqa: BLE001 - the reader's to judge
+            failure = error
+            if isinstance(error, SyncError):
+                failure = self._member.leave(error)
+            if group is not None:
+                group.close()
+            with suppress(SyncError):
+                self._put(failure)
+        else:
+            self._kept.put(group)
+            with suppress(SyncError):
+                self._put(_Arrived((), torch.empty(0, dtype=torch.uint8), digest))
+
+    def _meet(self) -> WeightGroup:
+        member, seat = self._member, self._seat
+        kept = self._kept.take(member.host, member.port, seat)
+        try:
+            meeting = member.meet("" if kept is None else kept.address.name)
+        except SyncError:
+            if kept is not None:
+                kept.close()
+            raise
+        if kept is not None:
+            if not meeting.is_new:
+                return kept
+            kept.close()
+        address = GroupAddress(
+            meeting.group, member.host, member.port, seat.rank, seat.world_size, meeting.backend
         )
-        store.set_timeout(limit)
-        group, _ = _make_group(
-            world_size,
-            rank,
-            [],
-            c10d.Backend(address.backend),
-            c10d.PrefixStore(address.name, store),
-            group_name=address.name,
-            timeout=limit if address.backend == "gloo" else 2 * limit,
-        )
-    except (RuntimeError, ValueError, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        raise SyncError(f"cannot join group {address.name!r} at {endpoint}: {reason}") from error
-    c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
-    return WeightGroup(address, group, timeout_s)
+
+        def make() -> WeightGroup:
+            return make_group(address, connect(member.host, member.port), meeting.timeout_s)
+
+        return call_detached(make, member.watch, discard=WeightGroup.close)
+
+    def _receive_from(self, group: WeightGroup) -> str:
+        """Everything; returns the digest."""
+        number = 0
+        while (part := self._member.part(number)).digest is None:
+            payload = group.receive_bytes(part.size, self._member.watch)
+            self._patience.progress()
+            self._put(_Arrived(part.entries, payload))
+            number += 1
+        self._member.arrive()
+        return part.digest
 
 
-@runtime_checkable
-class WeightsSource(Protocol):
-    """The weights that serve, by the names of the model."""
+class CollectiveChannel:
+    """`WeightChannel` of process groups."""
 
-    @property
-    def parameters(self) -> Mapping[str, torch.Size]: ...
+    schemes = ("gloo", "nccl")
 
-    def read_parameter(self, name: str) -> torch.Tensor:
-        """A copy on the CPU.
+    def __init__(self) -> None:
+        self._kept = KeptGroups()
 
-        Raises:
-            DataError: no such parameter.
-        """
+    def make_publisher(self, config: CollectiveSync) -> CollectivePublisher:
+        return CollectivePublisher(config)
+
+    def open_source(
+        self, path: str, meta: WeightUpdateMeta, config: ReceiverConfig, patience: Patience
+    ) -> CollectiveSource:
+        if meta.seat is None:
+            raise SyncError(f"{path} is a process group, and no seat was given to this server")
+        return CollectiveSource(path, meta.version, meta.seat, patience, self._kept)
 
 
-class CollectiveReader:
-    """`WeightReader` of tensors that were received; those that were not keep their value."""
-
-    def __init__(self, received: Mapping[str, torch.Tensor], source: WeightsSource) -> None:
-        self._received = received
-        self._source = source
-
-    def stage(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> StagedWeights:
-        kept = {
-            name: self._source.read_parameter(name)
-            for name in expected
-            if name not in self._received
-        }
-        tensors = {**kept, **self._received}
-        shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        check_fit(shapes, expected, tensors.__getitem__, meta.path)
-        return StagedWeights(meta.version, UNPROVEN, {name: tensors[name] for name in expected})
+CHANNEL = CollectiveChannel()

@@ -44,7 +44,7 @@ from inference_server.faces.sglang.types import (
     UpdateBody,
 )
 from inference_server.faces.sglang.weight_updates import Published, UpdateOptions
-from weight_sync.transports.collective import GroupAddress, TensorSpec
+from weight_sync.transports.process_group import GroupAddress, TensorSpec
 
 HEALTH_TIMEOUT_S = 20.0
 

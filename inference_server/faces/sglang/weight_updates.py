@@ -33,7 +33,7 @@ from inference_server.version_gate import VersionGate
 from weight_sync.channel import WeightReader
 from weight_sync.manifest import tensor_sha256
 from weight_sync.tensors import weights_digest
-from weight_sync.transports.collective import (
+from weight_sync.transports.process_group import (
     CollectiveReader,
     GroupAddress,
     TensorSpec,

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from headway.contracts.errors import SyncError
 from headway.contracts.types import WeightUpdateMeta
 from tests.integration.sglang_client import Trainer
-from weight_sync.transports.collective import (
+from weight_sync.transports.process_group import (
     CollectiveReader,
     GroupAddress,
     TensorSpec,

@@ -1,0 +1,309 @@
+"""A process group of a trainer and its servers, outside of the default one of either.
+
+The trainer is rank 0 and broadcasts. The group meets under the same keys as one that
+`init_custom_process_group` of SGLang makes, so that its trainers and its engines join unchanged. It is
+registered nowhere: one process can be several ranks, and a trainer's own groups see nothing of it.
+
+Waiting ends in every case. NCCL is aborted; without that it does not notice a dead peer, and its
+watchdog would end the whole process. Gloo notices a closed connection at once, but a broadcast that
+waits for a silent peer cannot be taken back, and destroying its group would block the interpreter: it
+is left to a daemon thread until its own deadline, the group's `timeout_s`. A group that failed once is
+of no more use.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed.rendezvous import rendezvous
+
+from headway.contracts.errors import SyncError
+from headway.contracts.types import WeightUpdateMeta
+from weight_sync.channel import StagedWeights
+from weight_sync.manifest import DTYPES
+from weight_sync.tensors import check_fit
+from weight_sync.transports.detached import Watch, call_detached
+
+TICK_S = 0.0005
+UNPROVEN = ""
+"""Digest of received weights: nobody published one, and to compute it takes as long as to receive."""
+
+GroupBackend = Literal["gloo", "nccl"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAddress:
+    """Where a group meets, and who we are in it."""
+
+    name: str
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    backend: GroupBackend
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor as its sender describes it."""
+
+    name: str
+    dtype: str
+    """With or without `torch.` before it."""
+    shape: tuple[int, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Raises:
+        SyncError: a type that versions cannot hold.
+        """
+        known = DTYPES.get(self.dtype.removeprefix("torch."))
+        if known is None:
+            raise SyncError(f"{self.name} is of type {self.dtype}; known: {', '.join(DTYPES)}")
+        return known
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+class WeightGroup:
+    """A joined group; one thread sends or receives, any thread may close it."""
+
+    def __init__(self, address: GroupAddress, group: Any, timeout_s: float) -> None:
+        self.address = address
+        self._group = group
+        self._timeout_s = timeout_s
+        self._device = _device_of(address.backend)
+        self._pending: list[Any] = []
+
+    def receive(self, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
+        """One broadcast per tensor, in this order.
+
+        Raises:
+            SyncError: a peer died or did not come in time; close the group.
+        """
+        tensors = {s.name: self._buffer(s.shape, s.torch_dtype) for s in specs}
+        self._broadcast(list(tensors.values()), self._deadline())
+        return tensors
+
+    def receive_flattened(self, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
+        """One broadcast of bytes: the contiguous tensors one after the other, in this order.
+
+        Raises:
+            SyncError: as for `receive`.
+        """
+        flat = self._buffer((sum(s.num_bytes for s in specs),), torch.uint8)
+        self._broadcast([flat], self._deadline())
+        parts = flat.split([s.num_bytes for s in specs])
+        # Cloned: a part may begin where its type must not, and would keep the whole bucket alive.
+        return {
+            spec.name: part.clone().view(spec.torch_dtype).view(spec.shape)
+            for spec, part in zip(specs, parts, strict=True)
+        }
+
+    def receive_bytes(self, size: int, watch: Watch) -> torch.Tensor:
+        """One broadcast: [size] uint8 on the CPU.
+
+        Raises:
+            SyncError: a peer died, or `watch` raised it; close the group.
+        """
+        flat = (
+            empty_bytes(size) if self._device.type == "cpu" else self._buffer((size,), torch.uint8)
+        )
+        self._broadcast([flat], watch)
+        return flat.cpu()
+
+    def send_bytes(self, payload: torch.Tensor, watch: Watch) -> None:
+        """One broadcast of [size] uint8, from any device; for rank 0.
+
+        Raises:
+            SyncError: as for `receive_bytes`.
+        """
+        self._broadcast([payload.to(self._device)], watch)
+
+    def close(self) -> None:
+        """Leave; does not block. Waiting peers are told by their broken connections."""
+        if self._group is None:
+            return
+        group, self._group = self._group, None
+        if self.address.backend == "nccl":
+            group.abort()
+            return
+        pending = [work for work in self._pending if not work.is_completed()]
+        if pending:
+            threading.Thread(target=_outlive, args=(group, pending), daemon=True).start()
+
+    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        except RuntimeError as error:
+            raise SyncError(f"no memory to receive {shape} of {dtype}: {error}") from error
+
+    def _deadline(self) -> Watch:
+        deadline = time.monotonic() + self._timeout_s
+
+        def watch() -> None:
+            if time.monotonic() > deadline:
+                raise SyncError(
+                    f"the trainer of group {self.address.name!r} sent nothing for "
+                    f"{self._timeout_s:g} s"
+                )
+
+        return watch
+
+    def _broadcast(self, buffers: Sequence[torch.Tensor], watch: Watch) -> None:
+        try:
+            self._pending = self._start([b for b in buffers if b.numel()], watch)
+            for work in self._pending:
+                while not work.is_completed():
+                    watch()
+                    time.sleep(TICK_S)
+                work.wait()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise SyncError(
+                f"the broadcast in group {self.address.name!r} failed: {reason}"
+            ) from error
+
+    def _start(self, buffers: Sequence[torch.Tensor], watch: Watch) -> list[Any]:
+        group = self._group
+        if group is None:
+            raise SyncError(f"the group {self.address.name!r} was closed; join it again")
+
+        def start() -> list[Any]:
+            return [group.broadcast(buffer, 0) for buffer in buffers]
+
+        # The first broadcast of NCCL makes the communicator, and blocks until all have come.
+        return start() if self.address.backend == "gloo" else call_detached(start, watch)
+
+
+def empty_bytes(size: int) -> torch.Tensor:
+    """[size] uint8 on the CPU, in numpy's memory: that comes in huge pages, which fill 3 times as fast.
+
+    Raises:
+        SyncError: there is not so much.
+    """
+    try:
+        return torch.from_numpy(np.empty(size, np.uint8))
+    except MemoryError as error:
+        raise SyncError(f"no memory for {size} bytes of weights: {error}") from error
+
+
+def make_group(address: GroupAddress, store: Store, timeout_s: float) -> WeightGroup:
+    """Meet the others in a store; blocks until all have come.
+
+    Args:
+        store: a connection of its own, on which this may block.
+        timeout_s: to wait for the others, and of Gloo for every broadcast.
+
+    Raises:
+        SyncError: they did not come in time, or this machine has no such backend.
+    """
+    if address.backend == "nccl" and not torch.cuda.is_available():
+        raise SyncError("backend nccl needs a GPU here, there is none; take backend gloo")
+    limit = timedelta(seconds=timeout_s)
+    is_gloo = address.backend == "gloo"
+    try:
+        for prefix in (address.name, f"{address.name}/", "cpu/" if is_gloo else "cuda/"):
+            store = PrefixStore(prefix, store)  # where torch looks for a group of this name
+        group: Any
+        if is_gloo:
+            group = ProcessGroupGloo(store, address.rank, address.world_size, limit)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = 2 * limit  # ours comes first
+            group = dist.ProcessGroupNCCL(store, address.rank, address.world_size, options)
+        group._set_sequence_number_for_group()
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise SyncError(
+            f"cannot join group {address.name!r} at {_endpoint(address)}: {reason}"
+        ) from error
+    return WeightGroup(address, group, timeout_s)
+
+
+def join_group(address: GroupAddress, timeout_s: float) -> WeightGroup:
+    """Meet a trainer who waits at the address; returns once all have come.
+
+    Raises:
+        SyncError: they did not come in time, or this machine has no such backend.
+    """
+    if not 0 < address.rank < address.world_size:
+        raise SyncError(
+            f"rank {address.rank} in a group of {address.world_size}; rank 0 is the trainer's, give "
+            "rank_offset from 1 up to world_size - 1"
+        )
+    limit = timedelta(seconds=timeout_s)
+    endpoint = _endpoint(address)
+    try:
+        store, _, _ = next(rendezvous(endpoint, address.rank, address.world_size, timeout=limit))
+        store.set_timeout(limit)
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise SyncError(f"cannot join group {address.name!r} at {endpoint}: {reason}") from error
+    return make_group(address, store, timeout_s)
+
+
+@runtime_checkable
+class WeightsSource(Protocol):
+    """The weights that serve, by the names of the model."""
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Size]: ...
+
+    def read_parameter(self, name: str) -> torch.Tensor:
+        """A copy on the CPU.
+
+        Raises:
+            DataError: no such parameter.
+        """
+
+
+class CollectiveReader:
+    """`WeightReader` of tensors that were received; those that were not keep their value."""
+
+    def __init__(self, received: Mapping[str, torch.Tensor], source: WeightsSource) -> None:
+        self._received = received
+        self._source = source
+
+    def stage(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> StagedWeights:
+        kept = {
+            name: self._source.read_parameter(name)
+            for name in expected
+            if name not in self._received
+        }
+        tensors = {**kept, **self._received}
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        check_fit(shapes, expected, tensors.__getitem__, meta.path)
+        return StagedWeights(meta.version, UNPROVEN, {name: tensors[name] for name in expected})
+
+
+def _endpoint(address: GroupAddress) -> str:
+    return f"tcp://{address.host}:{address.port}"
+
+
+def _device_of(backend: GroupBackend) -> torch.device:
+    if backend == "gloo":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _outlive(group: Any, pending: list[Any]) -> None:
+    """Hold a group of Gloo until its last broadcast has ended, then let it go."""
+    for work in pending:
+        try:
+            work.wait()
+        except RuntimeError:
+            continue  # that it fails is what we wait for
+    del group
