@@ -1,4 +1,4 @@
-"""From this step's weights to a version that samples: upload, then commit on every server."""
+"""From this step's weights to a version that samples: announce, upload, commit on every server."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from weight_sync.channel import WeightPublisher
 
 
 class Publication:
-    """One version at a time: `begin` uploads and starts the commit, `finish` waits for it.
+    """One version at a time: `begin` announces and uploads it, `finish` waits for the commit.
 
-    Between the two the trainer may do what needs no new rollouts (save, report). On ranks other than
-    the first there is no publisher and no service: they take part in the collective upload only.
+    The service hears of a version before it is uploaded, so that servers stage what is there while
+    the rest is on its way. Between `begin` and `finish` the trainer may do what needs no new rollouts
+    (save, report). On ranks other than the first there is no publisher and no service: they take part
+    in the collective upload only.
     """
 
     def __init__(
@@ -29,20 +31,39 @@ class Publication:
         self._commit: Future[PolicyVersion] | None = None
 
     def begin(self, version: PolicyVersion) -> None:
-        """Upload the current weights and tell the service; collective."""
+        """Announce the current weights as a version and upload them; collective.
+
+        Raises:
+            SyncError: they cannot be uploaded, or the service refused them; the old version goes on
+                serving.
+        """
         if self._publisher is None or self._rollouts is None:
             self._engine.upload_weights(None)
             return
-        meta = self._publisher.locate(version)
-        self._engine.upload_weights(meta)
-        self._commit = self._rollouts.update_weights(meta)
+        meta = self._publisher.announce(version)
+        commit = self._rollouts.update_weights(meta)
+        # Servers that take it no more must not be waited for.
+        commit.add_done_callback(lambda done: self._stop_uploading(version, done))
+        try:
+            self._engine.upload_weights(meta)
+        except Exception as error:
+            self._rollouts.cancel_update(version, str(error))
+            if commit.done() and commit.exception() is not None:
+                raise commit.exception() from error  # type: ignore[misc] # the cause of it all
+            raise
+        self._commit = commit
 
     def finish(self) -> None:
         """Wait until the version is committed, then delete old ones.
 
         Raises:
-            SyncError: every server refused it; the old version goes on serving.
+            SyncError: too few servers took it; the old version goes on serving.
         """
         if self._commit is not None and self._publisher is not None:
             self._publisher.collect(self._commit.result())
             self._commit = None
+
+    def _stop_uploading(self, version: PolicyVersion, commit: Future[PolicyVersion]) -> None:
+        failure = None if commit.cancelled() else commit.exception()
+        if self._publisher is not None and failure is not None:
+            self._publisher.cancel(version, str(failure))

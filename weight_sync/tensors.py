@@ -10,7 +10,7 @@ import torch
 
 from headway.contracts.errors import SyncError
 from weight_sync.checkpoint import BUFFERS
-from weight_sync.manifest import dtype_name, tensor_sha256
+from weight_sync.manifest import dtype_name, tensor_checksum
 
 
 def check_fit(
@@ -62,7 +62,7 @@ def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
         SyncError: a type that versions cannot hold.
     """
     rows = [
-        [name, list(tensor.shape), dtype_name(tensor.dtype), tensor_sha256(tensor.cpu())]
+        [name, list(tensor.shape), dtype_name(tensor.dtype), tensor_checksum(tensor.cpu())]
         for name, tensor in sorted(tensors.items())
     ]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()

@@ -30,7 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
-from headway.contracts.errors import ConfigError
+from headway.contracts.errors import ConfigError, ServiceError, SyncError
 from headway.contracts.types import FinetuneSpec, WeightUpdateMeta
 from trainer.api import (
     LossFn,
@@ -161,16 +161,32 @@ class FSDP2Engine:
         return aggregate_fn(results)
 
     def upload_weights(self, meta: WeightUpdateMeta | None) -> None:
-        """Publish one full tensor at a time; only rank 0 writes."""
+        """Publish one full tensor at a time; only rank 0 writes.
+
+        Raises:
+            SyncError: the publication failed; on every rank.
+        """
         tensors = self._full_parameters()
+        failure: Exception | None = None
         if self._topology.is_main:
-            if self._publisher is None or meta is None:
-                raise ConfigError("this engine has no weight channel to publish through")
-            self._publisher.publish(meta.version, tensors)
-        else:
-            for _ in tensors:
-                pass
-        self._topology.barrier()
+            try:
+                self._publish(meta, tensors)
+            except ServiceError as error:
+                failure = error
+        for _ in tensors:
+            pass  # gathering is collective: what rank 0 did not take, it takes part in all the same
+        if failure is not None:
+            self._topology.max(1)
+            raise failure
+        if self._topology.max(0):
+            raise SyncError("the first rank could not publish this version; see its log")
+
+    def _publish(
+        self, meta: WeightUpdateMeta | None, tensors: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        if self._publisher is None or meta is None:
+            raise ConfigError("this engine has no weight channel to publish through")
+        self._publisher.publish(meta.version, tensors)
 
     def step_lr_scheduler(self) -> None:
         self._scheduler.step()

@@ -26,7 +26,7 @@ from trainer.loop import train
 from trainer.publication import Publication
 from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
-from weight_sync.transports.disk import make_publisher
+from weight_sync.transports.base import make_publisher
 
 RUN_NAME = "run.json"
 
@@ -67,9 +67,10 @@ def run(config: GRPOExperiment) -> None:
     train(state, total_steps, feed, actor, engine, publication, checkpoints, metrics)
     engine.save(SaveLoadMeta(str(run_dir / "model"), weight_format="hf"))
     metrics.close()
-    if client is not None:
+    if client is not None and publisher is not None:
         client.detach()
         client.destroy()
+        publisher.close()
     engine.destroy()
 
 

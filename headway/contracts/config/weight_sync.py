@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -61,6 +62,11 @@ class DiskSync(StoredSync):
     root: str = Field(min_length=1)
     """Directory, or fsspec URL (`s3://bucket/run`), that holds one subdirectory per version."""
 
+    @property
+    def origin(self) -> str:
+        """What a server's `weights.allow` must hold."""
+        return self.root if "://" in self.root else str(Path(self.root).resolve())
+
 
 class SharedMemorySync(StoredSync):
     """Versions in memory that the trainer shares with servers on the same host."""
@@ -68,6 +74,11 @@ class SharedMemorySync(StoredSync):
     type: Literal["shared_memory"] = "shared_memory"
     root: str = Field(min_length=1)
     """Directory on a tmpfs, for example below /dev/shm."""
+
+    @property
+    def origin(self) -> str:
+        """What a server's `weights.allow` must hold."""
+        return f"shm://{Path(self.root).resolve()}"
 
 
 class HttpSync(StoredSync):
@@ -85,6 +96,13 @@ class HttpSync(StoredSync):
     token_env: EnvironmentName | None = None
     """Environment variable with the bearer token that servers must bring."""
 
+    @property
+    def origin(self) -> str:
+        """What a server's `weights.allow` must hold; any port of the host unless one is fixed."""
+        if self.advertise_url is not None:
+            return self.advertise_url
+        return f"http://{self.host}:{self.port or ''}"
+
 
 class CollectiveSync(PublishConfig):
     """Weights broadcast to the servers in a process group."""
@@ -98,6 +116,11 @@ class CollectiveSync(PublishConfig):
     """Port of the rendezvous; 0 takes a free one."""
     timeout_s: float = Field(60.0, gt=0.0)
     """Seconds to wait for the members of a group to meet, and for each bucket."""
+
+    @property
+    def origin(self) -> str:
+        """What a server's `weights.allow` must hold; any port of the host unless one is fixed."""
+        return f"{self.backend}://{self.host}:{self.port or ''}"
 
 
 def _disk_unless_named(given: object) -> object:

@@ -8,7 +8,6 @@ from its checkpoint. Every process's own configuration lies in `run_dir/configs`
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +23,6 @@ from headway.runtime.process import Process, ProcessSpec
 from headway.runtime.secret import read_token
 
 GRACE_S = 15.0
-STAGING_PATTERN = ".staging-*"
 
 
 class LocalRun:
@@ -80,7 +78,9 @@ class LocalRun:
                 update={
                     "gateway": self.url,
                     "gateway_token_env": self._config.gateway.service.token_env,
-                    "weights_root": str(Path(self._config.trainer.weight_sync.root).resolve()),
+                    "weights": self._config.server.weights.model_copy(
+                        update={"allow": (self._config.trainer.weight_sync.origin,)}
+                    ),
                 }
             )
             self._launch(name, _module("inference_server"), server)
@@ -123,12 +123,10 @@ class LocalRun:
         return self._processes[name]
 
     def stop(self) -> None:
-        """End every process, the trainer first, and remove what it left half-written."""
+        """End every process, the trainer first."""
         for name in reversed(self._processes):  # started last, stopped first
             self._processes[name].stop(GRACE_S)
         self._processes.clear()
-        for leftover in Path(self._config.trainer.weight_sync.root).glob(STAGING_PATTERN):
-            shutil.rmtree(leftover, ignore_errors=True)
 
     def _launch(self, name: str, command: list[str], config: BaseModel) -> None:
         self._write_config(name, config)
