@@ -8,8 +8,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from headway.contracts.config.server import ServerConfig, UpdatePolicy
-from headway.contracts.errors import ServiceError
-from headway.contracts.http import ServerReport, ServerState, ServerStatus
+from headway.contracts.errors import ServiceError, StaleVersion
+from headway.contracts.http import (
+    ServerReport,
+    ServerState,
+    ServerStatus,
+    WeightCommitRequest,
+    WeightPrepareRequest,
+)
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
 from headway.rollout.in_process import InProcessEngine
 from headway.rollout.ledger.sqlite import SqliteLedger
@@ -20,12 +26,14 @@ from inference_server.admission import Admission
 from inference_server.backends.base import GenerationBackend, OnDelta, make_backend
 from inference_server.metrics import ServerMetrics, ServerPicture
 from inference_server.version_gate import VersionGate
-from weight_sync.transports.disk import DiskReader
+from weight_sync.receiver import make_receiver
 
 log = logging.getLogger(__name__)
 
 END_GRACE_S = 2.0
 """For sequences that were aborted to answer with the tokens so far."""
+UPLOAD_TIMEOUT_S = 3600.0
+"""For a version that is published to a lone server, from its announcement to its last byte."""
 
 
 class LocalGenerator:
@@ -74,6 +82,8 @@ class LocalGenerator:
             generated_tokens=load.generated_tokens,
             busy_s=load.busy_s,
             uptime_s=load.uptime_s,
+            digest=self.gate.digest,
+            num_ranks=self.backend.num_ranks,
             draining=self.admission.draining.is_set(),
         )
 
@@ -102,13 +112,32 @@ class LocalGenerator:
     async def update_weights(
         self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
     ) -> PolicyVersion:
-        await self.gate.prepare(meta)
-        await self.gate.commit(meta.version, policy)
+        """Publish to this server alone, under the next epoch.
+
+        Raises:
+            StaleVersion: it is older than the one that serves.
+            SyncError: it was refused, or a newer publication came; the old version serves on.
+        """
+        if meta.version < self.version:
+            raise StaleVersion(f"version {meta.version} is older than {self.version}, which serves")
+        order = WeightPrepareRequest(
+            epoch=self.gate.epoch + 1,
+            version=meta.version,
+            path=meta.path,
+            digest=meta.digest,
+            fallbacks=meta.fallbacks,
+            timeout_s=UPLOAD_TIMEOUT_S,
+        )
+        await self.gate.prepare(order)
+        # Not `order.epoch`: who sent the same again has taken over.
+        commit = WeightCommitRequest(epoch=self.gate.epoch, version=meta.version, policy=policy)
+        await self.gate.commit(commit)
         return self.version
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new, let what runs end, then end it with the tokens so far."""
         self.admission.draining.set()
+        self.gate.drain()
         if await self.admission.until_idle(timeout_s):
             return
         log.info("requests are ended early", extra={"requests": self.admission.in_flight})
@@ -118,7 +147,9 @@ class LocalGenerator:
             await self.admission.until_idle(END_GRACE_S)
 
     async def aclose(self) -> None:
+        self.gate.drain()
         await self.backend.aclose()
+        await self.gate.aclose()
 
     def _picture(self) -> ServerPicture:
         return ServerPicture(
@@ -135,8 +166,8 @@ def make_generator(config: ServerConfig) -> LocalGenerator:
     has_tokenizer = (Path(config.model.path) / "tokenizer.json").is_file()
     tokenizer = TextTokenizer(config.model.path) if has_tokenizer else None
     backend = make_backend(config.backend, config.model, config.initial_version, tokenizer)
-    reader = None if config.weights_root is None else DiskReader(config.weights_root)
-    gate = VersionGate(backend, reader, config.update_policy)
+    receiver = make_receiver(config.weights)
+    gate = VersionGate(backend, receiver, config.update_policy, config.weights.stage_timeout_s)
     admission = Admission(config.max_in_flight, config.request_timeout_s)
     model_name = config.served_model_name or Path(config.model.path).absolute().name
     return LocalGenerator(backend, gate, "local", tokenizer, admission, model_name)

@@ -20,11 +20,12 @@ from headway.runtime.logging import configure_logging
 from headway.runtime.secret import read_token
 from inference_server.backends.base import GenerationBackend
 from inference_server.engine import LocalGenerator, make_generator, open_service
-from inference_server.faces.headway import generation, weights
+from inference_server.faces.headway import generation, held, weights
 from inference_server.faces.openai import routes as openai
 from inference_server.faces.sglang import routes as sglang
 from inference_server.faces.sglang.face import SGLangFace
 from inference_server.registration import keep_registered
+from inference_server.shelf import Shelf
 
 log = logging.getLogger(__name__)
 
@@ -92,11 +93,13 @@ def make_app(
         config.service.max_body_bytes,
         generation.router,
         weights.router,
+        held.router,
         openai.router,
         sglang.router,
         token=token,
         metrics=generator.metrics.registry,
     )
+    app.state.shelf = Shelf(generator.gate.receiver.held if config.weights.peers else None)
     return app
 
 

@@ -20,7 +20,7 @@ from headway.contracts.types import (
 
 if TYPE_CHECKING:
     from headway.rollout.tokenizer import TextTokenizer
-    from weight_sync.channel import WeightReader
+    from weight_sync.channel import ProvenVersion, StagedWeights, WeightReader
 
 OnDelta = Callable[[LLMDelta], None]
 """Called on the caller's event loop with what each step added."""
@@ -63,6 +63,14 @@ class Staged(Protocol):
     @property
     def version(self) -> PolicyVersion: ...
 
+    @property
+    def digest(self) -> str:
+        """Of its weights; empty if it is not known."""
+
+    @property
+    def held(self) -> StagedWeights | ProvenVersion | None:
+        """The version as it came, for deltas and for peers; None if there is nothing to keep."""
+
 
 class GenerationBackend(Protocol):
     """Continuous batching over one copy of the weights.
@@ -78,6 +86,10 @@ class GenerationBackend(Protocol):
     @property
     def version(self) -> PolicyVersion:
         """Version that samples the next token."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Seats that it takes in a process group."""
 
     @property
     def is_paused(self) -> bool: ...

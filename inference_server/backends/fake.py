@@ -10,10 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from zlib import crc32
-
-import torch
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import FakeBackendConfig, UpdatePolicy
@@ -29,9 +26,7 @@ from headway.contracts.types import (
 )
 from headway.rollout.tokenizer import TextTokenizer
 from inference_server.backends.base import Limits, Load, OnDelta, Staged, check_request
-from weight_sync.channel import WeightReader
-from weight_sync.manifest import MANIFEST_NAME
-from weight_sync.transports.disk import read_manifest
+from weight_sync.channel import StagedWeights, WeightReader
 
 LOGPROB = -1.0
 
@@ -43,6 +38,21 @@ class _Running:
     runs: list[tuple[PolicyVersion, int, int]] = field(default_factory=list)
     is_interrupted: bool = False
     num_recomputes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FakeStaged:
+    """A proven version, of which only the number counts."""
+
+    held: StagedWeights
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self.held.version
+
+    @property
+    def digest(self) -> str:
+        return self.held.digest
 
 
 class FakeBackend:
@@ -74,6 +84,10 @@ class FakeBackend:
     @property
     def version(self) -> PolicyVersion:
         return self._version
+
+    @property
+    def num_ranks(self) -> int:
+        return 1
 
     @property
     def is_paused(self) -> bool:
@@ -168,7 +182,7 @@ class FakeBackend:
         return not self._running
 
     def stage(self, meta: WeightUpdateMeta, reader: WeightReader) -> Staged:
-        return reader.stage(meta, _shapes(Path(meta.path)))
+        return FakeStaged(reader.stage(meta, {}))  # there is no model to compare it with
 
     async def swap(self, staged: Staged, policy: UpdatePolicy = "keep") -> int:
         running = len(self._running)
@@ -200,10 +214,3 @@ class FakeBackend:
     async def aclose(self) -> None:
         self._closed = True
         await self.resume()
-
-
-def _shapes(folder: Path) -> dict[str, torch.Size]:
-    """What was published: there is no model to compare it with."""
-    if not (folder / MANIFEST_NAME).is_file():
-        return {}
-    return {entry.name: torch.Size(entry.shape) for entry in read_manifest(folder).tensors}

@@ -2,7 +2,7 @@
 
 Nothing here was written by our publisher, so nothing vouches for a version but its own completeness:
 every parameter of the model, in its shape, and no other. The digest is computed from what was copied
-out of the files. A directory with our manifest is read by `DiskReader`, with all of its proofs.
+out of the files. A directory with our manifest is read by the receiver, with all of its proofs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,20 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import SyncError
 from headway.contracts.types import WeightUpdateMeta
-from weight_sync.channel import ProvenVersion, StagedWeights
-from weight_sync.manifest import MANIFEST_NAME
+from weight_sync.channel import (
+    ProvenVersion,
+    StagedWeights,
+    WeightReader,
+    WeightReceiver,
+    WeightVerifier,
+)
+from weight_sync.manifest import MANIFEST_NAME, parse_manifest
+from weight_sync.patience import Patience
 from weight_sync.tensors import check_fit, weights_digest
-from weight_sync.transports.disk import DiskReader, read_manifest
+from weight_sync.transports.base import check_allowed
 
 INDEX_NAME = "model.safetensors.index.json"
 UNREAD = ""
@@ -30,18 +38,19 @@ UNREAD = ""
 
 
 class ModelDirReader:
-    """`WeightReader` and `WeightVerifier` of directories below an allowed one.
+    """`WeightReader` and `WeightVerifier` of directories that are allowed.
 
     They take the version that the caller asks for: a plain directory has none.
     """
 
-    def __init__(self, root: str) -> None:
-        self._root = Path(root).resolve()
+    def __init__(self, config: ReceiverConfig, receiver: WeightReceiver) -> None:
+        self._config = config
+        self._receiver = receiver
 
     def stage(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> StagedWeights:
         folder = self._folder(meta)
         if (folder / MANIFEST_NAME).is_file():
-            staged = DiskReader(str(self._root)).stage(_as_published(folder), expected)
+            staged = self._published().stage(_as_published(folder), expected)
             return replace(staged, version=meta.version)
         with self._opened(folder) as files:
             check_fit(_shapes(files), expected, lambda name: _read(files, name), str(folder))
@@ -51,8 +60,9 @@ class ModelDirReader:
     def verify(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> ProvenVersion:
         """As `stage`, from the headers: without a manifest the bytes have nothing to be held against."""
         folder = self._folder(meta)
-        if (folder / MANIFEST_NAME).is_file():
-            proven = DiskReader(str(self._root)).verify(_as_published(folder), expected)
+        reader = self._published()
+        if (folder / MANIFEST_NAME).is_file() and isinstance(reader, WeightVerifier):
+            proven = reader.verify(_as_published(folder), expected)
             return replace(proven, version=meta.version)
         with self._opened(folder) as files:
             check_fit(_shapes(files), expected, lambda name: _read(files, name), str(folder))
@@ -65,10 +75,11 @@ class ModelDirReader:
         return folder
 
     def _allowed(self, path: Path) -> Path:
-        resolved = path.resolve()
-        if not resolved.is_relative_to(self._root):
-            raise SyncError(f"{path} is outside of the allowed weights directory {self._root}")
-        return resolved
+        check_allowed(str(path.resolve()), self._config)
+        return path.resolve()
+
+    def _published(self) -> WeightReader:
+        return self._receiver.within(Patience(self._config.stage_timeout_s))
 
     @contextmanager
     def _opened(self, folder: Path) -> Iterator[dict[str, Any]]:
@@ -88,7 +99,12 @@ class ModelDirReader:
 
 
 def _as_published(folder: Path) -> WeightUpdateMeta:
-    return WeightUpdateMeta(read_manifest(folder).version, str(folder))
+    file = folder / MANIFEST_NAME
+    try:
+        manifest = parse_manifest(file.read_bytes(), str(file))
+    except OSError as error:
+        raise SyncError(f"no readable manifest at {file}: {error}") from error
+    return WeightUpdateMeta(manifest.version, str(folder), manifest.digest)
 
 
 def _shards(folder: Path) -> list[Path]:

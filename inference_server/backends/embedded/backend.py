@@ -88,6 +88,7 @@ class EmbeddedTorchBackend:
         self._is_paused = False
         self._is_stopping = False
         self._failure: str | None = None
+        self._freeing: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._started = time.monotonic()
         self._busy_s = 0.0
@@ -101,6 +102,10 @@ class EmbeddedTorchBackend:
     @property
     def version(self) -> PolicyVersion:
         return self._version
+
+    @property
+    def num_ranks(self) -> int:
+        return 1
 
     @property
     def is_paused(self) -> bool:
@@ -169,6 +174,8 @@ class EmbeddedTorchBackend:
         return await asyncio.wrap_future(self._call(drop))
 
     def stage(self, meta: WeightUpdateMeta, reader: WeightReader) -> Staged:
+        if self._freeing is not None:
+            self._freeing.join()  # two copies are held at most
         return self.fit(reader.stage(meta, self.parameters))
 
     def fit(self, staged: StagedWeights) -> Fitted:
@@ -186,7 +193,10 @@ class EmbeddedTorchBackend:
             running = await asyncio.wrap_future(swap.done)
         finally:
             self._nudge()  # if the caller gave up, the engine must stop draining for it
-        await asyncio.to_thread(_let_go, swap.replaced)
+        self._freeing = threading.Thread(
+            target=_let_go, args=(swap.replaced,), name="free weights", daemon=True
+        )
+        self._freeing.start()
         return running
 
     def load(self) -> Load:
@@ -210,6 +220,8 @@ class EmbeddedTorchBackend:
             await asyncio.to_thread(self._thread.join)
         else:
             self._fail_all("the backend was closed")
+        if self._freeing is not None:
+            await asyncio.to_thread(self._freeing.join)
 
     def _sequence(self, req: LLMRequest, caller: Caller) -> Sequence:
         gconfig = req.gconfig

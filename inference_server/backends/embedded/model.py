@@ -1,11 +1,14 @@
 """A model of transformers as the engine runs it: one forward over a step, weights that are exchanged.
 
-Linear weights are packed for the CPU; a swap exchanges pointers where the staged tensors already have
-the model's type and device, and copies in place elsewhere.
+Linear weights are packed for the CPU. A version is brought to the model's type and device while it is
+staged, so that a swap exchanges pointers; only a GPU without room for a second copy is written to in
+place. What a version came as is nobody's to write to: it is the base of deltas, it is read by peers,
+and it may lie in memory of another process.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +19,7 @@ from torch import Tensor
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import EmbeddedTorchConfig
-from headway.contracts.errors import ConfigError, DataError
+from headway.contracts.errors import ConfigError, DataError, SyncError
 from headway.contracts.types import PolicyVersion
 from inference_server.backends.base import Limits
 from inference_server.backends.embedded import attention
@@ -25,6 +28,8 @@ from inference_server.backends.embedded.kv_cache import KVCache, KVShape
 from inference_server.backends.embedded.packed_linear import PackedLinears, can_pack
 from weight_sync.channel import StagedWeights
 from weight_sync.model_dir import load_model
+
+log = logging.getLogger(__name__)
 
 FREE_SHARE = 0.4
 """Share of the free memory that keys and values take unless told otherwise."""
@@ -35,9 +40,18 @@ LAYER_KINDS = {"full_attention", "sliding_attention"}
 class Fitted:
     """A proven version in the form in which the model holds its weights."""
 
-    version: PolicyVersion
+    held: StagedWeights
+    """As it came; the same memory where type and device are the model's."""
     tensors: Mapping[str, Tensor]
     packed: Mapping[str, Tensor]
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self.held.version
+
+    @property
+    def digest(self) -> str:
+        return self.held.digest
 
 
 class EmbeddedModel:
@@ -53,6 +67,10 @@ class EmbeddedModel:
             text.vocab_size, min(max_context or 2**31, text.max_position_embeddings)
         )
         self._parameters = dict(self.module.named_parameters())
+        self._lent: set[str] = set()
+        """Parameters in the memory of the version that they came with."""
+        is_cuda = self.device.type == "cuda"
+        self._staging_stream = torch.cuda.Stream(self.device) if is_cuda else None
         self.kv_shape = _kv_shape(text, self.module.dtype, self.device)
         self.eos_ids = _eos_ids(self.module)
 
@@ -73,13 +91,22 @@ class EmbeddedModel:
         return parameters[name].detach().cpu().clone()
 
     def fit(self, staged: StagedWeights) -> Fitted:
-        """The same version with the model's types, ready to be exchanged for its parameters."""
-        tensors = {
-            name: tensor.to(self._parameters[name].dtype).contiguous()
-            for name, tensor in staged.tensors.items()
-        }
+        """The same version as the model holds its weights, ready to be exchanged for them.
+
+        Raises:
+            SyncError: the GPU has no room for it.
+        """
+        try:
+            tensors = self._placed(staged.tensors, self.device)
+        except torch.cuda.OutOfMemoryError as error:
+            if self._lent:
+                raise SyncError(
+                    f"no room on the GPU for version {staged.version}; lower backend.kv_cache_bytes"
+                ) from error
+            log.warning("no room for a second copy on the GPU: the swap will copy")
+            tensors = self._placed(staged.tensors, torch.device("cpu"))
         packed = {} if self._linears is None else self._linears.pack(tensors)
-        return Fitted(staged.version, tensors, packed)
+        return Fitted(staged, tensors, packed)
 
     def exchange(self, fitted: Fitted) -> list[Tensor]:
         """Put a version in place.
@@ -91,12 +118,31 @@ class EmbeddedModel:
         replaced = [] if self._linears is None else self._linears.exchange(fitted.packed)
         for name, parameter in self._parameters.items():
             tensor = fitted.tensors[name]
-            if (tensor.device, tensor.dtype) == (parameter.device, parameter.dtype):
+            if tensor.device == parameter.device:
                 replaced.append(parameter.data)
                 parameter.data = tensor
+                self._note_memory(name, tensor, fitted.held)
             else:
+                assert name not in self._lent
                 parameter.copy_(tensor)
         return replaced
+
+    def _note_memory(self, name: str, tensor: Tensor, held: StagedWeights) -> None:
+        if tensor.data_ptr() == held.tensors[name].data_ptr():
+            self._lent.add(name)
+        else:
+            self._lent.discard(name)
+
+    def _placed(self, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """In a parameter's type each; on a GPU beside the stream in which tokens are computed."""
+        with torch.cuda.stream(self._staging_stream):
+            placed = {
+                name: tensor.to(device, self._parameters[name].dtype).contiguous()
+                for name, tensor in tensors.items()
+            }
+        if self._staging_stream is not None:
+            self._staging_stream.synchronize()
+        return placed
 
     def forward(
         self, ids: list[int], positions: list[int], wanted: list[int], spans: list[Span]

@@ -112,6 +112,10 @@ class SGLangBackend:
         return self._version
 
     @property
+    def num_ranks(self) -> int:
+        return 1
+
+    @property
     def is_paused(self) -> bool:
         return self._paused is not None
 
@@ -186,9 +190,9 @@ class SGLangBackend:
     def stage(self, meta: WeightUpdateMeta, reader: WeightReader) -> Staged:
         expected = checkpoint_shapes(self._model.path)
         if isinstance(reader, WeightVerifier):
-            return FolderUpdate(meta.version, str(reader.verify(meta, expected).folder))
-        reader.stage(meta, expected)
-        return FolderUpdate(meta.version, meta.path)
+            proven = reader.verify(meta, expected)
+            return FolderUpdate(meta.version, str(proven.folder), proven.digest, proven)
+        return FolderUpdate(meta.version, meta.path, reader.stage(meta, expected).digest)
 
     async def swap(self, staged: Staged, policy: UpdatePolicy = "keep") -> int:
         """Exchange the weights between two decode steps.

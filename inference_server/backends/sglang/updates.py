@@ -16,6 +16,7 @@ from headway.contracts.errors import ServiceError, SyncError
 from headway.contracts.types import PolicyVersion
 from inference_server.backends.engine_process import EngineProcess
 from inference_server.backends.sglang.answers import MISSING, expect_success, read_label
+from weight_sync.channel import ProvenVersion
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ class FolderUpdate:
 
     version: PolicyVersion
     folder: str
+    digest: str = ""
+    held: ProvenVersion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,8 @@ class GroupUpdate:
     buckets: Sequence[TensorBucket]
     timeout_s: float = 600.0
     """The engine is given up if its trainer stays silent for longer."""
+    digest: str = ""
+    held: None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ from inference_server.backends.vllm.engine import (
 )
 from inference_server.backends.vllm.load import Gauges, Stopwatch
 from inference_server.backends.vllm.wire import Part, Runs, check_sampling, prompt_scores
-from weight_sync.channel import WeightReader
+from weight_sync.channel import ProvenVersion, WeightReader, WeightVerifier
 from weight_sync.checkpoint import checkpoint_shapes, read_model_config
 
 log = logging.getLogger(__name__)
@@ -71,6 +71,8 @@ class DirectoryUpdate:
 
     version: PolicyVersion
     path: str
+    digest: str = ""
+    held: ProvenVersion | None = None
 
 
 @dataclass(eq=False)
@@ -172,6 +174,10 @@ class VLLMBackend:
         return self._version
 
     @property
+    def num_ranks(self) -> int:
+        return 1
+
+    @property
     def is_paused(self) -> bool:
         return self._is_paused
 
@@ -230,10 +236,14 @@ class VLLMBackend:
 
     def stage(self, meta: WeightUpdateMeta, reader: WeightReader) -> Staged:
         # The proof counts: vLLM reads by itself.
-        reader.stage(meta, checkpoint_shapes(str(self._model)))
+        expected = checkpoint_shapes(str(self._model))
+        if isinstance(reader, WeightVerifier):
+            proven = reader.verify(meta, expected)
+            return DirectoryUpdate(meta.version, str(proven.folder), proven.digest, proven)
+        digest = reader.stage(meta, expected).digest
         if not Path(meta.path).is_dir():
             raise SyncError(f"vLLM loads a version from a directory; {meta.path} is none")
-        return DirectoryUpdate(meta.version, str(Path(meta.path).resolve()))
+        return DirectoryUpdate(meta.version, str(Path(meta.path).resolve()), digest)
 
     async def swap(self, staged: Staged, policy: UpdatePolicy = "keep") -> int:
         """Exchange the weights between two decode steps.

@@ -49,6 +49,8 @@ class BroadcastUpdate:
     names: Sequence[str]
     dtype_names: Sequence[str]
     shapes: Sequence[Sequence[int]]
+    digest: str = ""
+    held: None = None
 
 
 class PausedError(Exception):

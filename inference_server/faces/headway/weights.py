@@ -5,27 +5,26 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from headway.contracts import http
-from headway.contracts.types import WeightUpdateMeta
+from headway.rollout.app import unless_disconnected
 from inference_server.version_gate import VersionGate
 
 router = APIRouter()
 
 
 @router.post(http.WEIGHTS_PREPARE)
-async def prepare(body: http.WeightUpdateRequest, request: Request) -> http.WeightUpdateResponse:
-    await _gate(request).prepare(WeightUpdateMeta(version=body.version, path=body.path))
-    return http.WeightUpdateResponse(version=body.version)
+async def prepare(body: http.WeightPrepareRequest, request: Request) -> http.WeightPrepareResponse:
+    digest = await unless_disconnected(request, _gate(request).prepare(body))
+    return http.WeightPrepareResponse(version=body.version, digest=digest)
 
 
 @router.post(http.WEIGHTS_COMMIT)
-async def commit(body: http.WeightUpdateRequest, request: Request) -> http.WeightUpdateResponse:
-    running = await _gate(request).commit(body.version, body.policy)
-    return http.WeightUpdateResponse(version=body.version, running=running)
+async def commit(body: http.WeightCommitRequest, request: Request) -> http.WeightUpdateResponse:
+    return await _gate(request).commit(body)
 
 
 @router.post(http.WEIGHTS_ABORT, status_code=204)
 async def abort(body: http.WeightAbortRequest, request: Request) -> None:
-    await _gate(request).abort(body.version)
+    _gate(request).abort(body)
 
 
 def _gate(request: Request) -> VersionGate:

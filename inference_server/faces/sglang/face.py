@@ -36,7 +36,7 @@ class SGLangFace:
         self._rids: dict[str, list[str]] = {}
         self._started = time.time()
         self.updates = WeightUpdates(
-            generator.backend, generator.gate, config.weights_root, config.group_timeout_s
+            generator.backend, generator.gate, config.weights, config.group_timeout_s
         )
 
     async def generate(self, body: GenerateBody) -> dict[str, Any] | list[dict[str, Any]]:

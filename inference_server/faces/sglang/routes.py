@@ -185,7 +185,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
 
 @router.post(http.SGLANG_UPDATE_DISK, response_model=None)
 async def update_from_disk(body: DiskUpdateBody, request: Request) -> Response:
-    """A directory of ours or a plain one, below `weights_root`.
+    """A directory of ours or a plain one, below one of `weights.allow`.
 
     Running sequences do as `update_policy` says, or end with `abort_all_requests`; SGLang waits for
     them. A cache that cannot be flushed is told, and is no failure: the weights did change.

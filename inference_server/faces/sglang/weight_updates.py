@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from headway.contracts.config.server import UpdatePolicy
+from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import ConfigError, Conflict, NotFound, ServiceError, SyncError
 from headway.contracts.types import WeightUpdateMeta
 from inference_server.backends.base import GenerationBackend, Staged
@@ -31,8 +32,9 @@ from inference_server.faces.sglang.daemon_call import call_on_daemon
 from inference_server.faces.sglang.version_labels import VersionLabels
 from inference_server.version_gate import VersionGate
 from weight_sync.channel import WeightReader
-from weight_sync.manifest import tensor_sha256
+from weight_sync.manifest import tensor_checksum
 from weight_sync.tensors import weights_digest
+from weight_sync.transports.model_dir import ModelDirReader
 from weight_sync.transports.process_group import (
     CollectiveReader,
     GroupAddress,
@@ -41,7 +43,6 @@ from weight_sync.transports.process_group import (
     WeightsSource,
     join_group,
 )
-from weight_sync.transports.model_dir import ModelDirReader
 
 log = logging.getLogger(__name__)
 
@@ -101,12 +102,12 @@ class WeightUpdates:
         self,
         backend: GenerationBackend,
         gate: VersionGate,
-        weights_root: str | None,
+        weights: ReceiverConfig,
         timeout_s: float,
     ) -> None:
         self._backend = backend
         self._gate = gate
-        self._reader = None if weights_root is None else ModelDirReader(weights_root)
+        self._reader = ModelDirReader(weights, gate.receiver)
         self._timeout_s = timeout_s
         self._lock = asyncio.Lock()
         self._members: dict[str, _Member] = {}
@@ -124,12 +125,8 @@ class WeightUpdates:
         """Publish a directory.
 
         Raises:
-            ServiceError: it is missing, torn, of another model or outside of the allowed root.
+            ServiceError: it is missing, torn, of another model or not allowed.
         """
-        if self._reader is None:
-            raise SyncError(
-                "this server takes no weights from disk; set weights_root in its config"
-            )
         return await self._publish(path, self._reader, options)
 
     async def relabel(self, label: str) -> None:
@@ -245,7 +242,7 @@ class WeightUpdates:
 
         def compute() -> tuple[dict[str, str], str]:
             tensors = {name: source.read_parameter(name) for name in source.parameters}
-            return {n: tensor_sha256(t) for n, t in tensors.items()}, weights_digest(tensors)
+            return {n: tensor_checksum(t) for n, t in tensors.items()}, weights_digest(tensors)
 
         async with self._lock:
             return await asyncio.to_thread(compute)
