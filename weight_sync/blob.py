@@ -19,6 +19,8 @@ from weight_sync.codecs import Encoded
 from weight_sync.manifest import TensorEntry, bytes_of, dtype_name
 
 ALIGNMENT = 64
+NO_CHECKSUM = "0" * 32
+ADAPTER_NAME = "adapter_model.safetensors"
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -28,11 +30,24 @@ class Blob:
 
     name: str
     pieces: list[memoryview]
-    entries: list[TensorEntry]
+    drafts: list[TensorEntry]
+    """One per tensor; those of codec `raw` without their checksum."""
+    places: list[int]
+    """Piece of each draft."""
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
+    def entries(self, checksums: Sequence[str]) -> list[TensorEntry]:
+        """The entries, once the pieces were written and have their checksums."""
+        return [
+            draft.model_copy(update={"checksum": checksums[place]})
+            if draft.codec == "raw"
+            else draft
+            for draft, place in zip(self.drafts, self.places, strict=True)
+        ]
+
+
+def plain(tensor: torch.Tensor) -> Encoded:
+    """A tensor as it is; its checksum comes when it is written."""
+    return Encoded("raw", tensor.detach().contiguous().view(-1).view(torch.uint8), NO_CHECKSUM)
 
 
 def make_blob(number: int, tensors: Sequence[tuple[str, torch.Tensor, Encoded]]) -> Blob:
@@ -40,6 +55,11 @@ def make_blob(number: int, tensors: Sequence[tuple[str, torch.Tensor, Encoded]])
     if all(encoded.codec == "raw" for _, _, encoded in tensors):
         return _safetensors_blob(f"shard-{number:05d}.safetensors", tensors)
     return _packed_blob(f"delta-{number:05d}.bin", tensors)
+
+
+def make_adapter_blob(tensors: Sequence[tuple[str, torch.Tensor, Encoded]]) -> Blob:
+    """An adapter's tensors, under the name by which `peft` and engines look for them."""
+    return _safetensors_blob(ADAPTER_NAME, tensors)
 
 
 def _safetensors_blob(name: str, tensors: Sequence[tuple[str, torch.Tensor, Encoded]]) -> Blob:
@@ -72,10 +92,10 @@ def _blob(
     pads: bool,
 ) -> Blob:
     offset = sum(piece.nbytes for piece in pieces)
-    entries = []
+    drafts, places = [], []
     for tensor_name, tensor, encoded in tensors:
         payload = bytes_of(encoded.payload)
-        entries.append(
+        drafts.append(
             TensorEntry(
                 name=tensor_name,
                 shape=tuple(tensor.shape),
@@ -88,6 +108,7 @@ def _blob(
             )
         )
         padding = -payload.nbytes % ALIGNMENT if pads else 0
-        pieces += [payload, memoryview(bytes(padding))]
+        places.append(len(pieces))
+        pieces += [payload, memoryview(bytes(padding))] if padding else [payload]
         offset += payload.nbytes + padding
-    return Blob(name, [piece for piece in pieces if piece.nbytes], entries)
+    return Blob(name, pieces, drafts, places)
