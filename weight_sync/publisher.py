@@ -6,10 +6,11 @@ another computes checksums; receivers read what is written already.
 
 from __future__ import annotations
 
+import math
 import queue
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +18,20 @@ import torch
 from headway.contracts.config.weight_sync import StoredSync
 from headway.contracts.errors import SyncError
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
-from weight_sync.blob import make_blob
+from weight_sync.adapter import (
+    CONFIG_NAME,
+    PREFIX,
+    adapter_config,
+    adapter_pairs,
+    check_adapter,
+    model_names,
+)
+from weight_sync.blob import make_adapter_blob, make_blob, plain
 from weight_sync.channel import NamedTensors
-from weight_sync.codecs import Encoded, encode_delta, encode_quantized, encode_raw
+from weight_sync.codecs import Encoded, encode_delta, encode_quantized
 from weight_sync.manifest import (
     MANIFEST_NAME,
+    Adapter,
     Base,
     Kind,
     Manifest,
@@ -33,7 +43,7 @@ from weight_sync.manifest import (
 )
 from weight_sync.outgoing import Bucket, buckets, outgoing
 from weight_sync.patience import Patience
-from weight_sync.store import ANNOUNCEMENT_NAME, Announcement, Store, versions_in
+from weight_sync.store import ANNOUNCEMENT_NAME, Announcement, Store, versions_in, with_bases
 
 AHEAD = 1
 """Buckets that are gathered and not yet written."""
@@ -59,62 +69,96 @@ class StoredPublisher:
         self._store = store
         self._config = config
         self._held: _Held | None = None
+        self._announced: PolicyVersion | None = None
+        self._patience = Patience(math.inf)
         for version in versions_in(store.names()):
             if store.text(version, MANIFEST_NAME) is None:
                 store.delete(version)
 
-    def announce(self, version: PolicyVersion) -> WeightUpdateMeta:
+    def announce(self, version: PolicyVersion, adapted: Base | None = None) -> WeightUpdateMeta:
+        """As `WeightPublisher`; `adapted` is the base if the version will be an adapter."""
         if self._store.text(version, MANIFEST_NAME) is not None:
             raise SyncError(
                 f"{self._store.path_of(version)} exists; a version is published once, take a newer number"
             )
-        base = self._base_of(version)
-        announcement = Announcement(
-            version=version,
-            kind="full" if base is None else "delta",
-            base=None if base is None else base.ref,
-        )
         try:
             self._store.delete(version)  # what an attempt before this one left
-            self._store.write_text(version, ANNOUNCEMENT_NAME, announcement.model_dump_json())
+            self._write_announcement(version, adapted)
         except OSError as error:
             raise self._failure(version, error) from error
+        self._announced = version
+        self._patience = Patience(math.inf)
         return WeightUpdateMeta(version, self._store.path_of(version))
 
-    def publish(
-        self,
-        version: PolicyVersion,
-        tensors: NamedTensors,
-        patience: Patience | None = None,
-    ) -> WeightUpdateMeta:
+    def publish(self, version: PolicyVersion, tensors: NamedTensors) -> WeightUpdateMeta:
         if self._store.text(version, ANNOUNCEMENT_NAME) is None or self._is_complete(version):
             self.announce(version)  # raises if it is complete
         base, self._held = self._base_of(version), None  # a publication that fails leaves no base
         writing = _Writing(self._store, version, self._config, base)
-        try:
+        with self._whole_or_nothing(version):
             ready = buckets(outgoing(tensors, self._config), self._config.shard_bytes)
-            manifest = writing.run(_on_cpu(ready), patience or Patience(float("inf")))
-        except OSError as error:
-            self._discard(version)
-            raise self._failure(version, error) from error
-        except BaseException:
-            self._discard(version)
-            raise
+            manifest = writing.run(_on_cpu(ready), self._patience)
         if self._config.delta is not None:
             ref = Base(version=version, digest=manifest.digest)
             self._held = _Held(ref, writing.kept, 0 if base is None else base.chain + 1)
         return WeightUpdateMeta(version, self._store.path_of(version), manifest.digest)
 
+    def publish_adapter(
+        self, version: PolicyVersion, tensors: NamedTensors, adapter: Adapter, base: Base
+    ) -> WeightUpdateMeta:
+        """Publish a low-rank adapter; servers merge it into its base (`weight_sync.adapter`).
+
+        Args:
+            version: newer than every published one; announce it with its base, so that receivers
+                know from the start what comes.
+            tensors: what `peft.get_peft_model_state_dict` returns.
+            adapter: from `make_adapter`.
+            base: a version that lies here, full or a delta; many adapters may build on one.
+        Raises:
+            SyncError: as `publish`; a base that is not here, or no adapter that can be merged.
+        """
+        if self._config.quantization is not None:
+            raise SyncError(
+                "an adapter is published as it is; unset weight_sync.quantization, or publish the "
+                "model whole"
+            )
+        check_adapter(adapter)
+        self._check_base(version, base)
+        named = dict(outgoing(model_names(tensors), self._config))
+        modules = adapter_pairs(named, adapter)
+        if self._store.text(version, ANNOUNCEMENT_NAME) is None or self._is_complete(version):
+            self.announce(version, base)
+        with self._whole_or_nothing(version):
+            self._write_announcement(version, base)  # it may have been announced as a full version
+            blob = make_adapter_blob(
+                [(PREFIX + name, t, plain(t)) for name, t in _cpu(named.items())]
+            )
+            entries = blob.entries(self._store.write_blob(version, blob.name, blob.pieces))
+            self._store.write_text(version, CONFIG_NAME, adapter_config(adapter, modules))
+            self._store.sync()
+            _ = self._patience.left_s
+            manifest = make_manifest(version, entries, "adapter", base, adapter)
+            self._store.write_text(version, MANIFEST_NAME, manifest.model_dump_json())
+        return WeightUpdateMeta(version, self._store.path_of(version), manifest.digest)
+
+    def cancel(self, version: PolicyVersion, reason: str) -> None:
+        if version == self._announced:
+            self._patience.give_up(f"version {version} was refused: {reason}")
+
     def latest(self) -> PolicyVersion | None:
         versions = self._complete()
         return versions[-1] if versions else None
 
-    def collect(self, committed: PolicyVersion) -> list[PolicyVersion]:
+    def collect(
+        self, committed: PolicyVersion, pinned: Collection[PolicyVersion] = ()
+    ) -> list[PolicyVersion]:
+        """As `WeightPublisher`; never deletes what is pinned, or what the next delta is against."""
         versions = self._complete()
         older = [version for version in versions if version < committed]
         kept = set(versions) - set(older[: max(0, len(older) - (self._config.keep - 1))])
-        for version in sorted(kept, reverse=True):
-            kept.update(self._chain_of(version))
+        if self._held is not None:
+            kept.add(self._held.ref.version)
+        kept = with_bases(kept.union(pinned), self._base_version)
         surplus = [version for version in versions if version not in kept]
         for version in surplus:
             self._store.delete(version)
@@ -129,21 +173,56 @@ class StoredPublisher:
             return None
         return held if held.chain + 1 < delta.full_every else None
 
-    def _chain_of(self, version: PolicyVersion) -> Iterator[PolicyVersion]:
-        """What a version is based on, down to a full one."""
-        while True:
-            text = self._store.text(version, MANIFEST_NAME)
-            base = None if text is None else parse_manifest(text, str(version)).base
-            if base is None:
-                return
-            yield base.version
-            version = base.version
+    def _base_version(self, version: PolicyVersion) -> PolicyVersion | None:
+        manifest = self._manifest(version)
+        return None if manifest is None or manifest.base is None else manifest.base.version
+
+    def _manifest(self, version: PolicyVersion) -> Manifest | None:
+        text = self._store.text(version, MANIFEST_NAME)
+        return None if text is None else parse_manifest(text, self._store.path_of(version))
+
+    def _check_base(self, version: PolicyVersion, base: Base) -> None:
+        found = self._manifest(base.version)
+        if found is None or found.digest != base.digest:
+            there = "is not there" if found is None else f"has the digest {found.digest[:12]}"
+            raise SyncError(
+                f"adapter version {version} builds on version {base.version} with the digest "
+                f"{base.digest[:12]}, but {self._store.path_of(base.version)} {there}; publish that "
+                "version whole first, also the model that the run starts from"
+            )
+        if found.kind == "adapter":
+            raise SyncError(
+                f"adapter version {version} builds on version {base.version}, which is an adapter; "
+                f"name its base, version {found.base.version if found.base else None}"
+            )
+
+    def _write_announcement(self, version: PolicyVersion, adapted: Base | None) -> None:
+        held = self._base_of(version)
+        announcement = Announcement(version=version)
+        if adapted is not None:
+            announcement = Announcement(version=version, kind="adapter", base=adapted)
+        elif held is not None:
+            announcement = Announcement(version=version, kind="delta", base=held.ref)
+        self._store.write_text(version, ANNOUNCEMENT_NAME, announcement.model_dump_json())
 
     def _complete(self) -> list[PolicyVersion]:
         return [v for v in versions_in(self._store.names()) if self._is_complete(v)]
 
     def _is_complete(self, version: PolicyVersion) -> bool:
         return self._store.text(version, MANIFEST_NAME) is not None
+
+    @contextmanager
+    def _whole_or_nothing(self, version: PolicyVersion) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._discard(version)
+            raise self._failure(version, error) from error
+        except BaseException:
+            self._discard(version)
+            raise
+        finally:
+            self._patience = Patience(math.inf)
 
     def _discard(self, version: PolicyVersion) -> None:
         with suppress(OSError):  # the next publisher removes what this one cannot
@@ -202,24 +281,24 @@ class _Writing:
         number = 0
         while (encoding := waiting.get()) is not None:
             blob = make_blob(number, [(name, t, future.result()) for name, t, future in encoding])
-            if blob.pieces:
-                self._store.write_blob(self._version, blob.name, blob.pieces)
-            self._store.write_text(self._version, part_name(number), write_part(blob.entries))
-            self._entries += blob.entries
+            checksums = self._store.write_blob(self._version, blob.name, blob.pieces)
+            entries = blob.entries(checksums)
+            self._store.write_text(self._version, part_name(number), write_part(entries))
+            self._entries += entries
             number += 1
 
     def _encode(self, name: str, value: torch.Tensor) -> Encoded:
         if self._config.quantization is not None:
             return encode_quantized(value, self._config.quantization)
         if self._config.delta is None:
-            return encode_raw(value)
+            return plain(value)
         base = None if self._base is None else self._base.tensors.get(name)
         if base is None or (base.shape, base.dtype) != (value.shape, value.dtype):
             self.kept[name] = value.clone()
-            return encode_raw(self.kept[name])
+            return plain(self.kept[name])
         encoded = encode_delta(value, base, self._config.delta.level)
         if encoded.codec == "raw":
-            encoded = encode_raw(value)
+            encoded = plain(value)
         self.kept[name] = base.copy_(value)
         return encoded
 
@@ -237,4 +316,8 @@ def _hand_over(
 
 def _on_cpu(ready: Iterator[Bucket]) -> Iterator[Bucket]:
     for bucket in ready:
-        yield [(name, tensor.cpu()) for name, tensor in bucket]
+        yield _cpu(bucket)
+
+
+def _cpu(tensors: NamedTensors) -> Bucket:
+    return [(name, tensor.cpu()) for name, tensor in tensors]

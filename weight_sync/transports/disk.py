@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,14 +22,12 @@ import torch
 from headway.contracts.config.weight_sync import DiskSync, ReceiverConfig, StoredSync
 from headway.contracts.errors import SyncError
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
-from weight_sync.manifest import MANIFEST_NAME, bytes_of
+from weight_sync.manifest import MANIFEST_NAME, TensorEntry, bytes_of
 from weight_sync.patience import Patience
 from weight_sync.publisher import StoredPublisher
-from weight_sync.store import StoredSource, version_name
+from weight_sync.store import StoredSource, version_name, write_checked
 
 LOCK_NAME = ".publisher.lock"
-MAX_PIECES = 512
-"""Of one `writev` call; Linux takes 1024."""
 
 
 class LocalStore:
@@ -67,16 +66,19 @@ class LocalStore:
             _fsync(folder)
             _fsync(self.root)
 
-    def write_blob(self, version: PolicyVersion, name: str, pieces: Sequence[memoryview]) -> None:
+    def write_blob(
+        self, version: PolicyVersion, name: str, pieces: Sequence[memoryview]
+    ) -> list[str]:
         descriptor = os.open(
             self.folder(version) / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644
         )
         try:
-            _write_all(descriptor, pieces)
+            checksums = write_checked(pieces, partial(_write_whole, descriptor))
         except BaseException:
             os.close(descriptor)
             raise
         self._syncing.append(self._syncer.submit(_finish, descriptor, self._is_durable))
+        return checksums
 
     def sync(self) -> None:
         syncing, self._syncing = self._syncing, []
@@ -111,6 +113,9 @@ class LocalPlace:
             return _text(self._folder / name)
         except OSError as error:
             raise SyncError(f"cannot read {self._folder / name}: {error}") from error
+
+    def expect(self, entries: Sequence[TensorEntry]) -> None:
+        """Each is read when it is asked for."""
 
     def read(self, name: str, offset: int, size: int) -> torch.Tensor:
         buffer = torch.empty(size, dtype=torch.uint8)
@@ -164,10 +169,11 @@ class ObjectStore:
     def write_text(self, version: PolicyVersion, name: str, text: str) -> None:
         self._fs.pipe_file(self._key(version, name), text.encode())
 
-    def write_blob(self, version: PolicyVersion, name: str, pieces: Sequence[memoryview]) -> None:
+    def write_blob(
+        self, version: PolicyVersion, name: str, pieces: Sequence[memoryview]
+    ) -> list[str]:
         with self._fs.open(self._key(version, name), "wb") as file:
-            for piece in pieces:
-                file.write(piece)
+            return write_checked(pieces, file.write)
 
     def sync(self) -> None:
         """An object that was written is durable."""
@@ -200,6 +206,9 @@ class ObjectPlace:
             return _object_text(self._fs, f"{self._base}/{name}")
         except OSError as error:
             raise SyncError(f"cannot read {self._path}/{name}: {error}") from error
+
+    def expect(self, entries: Sequence[TensorEntry]) -> None:
+        """Each is read when it is asked for."""
 
     def read(self, name: str, offset: int, size: int) -> torch.Tensor:
         try:
@@ -276,14 +285,9 @@ def _text(path: Path) -> bytes | None:
         return None
 
 
-def _write_all(descriptor: int, pieces: Sequence[memoryview]) -> None:
-    left = [piece for piece in pieces if piece.nbytes]
-    while left:
-        count = os.writev(descriptor, left[:MAX_PIECES])
-        while left and count >= left[0].nbytes:
-            count -= left.pop(0).nbytes
-        if count:
-            left[0] = left[0][count:]
+def _write_whole(descriptor: int, chunk: memoryview) -> None:
+    while chunk.nbytes:
+        chunk = chunk[os.write(descriptor, chunk) :]
 
 
 def _finish(descriptor: int, is_durable: bool) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headway.contracts.config.weight_sync import ReceiverConfig, SharedMemorySync
 from headway.contracts.errors import SyncError
@@ -30,11 +31,12 @@ from headway.contracts.types import PolicyVersion, WeightUpdateMeta
 from weight_sync.manifest import MANIFEST_NAME
 from weight_sync.patience import Patience
 from weight_sync.publisher import StoredPublisher
-from weight_sync.store import StoredSource
+from weight_sync.store import StoredSource, write_checked
 from weight_sync.transports.disk import LocalPlace, LocalStore
 
 SCHEME = "shm://"
 FREE_NAME = ".free"
+ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
 
 _FileId = tuple[int, int]
 
@@ -42,23 +44,28 @@ _FileId = tuple[int, int]
 class Mappings:
     """Files that this process has mapped, by device and inode; a deleted file is let go of."""
 
-    def __init__(self) -> None:
+    def __init__(self, writes: bool) -> None:
+        self._flags = os.O_RDWR if writes else os.O_RDONLY
+        # Private and writable on paper for readers, too: torch knows no tensor that is read-only.
+        self._share = mmap.MAP_SHARED if writes else mmap.MAP_PRIVATE
         self._known: dict[_FileId, tuple[int, mmap.mmap]] = {}
         self._lock = threading.Lock()
 
-    def map(self, descriptor: int, access: int, share: int) -> mmap.mmap:
+    def map(self, descriptor: int) -> mmap.mmap:
         """The file behind a descriptor; mapped anew only if it was not, or with another size."""
         found = os.fstat(descriptor)
         key = (found.st_dev, found.st_ino)
         with self._lock:
             self._prune()
-            if key in self._known and len(self._known[key][1]) == found.st_size:
-                return self._known[key][1]
-            mapped = mmap.mmap(descriptor, found.st_size, flags=share, prot=access)
             if key in self._known:
-                os.close(self._known.pop(key)[0])
-            self._known[key] = (os.dup(descriptor), mapped)
-            return mapped
+                file, mapped = self._known[key]
+                if len(mapped) == found.st_size:
+                    return mapped
+                os.close(file)
+            # Opened anew: a lock belongs to an open file, and this one stays open.
+            file = os.open(f"/proc/self/fd/{descriptor}", self._flags)
+            self._known[key] = (file, mmap.mmap(file, found.st_size, self._share, ACCESS))
+            return self._known[key][1]
 
     def _prune(self) -> None:
         gone = [key for key, (file, _) in self._known.items() if os.fstat(file).st_nlink == 0]
@@ -73,9 +80,11 @@ class SharedMemoryStore(LocalStore):
         super().__init__(root, is_durable=False, scheme=SCHEME)
         self._free = self.root / FREE_NAME
         self._free.mkdir(exist_ok=True)
-        self._mappings = Mappings()
+        self._mappings = Mappings(writes=True)
 
-    def write_blob(self, version: PolicyVersion, name: str, pieces: Sequence[memoryview]) -> None:
+    def write_blob(
+        self, version: PolicyVersion, name: str, pieces: Sequence[memoryview]
+    ) -> list[str]:
         size = sum(piece.nbytes for piece in pieces)
         path = self.folder(version) / name
         descriptor = self._recycled(path, size)
@@ -83,16 +92,11 @@ class SharedMemoryStore(LocalStore):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # Reserved first: a full tmpfs is an error here, and would be the end of the process below.
-            os.posix_fallocate(descriptor, 0, size)
-            access = mmap.PROT_READ | mmap.PROT_WRITE
-            target = np.frombuffer(
-                self._mappings.map(descriptor, access, mmap.MAP_SHARED), np.uint8
-            )
-            offset = 0
-            for piece in pieces:
-                np.copyto(target[offset : offset + piece.nbytes], np.frombuffer(piece, np.uint8))
-                offset += piece.nbytes
+            if os.fstat(descriptor).st_size != size:
+                # Reserved first: a full tmpfs is an error here, and would end the process below.
+                os.posix_fallocate(descriptor, 0, size)
+            target = np.frombuffer(self._mappings.map(descriptor), np.uint8)
+            return write_checked(pieces, _Cursor(target).write)
         finally:
             os.close(descriptor)
 
@@ -126,6 +130,19 @@ class SharedMemoryStore(LocalStore):
         return None
 
 
+class _Cursor:
+    """Where the next chunk goes."""
+
+    def __init__(self, target: NDArray[np.uint8]) -> None:
+        self._target = target
+        self._at = 0
+
+    def write(self, chunk: memoryview) -> None:
+        end = self._at + chunk.nbytes
+        np.copyto(self._target[self._at : end], np.frombuffer(chunk, np.uint8))
+        self._at = end
+
+
 class SharedMemoryPlace(LocalPlace):
     """`Place` on a tmpfs, mapped: what is read shares its memory with the blob."""
 
@@ -156,10 +173,7 @@ class SharedMemoryPlace(LocalPlace):
             raise SyncError(f"{name} is torn: {error}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            # Private and writable on paper, for torch knows no tensor that is read-only.
-            access = mmap.PROT_READ | mmap.PROT_WRITE
-            mapped = self._mappings.map(descriptor, access, mmap.MAP_PRIVATE)
-            blob = np.frombuffer(mapped, np.uint8)
+            blob = np.frombuffer(self._mappings.map(descriptor), np.uint8)
         except (OSError, ValueError) as error:
             os.close(descriptor)
             raise SyncError(f"{name} is being written over, or torn: {error}") from error
@@ -173,7 +187,7 @@ class SharedMemoryChannel:
     schemes = ("shm",)
 
     def __init__(self) -> None:
-        self._mappings = Mappings()
+        self._mappings = Mappings(writes=False)
 
     def make_publisher(self, config: SharedMemorySync) -> StoredPublisher:
         return StoredPublisher(SharedMemoryStore(config.root), config)
