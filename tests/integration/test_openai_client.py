@@ -25,6 +25,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from headway.contracts.config.server import ServerConfig
+from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
 from headway.rollout.tokenizer import TextTokenizer
 from inference_server.backends.base import OnDelta
@@ -33,6 +34,7 @@ from inference_server.engine import LocalGenerator, make_generator
 from inference_server.main import make_app
 from inference_server.version_gate import VersionGate
 from tests.numeric.models import save_model, write_char_tokenizer
+from weight_sync.receiver import make_receiver
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -189,7 +191,7 @@ def parrot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = config_of(folder, backend={"type": "fake", "vocab_size": 256 + len(ROLES)})
     tokenizer = TextTokenizer(str(folder))
     backend = Parrot(config, tokenizer)
-    gate = VersionGate(backend, None)
+    gate = VersionGate(backend, make_receiver(ReceiverConfig()))
     generator = LocalGenerator(backend, gate, "local", tokenizer, model_name="parrot")
     with serving(config, generator) as server:
         yield server

@@ -7,8 +7,9 @@ import asyncio
 import pytest
 import torch
 
+from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import BackendError, SyncError
-from headway.contracts.types import WeightUpdateMeta
+from headway.contracts.http import WeightCommitRequest, WeightPrepareRequest
 from inference_server.version_gate import VersionGate
 from tests.numeric.backends import (
     PATIENCE_S,
@@ -31,6 +32,7 @@ from tests.numeric.models import (
 )
 from tests.numeric.test_swap_in_flight import replay
 from weight_sync.channel import StagedWeights
+from weight_sync.receiver import make_receiver
 
 CONTEXT = 512
 POLICIES = ["keep", "recompute", "abort", "drain"]
@@ -49,13 +51,28 @@ def models(folders):
 
 
 class Shelf:
-    """A `WeightReader` over those directories."""
+    """A `WeightReceiver` over those directories."""
 
     def __init__(self, folders):
         self._folders = folders
+        self.kept = []
+
+    def within(self, patience):
+        return self
 
     def stage(self, meta, expected):
         return stage(meta.version, self._folders[meta.version])
+
+    def keep(self, staged):
+        self.kept.append(staged)
+
+
+def prepared(epoch, version):
+    return WeightPrepareRequest(epoch=epoch, version=version, path=f"/v{version}")
+
+
+def committed(epoch, version, policy=None):
+    return WeightCommitRequest(epoch=epoch, version=version, policy=policy)
 
 
 async def publish(gate, folders, version, policy):
@@ -99,7 +116,7 @@ async def test_recompute_gives_the_logprobs_of_a_fresh_prefill(folders, models):
         request("d", prompt, seed=4, max_new_tokens=300),
     ]
     async with serving(folders[0], max_sequences=4, max_prefill_tokens=64) as backend:
-        gate = VersionGate(backend, None)
+        gate = VersionGate(backend, make_receiver(ReceiverConfig()))
         calls = start(backend, *asked)
         for version in (1, 2):
             for call in calls:
@@ -133,7 +150,7 @@ async def test_abort_answers_with_the_tokens_so_far_and_leaves_waiting_requests_
     folders, models
 ):
     async with serving(folders[0], max_sequences=2) as backend:
-        gate = VersionGate(backend, None, "abort")
+        gate = VersionGate(backend, make_receiver(ReceiverConfig()), "abort")
         calls = start(backend, *(long(f"r{i}", i) for i in range(4)))
         for call in calls[:2]:
             await call.heard.until(25)
@@ -166,7 +183,7 @@ async def test_drain_ends_running_ones_under_the_old_version_and_starts_waiting_
     folders, models
 ):
     async with serving(folders[0], max_sequences=3) as backend:
-        gate = VersionGate(backend, None, "drain")
+        gate = VersionGate(backend, make_receiver(ReceiverConfig()), "drain")
         calls = start(backend, *(long(f"old{i}", i, count=150) for i in range(2)))
         for call in calls:
             await call.heard.until(10)
@@ -185,33 +202,89 @@ async def test_drain_ends_running_ones_under_the_old_version_and_starts_waiting_
     assert [r.version_runs for r in new] == [[(1, 0, 50)]] * 4
 
 
-async def test_a_drain_whose_caller_gives_up_lets_waiting_ones_start(folders):
+async def test_a_commit_goes_on_to_drain_when_its_caller_is_gone(folders):
     async with serving(folders[0], max_sequences=3) as backend:
         gate = VersionGate(backend, Shelf(folders))
+        [running] = start(backend, long("running", 1, count=200))
+        await running.heard.until(5)
+        await gate.prepare(prepared(1, 1))
+        commit = asyncio.create_task(gate.commit(committed(1, 1, "drain")))
+        await until(lambda: backend._scheduler.is_draining)
+        [late] = start(backend, long("late", 2, count=5))
+        commit.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await commit
+        again = asyncio.create_task(gate.commit(committed(1, 1)))
+        assert (await running.response()).version_runs == [(0, 0, 200)]
+        assert (await again).version == 1
+        assert (await late.response()).version_runs == [(1, 0, 5)]
+        assert gate.updates == 1
+
+
+async def test_a_swap_whose_caller_gives_up_lets_waiting_ones_start(folders):
+    async with serving(folders[0], max_sequences=3) as backend:
         [running] = start(backend, long("running", 1, count=490))
         await running.heard.until(5)
-        await gate.prepare(WeightUpdateMeta(1, str(folders[1])))
-        commit = asyncio.create_task(gate.commit(1, "drain"))
+        update = backend.fit(stage(1, folders[1]))
+        swap = asyncio.create_task(backend.swap(update, "drain"))
         await until(lambda: backend._scheduler.is_draining)
         [late] = start(backend, long("late", 2, count=5))
         await running.heard.until(len(running.heard.tokens) + 30)
         assert late.heard.tokens == []
-        commit.cancel()
+        swap.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await commit
+            await swap
         assert (await late.response()).version_runs == [(0, 0, 5)]
         assert not running.task.done()
         assert not backend._scheduler.is_draining
-        # What was staged is still there.
-        assert await gate.commit(1, "keep") == 1
+        assert await backend.swap(update, "keep") == 1
         response = await running.response()
     assert [version for version, _, _ in response.version_runs] == [0, 1]
+
+
+async def test_a_rollback_under_running_requests_is_sampled_and_stamped_as_such(folders, models):
+    async with serving(folders[0], max_sequences=2) as backend:
+        gate = VersionGate(backend, Shelf(folders))
+        calls = start(backend, *(long(f"r{i}", i, count=490) for i in range(2)))
+        for epoch, version in enumerate((2, 1, 2, 0), start=1):
+            await backend.pause("in_place")
+            await gate.prepare(prepared(epoch, version))
+            heard = len(calls[0].heard.tokens)
+            await backend.resume()
+            for call in calls:
+                await call.heard.until(heard + 20)
+            answer = await gate.commit(committed(epoch, version, "recompute"))
+            assert (answer.version, answer.running) == (version, 2)
+        responses = [await call.response() for call in calls]
+    for call, response in zip(calls, responses, strict=True):
+        assert call.heard.tokens == response.output_tokens
+        assert [d.version for d in call.heard.deltas] == response.output_versions
+        assert_fresh(models, call, response)
+        assert [version for version, _, _ in response.version_runs] == [0, 2, 1, 2, 0]
+
+
+async def test_nobody_writes_to_a_version_that_is_held(folders):
+    async with serving(folders[0]) as backend:
+        shelf = Shelf(folders)
+        gate = VersionGate(backend, shelf)
+        for epoch, version in enumerate((1, 2), start=1):
+            await gate.prepare(prepared(epoch, version))
+            await gate.commit(committed(epoch, version))
+        first, second = shelf.kept
+        parameters = backend._model._parameters
+        assert all(parameters[n].data_ptr() == t.data_ptr() for n, t in second.tensors.items())
+        name = "model.embed_tokens.weight"
+        with torch.inference_mode():
+            backend.read_parameter(name).zero_()  # a copy
+        for staged, folder in ((first, folders[1]), (second, folders[2])):
+            wanted = stage(staged.version, folder).tensors
+            assert all(torch.equal(t, wanted[n]) for n, t in staged.tensors.items())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_a_swap_during_a_pause_in_place_takes_effect_at_once(folders, models, policy):
     async with serving(folders[0], max_sequences=2) as backend:
-        gate = VersionGate(backend, None)
+        gate = VersionGate(backend, make_receiver(ReceiverConfig()))
         calls = start(backend, *(long(f"r{i}", i) for i in range(2)))
         waiting = start(backend, long("waiting", 7, count=20))
         for call in calls:
@@ -371,10 +444,10 @@ async def test_versions_of_an_idle_server_take_effect_at_once_under_every_policy
 
 async def test_the_gate_refuses_what_is_not_staged_and_requests_go_on(folders):
     async with serving(folders[0]) as backend:
-        gate = VersionGate(backend, None)
+        gate = VersionGate(backend, make_receiver(ReceiverConfig()))
         [call] = start(backend, long("r", 1, count=100))
         with pytest.raises(SyncError, match="version 3 is not prepared here"):
-            await gate.commit(3)
+            await gate.commit(committed(1, 3))
         assert (await call.response()).version_runs == [(0, 0, 100)]
 
 

@@ -9,12 +9,14 @@ import pytest
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import FakeBackendConfig
+from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import Conflict, Draining, QueueFull, RequestTimeout
 from headway.contracts.types import LLMRequest, LLMResponse
 from inference_server.admission import Admission
 from inference_server.backends.fake import FakeBackend
 from inference_server.engine import LocalGenerator
 from inference_server.version_gate import VersionGate
+from weight_sync.receiver import make_receiver
 
 PATIENCE_S = 10.0
 LONG = 10_000
@@ -22,7 +24,9 @@ LONG = 10_000
 
 def make_generator(admission: Admission | None = None) -> LocalGenerator:
     backend = FakeBackend(FakeBackendConfig(token_latency_s=0.001), ModelConfig(path="unused"), 0)
-    return LocalGenerator(backend, VersionGate(backend, None), "local", None, admission)
+    return LocalGenerator(
+        backend, VersionGate(backend, make_receiver(ReceiverConfig())), "local", None, admission
+    )
 
 
 def request(rid: str, max_new_tokens: int = LONG) -> LLMRequest:

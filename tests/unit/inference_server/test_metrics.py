@@ -11,14 +11,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import FakeBackendConfig
+from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import RequestTooLong
 from headway.contracts.http import LedgerCounts, ServerStatus, StatusResponse
 from headway.contracts.types import LLMRequest
 from headway.runtime.metrics import render_metrics
-from inference_server.backends.fake import FakeBackend
+from inference_server.backends.fake import FakeBackend, FakeStaged
 from inference_server.engine import LocalGenerator
 from inference_server.version_gate import VersionGate
 from weight_sync.channel import StagedWeights
+from weight_sync.receiver import make_receiver
 
 PATIENCE_S = 10.0
 PREFIX = "headway_generation_"
@@ -28,7 +30,7 @@ PREFIX = "headway_generation_"
 def generator() -> LocalGenerator:
     config = FakeBackendConfig(token_latency_s=0.001, max_context=64)
     backend = FakeBackend(config, ModelConfig(path="unused"), 0)
-    return LocalGenerator(backend, VersionGate(backend, None), "local")
+    return LocalGenerator(backend, VersionGate(backend, make_receiver(ReceiverConfig())), "local")
 
 
 def request(rid: str, max_new_tokens: int) -> LLMRequest:
@@ -87,7 +89,9 @@ async def test_the_page_shows_what_the_server_is_doing(generator: LocalGenerator
     page = samples(generate_latest(generator.metrics.registry))
     assert page[f"{PREFIX}in_flight_requests"] == page[f"{PREFIX}running_sequences"] == 1
     assert page[f"{PREFIX}draining"] == 0
-    await generator.gate.update(lambda _: 1, lambda _: StagedWeights(1, "0" * 64, {}), "drain")
+    await generator.gate.update(
+        lambda _: 1, lambda _: FakeStaged(StagedWeights(1, "0" * 64, {})), "drain"
+    )
     await running
     page = samples(generate_latest(generator.metrics.registry))
     assert page["headway_weight_swap_seconds_count"] == 1

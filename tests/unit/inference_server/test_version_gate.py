@@ -1,51 +1,28 @@
-"""Prepare, commit, abort over the fake backend and real versions on disk."""
+"""Prepare, commit, abort over the fake backend: epochs, deadlines, and gateways that die."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
+import gc
+import weakref
+from collections.abc import AsyncIterator
 
 import pytest
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import FakeBackendConfig
-from headway.contracts.errors import StaleVersion, SyncError
-from headway.contracts.types import LLMRequest, WeightUpdateMeta
-from inference_server.backends.fake import FakeBackend
+from headway.contracts.errors import Draining, Fenced, StaleVersion, SyncError
+from headway.contracts.http import (
+    Seat,
+    WeightAbortRequest,
+    WeightCommitRequest,
+    WeightPrepareRequest,
+)
+from headway.contracts.types import LLMRequest
+from inference_server.backends.fake import FakeBackend, FakeStaged
 from inference_server.version_gate import VersionGate
-from weight_sync.channel import StagedWeights
-
-PATIENCE_S = 10.0
-
-
-class ShelfReader:
-    """A `WeightReader` over versions that a test puts on a shelf; counts and can be held up."""
-
-    def __init__(self) -> None:
-        self.torn: set[int] = set()
-        self.staged: list[int] = []
-        self.entered = threading.Event()
-        self.may_go = threading.Event()
-        self.may_go.set()
-        self.inside = 0
-        self.most_inside = 0
-
-    def stage(self, meta, expected):
-        self.inside += 1
-        self.most_inside = max(self.most_inside, self.inside)
-        self.entered.set()
-        assert self.may_go.wait(PATIENCE_S)
-        self.inside -= 1
-        if meta.version in self.torn:
-            raise SyncError(f"version {meta.version} is torn")
-        self.staged.append(meta.version)
-        return StagedWeights(meta.version, "0" * 64, {})
-
-
-@pytest.fixture
-def reader():
-    return ShelfReader()
+from tests.unit.inference_server.shelf_receiver import PATIENCE_S, ShelfReceiver, make_staged
 
 
 def make_backend(version: int = 0, latency_s: float = 0.0) -> FakeBackend:
@@ -54,194 +31,405 @@ def make_backend(version: int = 0, latency_s: float = 0.0) -> FakeBackend:
 
 
 @pytest.fixture
-def gate(reader):
-    return VersionGate(make_backend(), reader)
+def shelf() -> ShelfReceiver:
+    return ShelfReceiver()
 
 
-def meta(version: int) -> WeightUpdateMeta:
-    return WeightUpdateMeta(version, f"/weights/v{version}")
+@pytest.fixture
+async def gate(shelf) -> AsyncIterator[VersionGate]:
+    gate = VersionGate(make_backend(), shelf)
+    yield gate
+    await asyncio.wait_for(gate.aclose(), PATIENCE_S)
+    assert shelf.inside == 0
+    assert shelf.is_closed
 
 
-async def test_a_prepared_version_serves_only_after_its_commit(gate):
-    await gate.prepare(meta(1))
-    assert gate.version == 0
-    assert await gate.commit(1) == 0
-    assert gate.version == 1
+def order(epoch: int, version: int, **fields) -> WeightPrepareRequest:
+    given = {"path": f"/weights/v{version}", "timeout_s": 60.0} | fields
+    return WeightPrepareRequest(epoch=epoch, version=version, **given)
 
 
-async def test_prepare_and_commit_again_do_nothing(gate, reader):
-    await gate.prepare(meta(1))
-    await gate.prepare(meta(1))
-    assert reader.staged == [1]
-    await gate.commit(1)
-    assert await gate.commit(1) == 0
-    await gate.prepare(meta(1))
-    assert reader.staged == [1]
-    assert gate.version == 1
+def commit(epoch: int, version: int, policy=None) -> WeightCommitRequest:
+    return WeightCommitRequest(epoch=epoch, version=version, policy=policy)
 
 
-async def test_a_stale_version_is_refused_and_the_newer_one_goes_on(gate):
-    await gate.prepare(meta(3))
-    await gate.commit(3)
-    with pytest.raises(StaleVersion, match="version 2 is older than 3"):
-        await gate.prepare(meta(2))
-    with pytest.raises(SyncError, match="version 2 is not prepared"):
-        await gate.commit(2)
-    assert gate.version == 3
+def abort(epoch: int, version: int) -> WeightAbortRequest:
+    return WeightAbortRequest(epoch=epoch, version=version)
 
 
-async def test_a_version_that_was_not_prepared_cannot_be_committed(gate):
-    with pytest.raises(SyncError, match=r"version 1 is not prepared here \(staged: None\)"):
-        await gate.commit(1)
-    await gate.prepare(meta(1))
-    with pytest.raises(SyncError, match=r"version 2 is not prepared here \(staged: 1\)"):
-        await gate.commit(2)
-    assert gate.version == 0
-
-
-async def test_an_aborted_version_is_forgotten_and_may_be_prepared_again(gate, reader):
-    await gate.prepare(meta(1))
-    await gate.abort(1)
-    with pytest.raises(SyncError):
-        await gate.commit(1)
-    await gate.prepare(meta(1))
-    await gate.commit(1)
-    assert reader.staged == [1, 1]
-    assert gate.version == 1
-
-
-async def test_abort_of_another_version_keeps_the_staged_one(gate):
-    await gate.abort(7)
-    await gate.prepare(meta(2))
-    await gate.abort(1)
-    await gate.commit(2)
-    assert gate.version == 2
-
-
-async def test_a_torn_version_drops_what_was_staged_and_leaves_the_old_one_serving(gate, reader):
-    await gate.prepare(meta(1))
-    reader.torn.add(2)
-    with pytest.raises(SyncError, match="version 2 is torn"):
-        await gate.prepare(meta(2))
-    with pytest.raises(SyncError, match="staged: None"):
-        await gate.commit(1)
-    assert gate.version == 0
-
-
-async def test_two_updates_at_once_are_serial(gate, reader):
-    reader.may_go.clear()
-    first = asyncio.create_task(gate.prepare(meta(1)))
-    assert await asyncio.to_thread(reader.entered.wait, PATIENCE_S)
-    second = asyncio.create_task(gate.prepare(meta(2)))
-    commit = asyncio.create_task(gate.commit(2))
-    await asyncio.sleep(0)  # both have had their turn, and wait
-    assert reader.inside == 1
-    reader.may_go.set()
-    await asyncio.wait_for(asyncio.gather(first, second, commit), PATIENCE_S)
-    assert reader.staged == [1, 2]
-    assert reader.most_inside == 1
-    assert gate.version == 2
-
-
-async def test_generation_goes_on_while_a_version_is_staged(reader):
-    backend = make_backend()
-    gate = VersionGate(backend, reader)
-    reader.may_go.clear()
-    staging = asyncio.create_task(gate.prepare(meta(1)))
-    assert await asyncio.to_thread(reader.entered.wait, PATIENCE_S)
-    response = await asyncio.wait_for(backend.generate(request(5)), PATIENCE_S)
-    assert response.version_runs == [(0, 0, 5)]
-    reader.may_go.set()
-    await staging
-
-
-async def test_an_update_under_running_requests_is_counted_and_shows_in_their_runs(reader):
-    backend = make_backend(latency_s=0.001)
-    gate = VersionGate(backend, reader)
-    sampling = asyncio.Event()
-    running = asyncio.create_task(backend.generate(request(60), lambda delta: sampling.set()))
-    await gate.prepare(meta(1))
-    await asyncio.wait_for(sampling.wait(), PATIENCE_S)
-    assert gate.swap_s == 0.0
-    assert await gate.commit(1) == 1
-    assert gate.swap_s > 0.0
-    assert gate.updates_in_flight == 1
-    response = await asyncio.wait_for(running, PATIENCE_S)
-    (first, second) = response.version_runs
-    assert first[:2] == (0, 0)
-    assert second == (1, first[2], 60)
-    assert len(response.output_versions) == 60
-    await gate.prepare(meta(2))
-    await gate.commit(2)
-    assert gate.updates_in_flight == 1
-
-
-async def test_a_commit_may_name_its_own_policy(reader):
-    backend = make_backend(latency_s=0.001)
-    gate = VersionGate(backend, reader, "keep")
-    sampling = asyncio.Event()
-    running = asyncio.create_task(backend.generate(request(10_000), lambda delta: sampling.set()))
-    await asyncio.wait_for(sampling.wait(), PATIENCE_S)
-    await gate.prepare(meta(1))
-    await gate.commit(1, "abort")
-    response = await asyncio.wait_for(running, PATIENCE_S)
-    assert response.stop_reason == "interrupt"
-
-
-async def test_a_server_without_a_reader_takes_no_weights():
-    gate = VersionGate(make_backend(), None)
-    with pytest.raises(SyncError, match="set weights_root"):
-        await gate.prepare(meta(1))
-
-
-async def test_a_cancelled_prepare_opens_the_gate_for_the_next(gate, reader):
-    reader.may_go.clear()
-    first = asyncio.create_task(gate.prepare(meta(1)))
-    assert await asyncio.to_thread(reader.entered.wait, PATIENCE_S)
-    first.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await first
-    reader.may_go.set()
-    await asyncio.wait_for(gate.prepare(meta(2)), PATIENCE_S)
-    await gate.commit(2)
-    assert gate.version == 2
+def digest_of(version: int) -> str:
+    return make_staged(version).digest
 
 
 def request(size: int) -> LLMRequest:
     return LLMRequest(rid="r", input_ids=(1, 2), gconfig=SamplingConfig(max_new_tokens=size))
 
 
-def load_from(reader: ShelfReader):
-    """What `VersionGate.update` calls to bring a version."""
-    return lambda version: reader.stage(meta(version), {})
+async def publish(gate: VersionGate, epoch: int, version: int, policy=None):
+    await gate.prepare(order(epoch, version))
+    return await gate.commit(commit(epoch, version, policy))
 
 
-async def test_an_update_stages_and_commits_under_the_next_number(gate, reader):
-    assert await gate.update(lambda current: current + 1, load_from(reader)) == 0
-    assert (gate.version, reader.staged) == (1, [1])
+async def held_up(gate: VersionGate, shelf: ShelfReceiver, wanted: WeightPrepareRequest):
+    """A prepare whose reader waits."""
+    shelf.may_go.clear()
+    shelf.entered.clear()
+    preparing = asyncio.create_task(gate.prepare(wanted))
+    assert await asyncio.to_thread(shelf.entered.wait, PATIENCE_S)
+    return preparing
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - what is watched wakes nobody
+            await asyncio.sleep(0.001)
+
+
+# One publication.
+
+
+async def test_a_prepared_version_serves_only_after_its_commit(gate, shelf):
+    assert await gate.prepare(order(1, 1)) == digest_of(1)
+    assert (gate.version, gate.digest) == (0, "")
+    answer = await gate.commit(commit(1, 1))
+    assert (answer.version, answer.running, answer.digest) == (1, 0, digest_of(1))
+    assert (gate.version, gate.digest, gate.epoch) == (1, digest_of(1), 1)
+    assert [kept.version for kept in shelf.kept] == [1]
+
+
+async def test_what_is_sent_again_is_answered_without_work(gate, shelf):
+    for _ in range(2):
+        assert await gate.prepare(order(1, 1)) == digest_of(1)
+    first = await gate.commit(commit(1, 1))
+    assert await gate.commit(commit(1, 1)) == first
+    assert await gate.prepare(order(1, 1)) == digest_of(1)
+    assert await gate.commit(commit(1, 1)) == first
+    assert (shelf.staged, gate.updates) == ([1], 1)
+
+
+async def test_a_version_that_was_not_prepared_cannot_be_committed(gate):
+    with pytest.raises(SyncError, match=r"version 1 is not prepared here \(staged: None\)"):
+        await gate.commit(commit(1, 1))
+    await gate.prepare(order(1, 1))
+    with pytest.raises(SyncError, match=r"version 2 is not prepared here \(staged: 1\)"):
+        await gate.commit(commit(1, 2))
+    with pytest.raises(SyncError, match="not prepared"):
+        await gate.commit(commit(2, 1))  # staged for another publication
+    assert gate.version == 0
+
+
+async def test_a_commit_does_not_wait_for_what_is_still_read(gate, shelf):
+    preparing = await held_up(gate, shelf, order(1, 1))
+    with pytest.raises(SyncError, match="still being staged"):
+        await gate.commit(commit(1, 1))
+    shelf.may_go.set()
+    await preparing
+    assert (await gate.commit(commit(1, 1))).version == 1
+
+
+async def test_a_rollback_is_a_publication_like_any_other(gate, shelf):
+    for epoch, version in enumerate((5, 3, 6), start=1):
+        answer = await publish(gate, epoch, version)
+        assert (answer.version, gate.version, gate.digest) == (version, version, digest_of(version))
+    assert shelf.staged == [5, 3, 6]
+
+
+async def test_a_torn_version_leaves_the_old_one_serving_and_may_be_tried_again(gate, shelf):
+    shelf.torn.add(1)
+    with pytest.raises(SyncError, match="version 1 is torn"):
+        await gate.prepare(order(1, 1))
+    with pytest.raises(SyncError, match="staged: None"):
+        await gate.commit(commit(1, 1))
+    assert gate.version == 0
+    shelf.torn.clear()
+    assert (await publish(gate, 1, 1)).version == 1
+
+
+async def test_a_version_with_another_digest_is_dropped(gate):
+    with pytest.raises(SyncError, match=r"has the digest .* it was dropped"):
+        await gate.prepare(order(1, 1, digest="f" * 64))
+    with pytest.raises(SyncError, match="not prepared"):
+        await gate.commit(commit(1, 1))
+    assert await gate.prepare(order(1, 1, digest=digest_of(1))) == digest_of(1)
+
+
+async def test_a_number_alone_is_no_proof(shelf):
+    gate = VersionGate(make_backend(version=1), shelf)
+    assert await gate.prepare(order(1, 1)) == ""  # nobody says what it should be
+    assert (await gate.commit(commit(1, 1))).digest == ""
+    assert shelf.staged == []
+    assert await gate.prepare(order(2, 1, digest=digest_of(1))) == digest_of(1)
+    assert gate.digest == ""
+    assert (await gate.commit(commit(2, 1))).digest == gate.digest == digest_of(1)
+    assert await gate.prepare(order(3, 1, digest=digest_of(1))) == digest_of(1)
+    assert shelf.staged == [1]
+    await gate.aclose()
+
+
+async def test_an_aborted_version_is_forgotten(gate, shelf):
+    await gate.prepare(order(1, 1))
+    gate.abort(abort(1, 7))  # another one
+    gate.abort(abort(1, 1))
+    with pytest.raises(SyncError, match="version 1 was aborted"):
+        await gate.commit(commit(1, 1))
+    await publish(gate, 2, 1)
+    assert shelf.staged == [1, 1]
+
+
+async def test_an_abort_ends_a_staging_at_once(gate, shelf):
+    preparing = await held_up(gate, shelf, order(1, 1))
+    gate.abort(abort(1, 1), "the trainer died")
+    with pytest.raises(SyncError, match="version 1 was aborted: the trainer died"):
+        await asyncio.wait_for(preparing, PATIENCE_S)
+    assert (gate.version, shelf.staged) == (0, [])
+
+
+# Deadlines, and gateways that go away.
+
+
+async def test_what_is_staged_is_dropped_when_no_commit_comes(gate):
+    await gate.prepare(order(1, 1, timeout_s=0.05))
+    tensor = weakref.ref(gate._state.staging._staged.held.tensors["w"])
+    await until(lambda: gc.collect() >= 0 and tensor() is None)
+    with pytest.raises(SyncError, match="was not committed within"):
+        await gate.commit(commit(1, 1))
+    assert (await publish(gate, 1, 1)).version == 1
+
+
+async def test_a_staging_ends_at_its_deadline(gate, shelf):
+    preparing = await held_up(gate, shelf, order(1, 1, timeout_s=0.05))
+    with pytest.raises(SyncError, match=r"version 1 was not staged within 0.05 s"):
+        await asyncio.wait_for(preparing, PATIENCE_S)
+
+
+async def test_a_publisher_without_progress_is_given_up(shelf):
+    gate = VersionGate(make_backend(), shelf, stage_timeout_s=0.05)
+    preparing = await held_up(gate, shelf, order(1, 1))
+    with pytest.raises(SyncError, match="made no progress"):
+        await asyncio.wait_for(preparing, PATIENCE_S)
+    await gate.aclose()
+
+
+async def test_a_gateway_that_comes_back_finds_its_staging(gate, shelf):
+    dead = await held_up(gate, shelf, order(1, 1))
+    dead.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await dead
+    again = asyncio.create_task(gate.prepare(order(2, 1, digest=digest_of(1))))
+    await asyncio.sleep(0)
+    shelf.may_go.set()
+    assert await asyncio.wait_for(again, PATIENCE_S) == digest_of(1)
+    assert await gate.prepare(order(3, 1)) == digest_of(1)  # and what is staged
+    assert (await gate.commit(commit(3, 1))).version == 1
+    assert (shelf.staged, shelf.most_inside) == ([1], 1)
+
+
+async def test_who_takes_over_says_what_it_must_be(gate, shelf):
+    first = await held_up(gate, shelf, order(1, 1))
+    second = asyncio.create_task(gate.prepare(order(2, 1, digest="f" * 64)))
+    await asyncio.sleep(0)
+    shelf.may_go.set()
+    for preparing in (first, second):
+        with pytest.raises(SyncError, match="has the digest"):
+            await asyncio.wait_for(preparing, PATIENCE_S)
+    await gate.prepare(order(3, 1))
+    with pytest.raises(SyncError, match="has the digest"):  # staged, and not what is wanted
+        await gate.prepare(order(4, 1, digest="f" * 64))
+    assert shelf.staged == [1, 1, 1]
+
+
+async def test_a_swap_goes_on_when_the_connection_of_its_commit_is_lost(shelf):
+    backend = make_backend(latency_s=0.001)
+    gate = VersionGate(backend, shelf, "drain")
+    sampling = asyncio.Event()
+    running = asyncio.create_task(backend.generate(request(100), lambda delta: sampling.set()))
+    await asyncio.wait_for(sampling.wait(), PATIENCE_S)
+    await gate.prepare(order(1, 1, timeout_s=0.05))
+    dead = asyncio.create_task(gate.commit(commit(1, 1)))
+    await until(lambda: not backend._admitting.is_set())
+    dead.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await dead
+    gate.abort(abort(1, 1))  # too late
+    assert await gate.prepare(order(2, 1)) == digest_of(1)
+    again, late = (asyncio.create_task(gate.commit(commit(2, 1))) for _ in range(2))
+    response = await asyncio.wait_for(running, PATIENCE_S)
+    assert response.version_runs == [(0, 0, 100)]
+    answers = await asyncio.wait_for(asyncio.gather(again, late), PATIENCE_S)
+    assert [answer.version for answer in answers] == [1, 1]
+    assert answers[0] == answers[1] == await gate.commit(commit(2, 1))
+    assert gate.updates == 1
+    await gate.aclose()
+
+
+async def test_a_refused_swap_leaves_the_version_staged(gate, shelf, monkeypatch):
+    await gate.prepare(order(1, 1))
+    swap = FakeBackend.swap
+
+    async def refuse(self, staged, policy="keep"):
+        raise SyncError("the engine refused")
+
+    monkeypatch.setattr(FakeBackend, "swap", refuse)
+    with pytest.raises(SyncError, match="the engine refused"):
+        await gate.commit(commit(1, 1))
+    monkeypatch.setattr(FakeBackend, "swap", swap)
+    assert (await gate.commit(commit(1, 1))).version == 1
+    assert shelf.staged == [1]
+
+
+# Epochs.
+
+
+async def test_an_older_epoch_is_fenced_everywhere(gate):
+    await publish(gate, 7, 2)
+    for call in (gate.prepare(order(6, 3)), gate.commit(commit(6, 2))):
+        with pytest.raises(Fenced, match="epoch 6 is over: this server has heard of epoch 7"):
+            await call
+    with pytest.raises(Fenced, match=r"epoch 0 .* epoch 7"):
+        gate.abort(abort(0, 2))
+    assert (gate.version, gate.epoch) == (2, 7)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+async def test_a_newer_epoch_ends_the_staging_of_an_older_one(gate, shelf, version):
+    old = await held_up(gate, shelf, order(1, 1))
+    new = asyncio.create_task(gate.prepare(order(2, version, path="/elsewhere")))
+    with pytest.raises(SyncError, match=f"epoch 2 came with version {version}"):
+        await asyncio.wait_for(old, PATIENCE_S)
+    shelf.may_go.set()
+    assert await asyncio.wait_for(new, PATIENCE_S) == digest_of(version)
+    assert (shelf.paths, shelf.most_inside) == (["/elsewhere"], 1)
+    with pytest.raises(Fenced):
+        await gate.commit(commit(1, 1))
+    assert (await gate.commit(commit(2, version))).version == version
+
+
+async def test_a_newer_epoch_that_wants_what_serves_ends_a_staging_too(gate, shelf):
+    await publish(gate, 1, 1)
+    old = await held_up(gate, shelf, order(2, 2))
+    assert await gate.prepare(order(3, 1, digest=digest_of(1))) == digest_of(1)
+    with pytest.raises(SyncError, match="epoch 3 came"):
+        await asyncio.wait_for(old, PATIENCE_S)
+    assert (await gate.commit(commit(3, 1))).version == 1
+    assert gate.updates == 1
+
+
+async def test_only_one_version_is_read_at_a_time_however_many_ask(gate, shelf):
+    shelf.may_go.clear()
+    asked = [asyncio.create_task(gate.prepare(order(e, e))) for e in range(1, 6)]
+    assert await asyncio.to_thread(shelf.entered.wait, PATIENCE_S)
+    ended, _ = await asyncio.wait(asked[:4], timeout=PATIENCE_S)
+    assert all(isinstance(task.exception(), SyncError) for task in ended)
+    assert len(ended) == 4
+    shelf.may_go.set()
+    assert await asyncio.wait_for(asked[4], PATIENCE_S) == digest_of(5)
+    assert (shelf.staged, shelf.most_inside) == ([5], 1)
+
+
+async def test_a_seat_in_a_group_is_taken_anew_in_each_epoch(gate, shelf):
+    seat = Seat(rank=1, world_size=2)
+    first = await held_up(gate, shelf, order(1, 1, seat=seat))
+    same = asyncio.create_task(gate.prepare(order(1, 1, seat=seat)))
+    await asyncio.sleep(0)
+    other = asyncio.create_task(gate.prepare(order(2, 1, seat=seat)))
+    for preparing in (first, same):
+        with pytest.raises(SyncError, match="epoch 2 came"):
+            await asyncio.wait_for(preparing, PATIENCE_S)
+    shelf.may_go.set()
+    assert await asyncio.wait_for(other, PATIENCE_S) == digest_of(1)
+
+
+# Under running requests.
+
+
+async def test_generation_goes_on_while_a_version_is_staged(gate, shelf):
+    staging = await held_up(gate, shelf, order(1, 1))
+    response = await asyncio.wait_for(gate._backend.generate(request(5)), PATIENCE_S)
+    assert response.version_runs == [(0, 0, 5)]
+    shelf.may_go.set()
+    await staging
+
+
+async def test_each_token_bears_the_version_that_sampled_it_backwards_too(shelf):
+    backend = make_backend(latency_s=0.001)
+    gate = VersionGate(backend, shelf)
+    heard: list[int] = []
+    running = asyncio.create_task(
+        backend.generate(request(200), lambda delta: heard.append(delta.version))
+    )
+    for epoch, version in enumerate((5, 3, 6), start=1):
+        count = len(heard)
+        await until(lambda count=count: len(heard) > count + 5)
+        assert (await publish(gate, epoch, version)).running == 1
+    response = await asyncio.wait_for(running, PATIENCE_S)
+    assert response.output_versions == heard
+    assert [version for version, _, _ in response.version_runs] == [0, 5, 3, 6]
+    assert (gate.updates, gate.updates_in_flight) == (3, 3)
+    assert gate.swap_s > 0.0
+    await gate.aclose()
+
+
+async def test_a_commit_may_name_its_own_policy(shelf):
+    backend = make_backend(latency_s=0.001)
+    gate = VersionGate(backend, shelf, "keep")
+    sampling = asyncio.Event()
+    running = asyncio.create_task(backend.generate(request(10_000), lambda delta: sampling.set()))
+    await asyncio.wait_for(sampling.wait(), PATIENCE_S)
+    await publish(gate, 1, 1, "abort")
+    response = await asyncio.wait_for(running, PATIENCE_S)
+    assert response.stop_reason == "interrupt"
+    await gate.aclose()
+
+
+# Shutdown.
+
+
+async def test_a_drain_ends_a_staging_and_takes_nothing_new(gate, shelf):
+    preparing = await held_up(gate, shelf, order(1, 1))
+    gate.drain()
+    with pytest.raises(SyncError, match="the server shuts down"):
+        await asyncio.wait_for(preparing, PATIENCE_S)
+    with pytest.raises(Draining):
+        await gate.prepare(order(2, 1))
+    assert shelf.staged == []
+
+
+# Updates in one turn.
+
+
+def load(version: int) -> FakeStaged:
+    return FakeStaged(make_staged(version))
+
+
+async def test_an_update_stages_and_commits_under_the_next_number(gate, shelf):
+    assert await gate.update(lambda current: current + 1, load) == 0
+    assert (gate.version, gate.digest) == (1, digest_of(1))
+    assert [kept.version for kept in shelf.kept] == [1]
     with pytest.raises(StaleVersion, match="version 1 is not newer than 1"):
-        await gate.update(lambda _: 1, load_from(reader))
-    reader.torn.add(2)
+        await gate.update(lambda _: 1, load)
+
+    def fail(version):
+        raise SyncError(f"version {version} is torn")
+
     with pytest.raises(SyncError, match="version 2 is torn"):
-        await gate.update(lambda current: current + 1, load_from(reader))
+        await gate.update(lambda current: current + 1, fail)
     assert gate.version == 1
 
 
-async def test_nobody_else_s_update_comes_between_the_halves_of_one(gate, reader):
-    reader.may_go.clear()
-    whole = asyncio.create_task(gate.update(lambda current: current + 1, load_from(reader)))
-    assert await asyncio.to_thread(reader.entered.wait, PATIENCE_S)
-    halves = [asyncio.create_task(gate.prepare(meta(1))), asyncio.create_task(gate.commit(1))]
-    again = asyncio.create_task(gate.update(lambda current: current + 1, load_from(reader)))
-    await asyncio.sleep(0)  # all have had their turn, and wait
-    reader.may_go.set()
-    await asyncio.wait_for(asyncio.gather(whole, *halves, again), PATIENCE_S)
-    assert (gate.version, reader.staged, reader.most_inside) == (2, [1, 2], 1)
+async def test_an_update_and_a_publication_take_turns(gate, shelf):
+    staging = await held_up(gate, shelf, order(1, 7))
+    update = asyncio.create_task(gate.update(lambda current: current + 1, load))
+    await asyncio.sleep(0)
+    assert gate.version == 0
+    shelf.may_go.set()
+    await asyncio.wait_for(asyncio.gather(staging, update), PATIENCE_S)
+    assert gate.version == 1
+    with pytest.raises(SyncError, match=r"version 7 is not prepared here \(staged: None\)"):
+        await gate.commit(commit(1, 7))
 
 
-async def test_what_was_prepared_before_an_update_is_forgotten(gate, reader):
-    await gate.prepare(meta(1))
-    await gate.update(lambda current: current + 1, load_from(reader))
-    assert reader.staged == [1, 1]
-    with pytest.raises(SyncError, match=r"version 2 is not prepared here \(staged: None\)"):
-        await gate.commit(2)
+async def test_a_publication_is_not_taken_for_an_update_of_its_number(gate, shelf):
+    await gate.prepare(order(1, 1))
+    await gate.update(lambda current: current + 1, load)
+    with pytest.raises(SyncError, match=r"version 1 is not prepared here \(staged: None\)"):
+        await gate.commit(commit(1, 1))

@@ -14,6 +14,7 @@ from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import FakeBackendConfig
+from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.http import ConsumerRequest
 from headway.contracts.types import Prompt, RolloutRequest
 from headway.rollout.ledger.sqlite import SqliteLedger
@@ -22,6 +23,7 @@ from headway.rollout.tokenizer import TextTokenizer
 from inference_server.backends.fake import FakeBackend
 from inference_server.engine import LocalGenerator
 from inference_server.version_gate import VersionGate
+from weight_sync.receiver import make_receiver
 
 NUM_ROLLOUTS = 40
 
@@ -39,7 +41,9 @@ async def test_nothing_is_claimed_while_a_consumer_detaches(
     backend = FakeBackend(FakeBackendConfig(token_latency_s=0.001), ModelConfig(path="none"), 0)
     ledger = SqliteLedger(":memory:")
     await ledger.open()
-    generator = LocalGenerator(backend, VersionGate(backend, None), "local")
+    generator = LocalGenerator(
+        backend, VersionGate(backend, make_receiver(ReceiverConfig())), "local"
+    )
     service = RolloutService(generator, ledger, tokenizer, ExecutorConfig(max_concurrent=4))
     await service.start()
     await service.attach(
