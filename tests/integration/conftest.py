@@ -11,13 +11,14 @@ import pytest
 
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.model import ModelConfig
+from headway.contracts.config.weight_sync import StoredSync
 from headway.contracts.types import WeightUpdateMeta
 from headway.launch.launchers.local import LocalRun
 from headway.launch.quickstart import task
 from headway.runtime.config import validate_config
 from headway.runtime.inference_client import RemoteInferenceEngine
 from weight_sync.model_dir import load_model
-from weight_sync.transports.disk import DiskPublisher
+from weight_sync.transports.disk import make_local_publisher
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 
@@ -89,7 +90,7 @@ def run_config(
 def make_publisher(folder: Path, model_dir: Path) -> Callable[[int], WeightUpdateMeta]:
     """Publishes the tiny model with its weights scaled a little, so that versions differ."""
 
-    publisher = DiskPublisher(str(folder / "weights"), keep=50, shard_bytes=1 << 30)
+    publisher = make_local_publisher(str(folder / "weights"), StoredSync(keep=50))
     model = load_model(ModelConfig(path=str(model_dir)))
 
     def publish_version(version: int) -> WeightUpdateMeta:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from headway.contracts.config.base import PartConfig
+from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.engines import InferenceEngine
 from headway.contracts.errors import (
     Conflict,
@@ -51,7 +52,7 @@ def served(
     config = run_config(folder, model_dir)
     with LocalRun(config) as run:
         if request.param == "in_process":
-            weights = {"weights_root": str(folder / "weights")}
+            weights = {"weights": ReceiverConfig(allow=(str(folder / "weights"),))}
             engine: InferenceEngine = LocalInferenceEngine(config.server.model_copy(update=weights))
         else:
             run.start_gateway()
