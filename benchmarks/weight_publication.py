@@ -1,7 +1,7 @@
 """How long does a version take from the trainer's memory to every server, against the raw transport?
 
-    python benchmarks/weight_sync.py --transport shared_memory --servers 1
-    python benchmarks/weight_sync.py --transport disk --servers 3 --load
+    python benchmarks/weight_publication.py --transport shared_memory --servers 1
+    python benchmarks/weight_publication.py --transport disk --servers 3 --load
 
 A gateway and servers (embedded backend) run as processes of their own, over a random Qwen3-style model
 of half a GB in bfloat16; this process is the trainer. A publication is timed from `announce` until the
@@ -128,7 +128,7 @@ def measure(folder: Path, options: argparse.Namespace, stack: ExitStack) -> None
             "tokens_during_transfer": statistics.median(tokens[1:]),
         }
     report(
-        "weight_sync",
+        "weight_publication",
         "seconds(publish to committed) / seconds(raw), of medians",
         [statistics.median(seconds) / statistics.median(limit)],
         transport=options.transport,
