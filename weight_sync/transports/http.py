@@ -1,0 +1,206 @@
+"""Versions over HTTP: from the trainer's own disk, or from a peer that holds them already.
+
+Both look the same: files of a version directory below a URL, read by ranges. Whoever reads tensor after
+tensor gets the blobs read ahead, in parallel ranges, into memory that the tensors then share.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from itertools import islice
+
+import torch
+
+from headway.contracts.config.weight_sync import HttpSync, ReceiverConfig
+from headway.contracts.errors import ConfigError
+from headway.contracts.types import PolicyVersion, WeightUpdateMeta
+from headway.runtime.secret import read_token
+from weight_sync.buffers import Buffers
+from weight_sync.file_server import FileServer
+from weight_sync.http_files import HttpFiles
+from weight_sync.manifest import TensorEntry, bytes_of
+from weight_sync.patience import Patience
+from weight_sync.publisher import StoredPublisher
+from weight_sync.store import StoredSource, version_name
+from weight_sync.transports.disk import LocalStore
+
+RANGE_BYTES = 32 << 20
+"""Fetched by one request."""
+AHEAD = 2
+"""Blobs that are fetched behind the one that is read."""
+GAP_BYTES = 1 << 16
+"""Between tensors of a blob; what lies further apart is not fetched at once."""
+PART_WAIT_S = 5.0
+FALLBACK_AFTER_S = 10.0
+"""Without progress, when the version lies elsewhere, too."""
+
+_Key = tuple[str, int, int]
+
+
+class HttpStore(LocalStore):
+    """`Store` in a directory that is served over HTTP."""
+
+    def __init__(self, config: HttpSync) -> None:
+        token = read_token(config.token_env)
+        if config.advertise_url is None and _is_any(config.host):
+            raise ConfigError(
+                f"weight_sync.host={config.host} is every address of this machine; set "
+                "weight_sync.advertise_url to the one under which servers reach it"
+            )
+        super().__init__(config.root, is_durable=False)
+        try:
+            self._server = FileServer(self.root, config.host, config.port, token)
+        except ConfigError:
+            super().close()
+            raise
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        self._url = config.advertise_url or f"http://{host}:{self._server.port}"
+
+    def path_of(self, version: PolicyVersion) -> str:
+        return f"{self._url}/{version_name(version)}"
+
+    def write_text(self, version: PolicyVersion, name: str, text: str) -> None:
+        super().write_text(version, name, text)
+        self._server.changed()
+
+    def close(self) -> None:
+        self._server.close()
+        super().close()
+
+
+class HttpPlace:
+    """`Place` at a URL.
+
+    The first tensor is fetched alone, since whoever mends a version wants no more. From the second on,
+    expected blobs are fetched whole.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        config: ReceiverConfig,
+        patience: Patience,
+        buffers: Buffers,
+        retry_s: float = math.inf,
+    ) -> None:
+        token = read_token(config.token_env)
+        self._files = HttpFiles(url.rstrip("/"), token, config.num_connections, patience, retry_s)
+        self._buffers = buffers
+        self._is_first = True
+        self._extents: deque[_Extent] = deque()
+        self._extent_of: dict[_Key, _Extent] = {}
+
+    def text(self, name: str) -> bytes | None:
+        wait_s = PART_WAIT_S if name.startswith("part-") else 0.0
+        return self._files.result(self._files.text(name, wait_s))
+
+    def expect(self, entries: Sequence[TensorEntry]) -> None:
+        for entry in entries:
+            last = self._extents[-1] if self._extents else None
+            if last is None or not last.add(entry):
+                last = _Extent(entry)
+                self._extents.append(last)
+            self._extent_of[_key(entry)] = last
+
+    def read(self, name: str, offset: int, size: int) -> torch.Tensor:
+        extent = self._extent_of.pop((name, offset, size), None)
+        if size == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        if extent is None or self._is_first:
+            self._is_first = False
+            if extent is not None:
+                extent.start = max(extent.start, offset + size)
+            return self._fetch(name, offset, offset + size).read(offset, size)
+        while self._extents[0] is not extent:
+            self._extents.popleft()
+        for ahead in islice(self._extents, 1 + AHEAD):
+            if ahead.fetch is None and ahead.start < ahead.end:
+                ahead.fetch = self._fetch(ahead.name, ahead.start, ahead.end)
+        assert extent.fetch is not None
+        return extent.fetch.read(offset, size)
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _fetch(self, name: str, start: int, end: int) -> _Fetch:
+        return _Fetch(self._files, name, start, self._buffers.take(end - start))
+
+
+class _Fetch:
+    """A stretch of a blob on its way into memory."""
+
+    def __init__(self, files: HttpFiles, name: str, start: int, target: torch.Tensor) -> None:
+        self._files = files
+        self._start = start
+        self._bytes = target
+        view = bytes_of(target)
+        self._ranges: list[Future[None]] = [
+            files.fetch(name, start + at, view[at : at + RANGE_BYTES])
+            for at in range(0, len(view), RANGE_BYTES)
+        ]
+
+    def read(self, offset: int, size: int) -> torch.Tensor:
+        """Wait for some of it; shares the memory."""
+        begin = offset - self._start
+        for coming in self._ranges[begin // RANGE_BYTES : math.ceil((begin + size) / RANGE_BYTES)]:
+            self._files.result(coming)
+        return self._bytes[begin : begin + size]
+
+
+class _Extent:
+    """Neighbouring tensors of a blob, to be fetched at once."""
+
+    def __init__(self, entry: TensorEntry) -> None:
+        self.name = entry.blob
+        self.start = entry.offset
+        self.end = entry.offset + entry.size
+        self.fetch: _Fetch | None = None
+
+    def add(self, entry: TensorEntry) -> bool:
+        """Whether the entry is the next neighbour."""
+        gap = entry.offset - self.end
+        if self.fetch is not None or entry.blob != self.name or not 0 <= gap <= GAP_BYTES:
+            return False
+        self.end = entry.offset + entry.size
+        return True
+
+
+class HttpChannel:
+    """`WeightChannel` over HTTP."""
+
+    schemes = ("http", "https")
+
+    def __init__(self) -> None:
+        self._buffers = Buffers()
+
+    def make_publisher(self, config: HttpSync) -> StoredPublisher:
+        return StoredPublisher(HttpStore(config), config)
+
+    def open_source(
+        self, path: str, meta: WeightUpdateMeta, config: ReceiverConfig, patience: Patience
+    ) -> StoredSource:
+        retry_s = FALLBACK_AFTER_S if meta.fallbacks else math.inf
+        place = HttpPlace(path, config, patience, self._buffers, retry_s)
+        try:
+            return StoredSource(place, path, patience)
+        except BaseException:
+            place.close()
+            raise
+
+
+CHANNEL = HttpChannel()
+
+
+def _key(entry: TensorEntry) -> _Key:
+    return entry.blob, entry.offset, entry.size
+
+
+def _is_any(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
