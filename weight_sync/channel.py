@@ -39,6 +39,8 @@ class StagedWeights:
     tensors: Mapping[str, torch.Tensor]
     entries: tuple[TensorEntry, ...] = ()
     """What the version's manifest says of its tensors; empty if they are not all of it."""
+    base: StagedWeights | ProvenVersion | None = None
+    """What an adapter was merged into: the next adapter will be, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,12 @@ class ProvenVersion:
     version: PolicyVersion
     digest: str
     folder: Path
+    base: ProvenVersion | None = None
+    """As in `StagedWeights`."""
 
 
 class WeightPublisher(Protocol):
-    """The trainer's end; used by one thread."""
+    """The trainer's end; used by one thread, but for `cancel`."""
 
     def announce(self, version: PolicyVersion) -> WeightUpdateMeta:
         """Where a version will lie or flow; from now on receivers may wait there for it.
@@ -60,20 +64,21 @@ class WeightPublisher(Protocol):
             SyncError: the version exists, or the medium is full or gone.
         """
 
-    def publish(
-        self,
-        version: PolicyVersion,
-        tensors: NamedTensors,
-        patience: Patience | None = None,
-    ) -> WeightUpdateMeta:
+    def publish(self, version: PolicyVersion, tensors: NamedTensors) -> WeightUpdateMeta:
         """Publish a version that was announced; it counts once its manifest is there.
 
         Args:
             version: newer than every published one.
-            tensors: one after the other; only one shard of them is held at a time.
-            patience: ended by the caller when nobody takes the version any more.
+            tensors: one after the other; only a few shards of them are held at a time.
         Raises:
-            SyncError: the version exists, the medium is full or gone, or the receivers are.
+            SyncError: the version exists or was cancelled, the medium is full or gone, or the
+                receivers are.
+        """
+
+    def cancel(self, version: PolicyVersion, reason: str) -> None:
+        """Nobody takes this version any more: end its `publish`, now or when it begins.
+
+        Callable from any thread.
         """
 
     def latest(self) -> PolicyVersion | None:
@@ -92,6 +97,8 @@ class WeightReader(Protocol):
     def stage(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> StagedWeights:
         """Read a version and prove it against its manifest and the model's parameters.
 
+        Args:
+            expected: names and shapes of the model; empty if there is no model to hold it against.
         Raises:
             SyncError: torn, tampered, of another model, or outside what is allowed.
         """

@@ -32,7 +32,7 @@ MANIFEST_NAME = "manifest.json"
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 BlobName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
-Codec = Literal["raw", "same", "sparse", "xor", "int8", "float8_e4m3fn"]
+Codec = Literal["raw", "same", "sparse", "dense", "int8", "float8_e4m3fn"]
 """How a tensor's bytes are stored (`weight_sync.codecs`)."""
 Kind = Literal["full", "delta", "adapter"]
 
@@ -104,7 +104,7 @@ def make_manifest(
         base=base,
         adapter=adapter,
         tensors=tuple(tensors),
-        digest=content_digest(version, tensors, adapter),
+        digest=content_digest(version, tensors, adapter, base),
     )
 
 
@@ -120,10 +120,18 @@ def parse_manifest(text: str | bytes, origin: str) -> Manifest:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         raise SyncError(f"{origin} is not a weight manifest: {field}: {first['msg']}") from error
-    if manifest.digest != content_digest(manifest.version, manifest.tensors, manifest.adapter):
+    digest = content_digest(manifest.version, manifest.tensors, manifest.adapter, manifest.base)
+    if manifest.digest != digest:
         raise SyncError(f"{origin} was changed after it was written (digest mismatch)")
-    if (manifest.kind == "full") != (manifest.base is None):
-        raise SyncError(f"{origin} is of kind {manifest.kind} with base {manifest.base}")
+    if (manifest.kind == "full") != (manifest.base is None) or (manifest.kind == "adapter") != (
+        manifest.adapter is not None
+    ):
+        raise SyncError(
+            f"{origin} is of kind {manifest.kind} with base {manifest.base} and "
+            f"adapter {manifest.adapter}"
+        )
+    if manifest.base is not None and manifest.base.version >= manifest.version:
+        raise SyncError(f"{origin} builds on version {manifest.base.version}, which is not older")
     return manifest
 
 
@@ -189,9 +197,18 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def content_digest(
-    version: int, tensors: Sequence[TensorEntry], adapter: Adapter | None = None
+    version: int,
+    tensors: Sequence[TensorEntry],
+    adapter: Adapter | None = None,
+    base: Base | None = None,
 ) -> str:
-    """Of what the weights are, whatever the order and the form in which they travel."""
+    """Of what the weights are, whatever the order and the form in which they travel.
+
+    The base counts for an adapter only: the tensors of a delta are what they are on any base.
+    """
     rows = sorted([entry.name, entry.shape, entry.dtype, entry.checksum] for entry in tensors)
-    scale = None if adapter is None else [adapter.rank, adapter.alpha]
-    return hashlib.sha256(json.dumps([version, rows, scale]).encode()).hexdigest()
+    merge = None
+    if adapter is not None and base is not None:
+        merge = [adapter.rank, adapter.alpha, adapter.config, base.version, base.digest]
+    content = json.dumps([version, rows, merge], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()

@@ -10,7 +10,6 @@ serves, or one that is fetched first.
 from __future__ import annotations
 
 import posixpath
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,19 +19,19 @@ from pathlib import Path
 
 import torch
 
-from headway.contracts.config.weight_sync import ReceiverConfig, StoredSync
+from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import Fenced, SyncError
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
 from weight_sync.adapter import merge_adapter
+from weight_sync.cache import FolderCache
 from weight_sync.channel import ProvenVersion, Source, StagedWeights, WeightReader
 from weight_sync.codecs import decode
 from weight_sync.manifest import Base, Manifest, TensorEntry, content_digest, tensor_checksum
 from weight_sync.patience import Patience
-from weight_sync.publisher import StoredPublisher
 from weight_sync.store import StoredSource, version_name
 from weight_sync.tensors import check_fit
 from weight_sync.transports.base import local_path, open_source
-from weight_sync.transports.disk import LocalPlace, LocalStore
+from weight_sync.transports.disk import LocalPlace
 
 Shapes = Mapping[str, torch.Size]
 CHECKERS = 2
@@ -48,7 +47,7 @@ class Receiver:
     def __init__(self, config: ReceiverConfig) -> None:
         self._config = config
         self._held: StagedWeights | ProvenVersion | None = None
-        self._cache: StoredPublisher | None = None
+        self._cache: FolderCache | None = None
 
     def within(self, patience: Patience) -> WeightReader:
         return Reader(self, self._config, patience)
@@ -56,27 +55,27 @@ class Receiver:
     def keep(self, staged: StagedWeights | ProvenVersion) -> None:
         self._held = staged
         if self._cache is not None:
-            self._cache.collect(staged.version)
+            self._cache.collect(staged)
 
     def held(self, version: PolicyVersion) -> StagedWeights | ProvenVersion | None:
         held = self._held
         return held if held is not None and held.version == version else None
 
-    def base(self, ref: Base) -> Callable[[str], torch.Tensor] | None:
-        """Reads the tensors of a version, if it is the one that serves."""
+    def base(self, ref: Base) -> StagedWeights | ProvenVersion | None:
+        """A version, if it is the one that serves or the one that this was merged into."""
         held = self._held
-        if held is None or (held.version, held.digest) != (ref.version, ref.digest):
-            return None
-        if isinstance(held, StagedWeights):
-            return held.tensors.__getitem__
-        return _folder_tensors(held.folder)
+        for candidate in () if held is None else (held, held.base):
+            if candidate is not None and (candidate.version, candidate.digest) == (
+                ref.version,
+                ref.digest,
+            ):
+                return candidate
+        return None
 
-    def cache(self) -> StoredPublisher:
+    def cache(self) -> FolderCache:
         """Where versions are laid out for an engine that reads files."""
         if self._cache is None:
-            folder = self._config.cache_dir or tempfile.mkdtemp(prefix="headway-weights-")
-            store = LocalStore(folder, is_durable=False)
-            self._cache = StoredPublisher(store, StoredSync(keep=2))
+            self._cache = FolderCache(self._config.cache_dir)
         return self._cache
 
     def close(self) -> None:
@@ -118,43 +117,36 @@ class Reader:
                 if source.announcement.kind == "full" and incoming.prove():
                     manifest = source.manifest()
                     return ProvenVersion(manifest.version, manifest.digest, folder.resolve())
-        staged = self.stage(meta, expected)
-        cache = self.receiver.cache()
-        if cache.latest() != staged.version:
-            cache.publish(staged.version, staged.tensors.items(), self.patience)
-        at = local_path(cache.path_of(staged.version))
-        assert at is not None
-        return ProvenVersion(staged.version, staged.digest, at)
+        return self.receiver.cache().lay_out(self.stage(meta, expected))
 
     def _stage(self, path: str, meta: WeightUpdateMeta, expected: Shapes) -> StagedWeights:
         with closing(self._open(path, meta)) as source:
             incoming = _Incoming(source, replace(meta, path=path), expected, self)
             tensors = incoming.collect()
             manifest = source.manifest()
-        if (
-            manifest.kind == "adapter"
-            and manifest.adapter is not None
-            and manifest.base is not None
-        ):
-            read = self.base_of(path, manifest.base, expected)
-            tensors = merge_adapter(tensors, manifest.adapter, read, expected)
+        if manifest.adapter is not None and manifest.base is not None:
+            base = self.find_base(path, manifest.base, expected)
+            shapes = dict(expected) or _shapes_of(base)
+            tensors = merge_adapter(tensors, manifest.adapter, _reads(base), shapes)
+            return StagedWeights(manifest.version, manifest.digest, tensors, base=base)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        expected = expected or shapes
         check_fit(shapes, expected, tensors.__getitem__, path)
         return StagedWeights(
             manifest.version,
             manifest.digest,
             {name: tensors[name] for name in expected},
-            manifest.tensors if manifest.adapter is None else (),
+            manifest.tensors,
         )
 
-    def base_of(self, path: str, ref: Base, expected: Shapes) -> Callable[[str], torch.Tensor]:
-        """Reads the tensors of a base: the version that serves, or its neighbour at the same place."""
-        read = self.receiver.base(ref)
-        if read is not None:
-            return read
+    def find_base(self, path: str, ref: Base, expected: Shapes) -> StagedWeights | ProvenVersion:
+        """What a version builds on: one that is held, or its neighbour at the same place."""
+        held = self.receiver.base(ref)
+        if held is not None:
+            return held
         beside = posixpath.join(posixpath.dirname(path.rstrip("/")), version_name(ref.version))
         meta = WeightUpdateMeta(ref.version, beside, ref.digest)
-        return self._stage(beside, meta, expected).tensors.__getitem__
+        return self._stage(beside, meta, expected)
 
     def repair(
         self, entry: TensorEntry, meta: WeightUpdateMeta
@@ -188,7 +180,7 @@ class _Incoming:
         if announced.version != meta.version:
             raise SyncError(f"{meta.path} holds version {announced.version}, not {meta.version}")
         if announced.kind == "delta" and announced.base is not None:
-            self._base = reader.base_of(meta.path, announced.base, expected)
+            self._base = _reads(reader.find_base(meta.path, announced.base, expected))
 
     def collect(self) -> dict[str, torch.Tensor]:
         """All tensors, proven."""
@@ -196,11 +188,13 @@ class _Incoming:
 
     def prove(self) -> bool:
         """Prove all tensors and keep none; false if they are stored in a form that is no tensor."""
-        is_plain = True
         shapes = {}
         for name, tensor in self._proven():
             shapes[name] = tensor.shape
-        entries = {entry.name: entry for entry in self._source.manifest().tensors}
+        manifest = self._source.manifest()
+        if manifest.kind != "full":  # it was announced before that was known
+            return False
+        entries = {entry.name: entry for entry in manifest.tensors}
         is_plain = all(entry.codec == "raw" for entry in entries.values())
         check_fit(
             shapes,
@@ -253,7 +247,7 @@ class _Incoming:
         return tensor
 
     def _decoded(self, entry: TensorEntry, payload: torch.Tensor) -> torch.Tensor:
-        needs_base = entry.codec in ("same", "sparse", "xor")
+        needs_base = entry.codec in ("same", "sparse", "dense")
         if needs_base and self._base is None:
             raise SyncError(f"{entry.name} in {self._meta.path} is a difference against nothing")
         try:
@@ -276,19 +270,44 @@ class _Incoming:
             raise SyncError(
                 f"{self._meta.path} has the digest {manifest.digest[:12]}, announced was {wanted[:12]}"
             )
-        if content_digest(manifest.version, seen, manifest.adapter) != manifest.digest:
+        if (
+            content_digest(manifest.version, seen, manifest.adapter, manifest.base)
+            != manifest.digest
+        ):
             raise SyncError(f"{self._meta.path} was changed while it was read (digest mismatch)")
+
+
+def _reads(version: StagedWeights | ProvenVersion) -> Callable[[str], torch.Tensor]:
+    """Brings one tensor of a version at a time."""
+    if isinstance(version, StagedWeights):
+        return version.tensors.__getitem__
+    return _folder_tensors(version.folder)
+
+
+def _shapes_of(version: StagedWeights | ProvenVersion) -> dict[str, torch.Size]:
+    if isinstance(version, StagedWeights):
+        return {name: tensor.shape for name, tensor in version.tensors.items()}
+    return {
+        name: torch.Size(entry.shape) for name, entry in _folder_entries(version.folder).items()
+    }
+
+
+def _folder_entries(folder: Path) -> dict[str, TensorEntry]:
+    with closing(LocalPlace(folder)) as place:
+        source = StoredSource(place, str(folder), Patience(FOLDER_TIMEOUT_S))
+        return {entry.name: entry for entry in source.entries()}
 
 
 def _folder_tensors(folder: Path) -> Callable[[str], torch.Tensor]:
     """Reads the tensors of a full version on this machine, one at a time."""
-    with closing(LocalPlace(folder)) as place:
-        source = StoredSource(place, str(folder), Patience(FOLDER_TIMEOUT_S))
-        entries = {entry.name: entry for entry in source.entries()}
+    entries = _folder_entries(folder)
 
     def read(name: str) -> torch.Tensor:
         with closing(LocalPlace(folder)) as place:
             entry = entries[name]
-            return decode(entry, place.read(entry.blob, entry.offset, entry.size), None)
+            tensor = decode(entry, place.read(entry.blob, entry.offset, entry.size), None)
+        if tensor_checksum(tensor) != entry.checksum:
+            raise SyncError(f"{name} in {folder} was damaged after it was proven")
+        return tensor
 
     return read
