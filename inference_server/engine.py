@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,9 +11,11 @@ from pathlib import Path
 from headway.contracts.config.server import ServerConfig, UpdatePolicy
 from headway.contracts.errors import ServiceError, StaleVersion
 from headway.contracts.http import (
+    Seat,
     ServerReport,
     ServerState,
     ServerStatus,
+    WeightAbortRequest,
     WeightCommitRequest,
     WeightPrepareRequest,
 )
@@ -21,6 +24,7 @@ from headway.rollout.in_process import InProcessEngine
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.service import RolloutService
 from headway.rollout.tokenizer import TextTokenizer
+from headway.rollout.weight_orders import is_group
 from headway.runtime.logging import note_request
 from inference_server.admission import Admission
 from inference_server.backends.base import GenerationBackend, OnDelta, make_backend
@@ -61,6 +65,11 @@ class LocalGenerator:
     @property
     def version(self) -> PolicyVersion:
         return self.gate.version
+
+    @property
+    def head(self) -> PolicyVersion:
+        """The one that serves: a lone server has no other to go back from."""
+        return self.version
 
     @property
     def updates_in_flight(self) -> int:
@@ -126,13 +135,25 @@ class LocalGenerator:
             path=meta.path,
             digest=meta.digest,
             fallbacks=meta.fallbacks,
+            seat=Seat(rank=1, world_size=1 + self.backend.num_ranks)
+            if is_group(meta.path)
+            else None,
             timeout_s=UPLOAD_TIMEOUT_S,
         )
-        await self.gate.prepare(order)
+        try:
+            await self.gate.prepare(order)
+        except asyncio.CancelledError:
+            if self.gate.epoch == order.epoch:
+                await self.cancel_update(meta.version)
+            raise
         # Not `order.epoch`: who sent the same again has taken over.
         commit = WeightCommitRequest(epoch=self.gate.epoch, version=meta.version, policy=policy)
         await self.gate.commit(commit)
         return self.version
+
+    async def cancel_update(self, version: PolicyVersion) -> None:
+        """Forget a version that its publisher gave up; one that is being swapped in goes on."""
+        self.gate.abort(WeightAbortRequest(epoch=self.gate.epoch, version=version))
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new, let what runs end, then end it with the tokens so far."""

@@ -133,7 +133,7 @@ class VersionGate:
 
         return await staging.swap_in(partial(self._commit, staging, order.policy))
 
-    def abort(self, order: WeightAbortRequest, reason: str = "") -> None:
+    def abort(self, order: WeightAbortRequest) -> None:
         """Forget a version that is staged, or end its staging at once; what serves goes on.
 
         Raises:
@@ -142,7 +142,7 @@ class VersionGate:
         self._heed(order.epoch)
         staging = self._state.staging
         if staging is not None and staging.order.version == order.version:
-            staging.abort(f"version {order.version} was aborted" + (reason and f": {reason}"))
+            staging.abort(f"version {order.version} was aborted")
 
     async def update(
         self,
