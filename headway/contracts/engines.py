@@ -62,9 +62,25 @@ class InferenceEngine(Protocol):
     def update_weights(
         self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
     ) -> Future[PolicyVersion]:
-        """Make a published version the one that samples; the future ends when it is committed.
+        """Make a version the one that samples; the future ends when it is committed.
 
-        `policy` says what becomes of running sequences; None takes each server's own.
+        It may be called before the version is complete: servers then stage what is there and wait
+        for the rest, until `cancel_update`.
+
+        Args:
+            meta: what is published, newer than everything that was.
+            policy: what becomes of running sequences; None takes each server's own.
+        Raises:
+            SyncError: too few servers could stage it, or it was given up; the old version serves on.
+            Fenced: a newer incarnation of this consumer has attached.
+            Conflict: another consumer is attached.
+            StaleVersion: the number is used up.
+        """
+
+    def cancel_update(self, version: PolicyVersion, reason: str) -> PolicyVersion:
+        """Give up a version that `update_weights` announced; returns the one that serves.
+
+        One that is committed already goes on serving.
         """
 
     def destroy(self) -> None:
@@ -77,6 +93,10 @@ class Generator(Protocol):
     @property
     def version(self) -> PolicyVersion:
         """The committed version."""
+
+    @property
+    def head(self) -> PolicyVersion:
+        """The newest published version; after a rollback, `version` is older."""
 
     @property
     def updates_in_flight(self) -> int:
@@ -102,9 +122,16 @@ class Generator(Protocol):
     ) -> PolicyVersion:
         """Commit a published version; `policy` as for `InferenceEngine.update_weights`.
 
+        Cancelling the call gives the version up, unless its commit has begun.
+
+        Returns:
+            The version that serves; an older one while that is pinned.
         Raises:
             SyncError: the version was refused; the old one goes on serving.
         """
+
+    async def cancel_update(self, version: PolicyVersion) -> None:
+        """Forget a version that its publisher gave up, unless a server has proven it."""
 
     async def aclose(self) -> None:
         """Stop; requests in flight fail with `BackendError`."""

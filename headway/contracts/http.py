@@ -349,6 +349,9 @@ class StatusResponse(Config):
     """`GET /v1/status`."""
 
     version: PolicyVersion
+    """The version that serves."""
+    head: PolicyVersion = 0
+    """Newest published version: numbers up to it are used up; above `version` after a rollback."""
     running: int
     """Trajectories being played."""
     capacity: int

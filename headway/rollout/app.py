@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from headway.contracts import http
 from headway.contracts.codec import MEDIA_TYPE, decode_groups, encode_groups
 from headway.contracts.types import LLMRequest, LLMResponse, WeightUpdateMeta
-from headway.rollout.service import RolloutService
+from headway.rollout.service import Publisher, RolloutService
 from headway.runtime.http_service import create_service
 from headway.runtime.metrics import METRICS_TYPE, render_metrics
 
@@ -85,8 +85,12 @@ async def consumed(body: http.ConsumedRequest, request: Request) -> None:
 @common.post(http.CONSUMER)
 async def attach(body: http.ConsumerRequest, request: Request) -> http.ConsumerResponse:
     service = _service(request)
-    given_back = await service.attach(body)
-    return http.ConsumerResponse(given_back=given_back, version=service.generator.version)
+    attachment = await service.attach(body)
+    return http.ConsumerResponse(
+        given_back=attachment.given_back,
+        version=service.generator.version,
+        term=attachment.term,
+    )
 
 
 @common.delete(http.CONSUMER)
@@ -99,7 +103,16 @@ async def update_weights(
     body: http.WeightUpdateRequest, request: Request
 ) -> http.WeightUpdateResponse:
     meta = WeightUpdateMeta(version=body.version, path=body.path)
-    version = await _service(request).update_weights(meta, body.policy)
+    work = _service(request).update_weights(meta, body.policy, _publisher(body))
+    return http.WeightUpdateResponse(version=await unless_disconnected(request, work))
+
+
+@common.delete(http.WEIGHTS)
+async def cancel_update(
+    body: http.WeightCancelRequest, request: Request
+) -> http.WeightUpdateResponse:
+    service = _service(request)
+    version = await service.cancel_update(body.version, body.reason, _publisher(body))
     return http.WeightUpdateResponse(version=version)
 
 
@@ -140,6 +153,10 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _publisher(body: http.WeightUpdateRequest | http.WeightCancelRequest) -> Publisher | None:
+    return None if body.publisher is None else Publisher(body.publisher, body.term)
 
 
 def _service(request: Request) -> RolloutService:

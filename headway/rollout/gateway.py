@@ -2,50 +2,63 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
-from functools import partial
 
 from fastapi import APIRouter, Request
 
 from headway.contracts import http
 from headway.contracts.config.gateway import GatewayConfig
-from headway.contracts.types import WeightUpdateMeta
 from headway.rollout.app import create_app
 from headway.rollout.fleet import Fleet
-from headway.rollout.ledger.base import Ledger
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.service import RolloutService
 from headway.rollout.tokenizer import TextTokenizer
+from headway.rollout.weight_book import WeightBook
 from headway.runtime.config import load_config
 from headway.runtime.http_service import serve
 from headway.runtime.logging import configure_logging
 from headway.runtime.secret import read_token
-
-COMMITTED_NOTE = "committed_weights"
 
 fleet_routes = APIRouter()
 
 
 @fleet_routes.post(http.SERVERS)
 async def report_server(body: http.ServerReport, request: Request) -> http.ServerReportResponse:
+    return _fleet(request).report(body)
+
+
+@fleet_routes.get(http.WEIGHTS)
+async def weights(request: Request) -> http.WeightStatus:
+    return _fleet(request).weights()
+
+
+@fleet_routes.post(http.WEIGHTS_PIN)
+async def pin(body: http.WeightPinRequest, request: Request) -> http.WeightStatus:
+    return await _fleet(request).pin(body.version)
+
+
+@fleet_routes.post(http.WEIGHTS_ROLLBACK)
+async def rollback(body: http.WeightRollbackRequest, request: Request) -> http.WeightStatus:
+    return await _fleet(request).rollback(body.version)
+
+
+def _fleet(request: Request) -> Fleet:
     fleet: Fleet = request.app.state.service.generator
-    return await fleet.report(body)
+    return fleet
 
 
 @asynccontextmanager
 async def open_gateway(
     config: GatewayConfig, fleet_token: str | None = None
 ) -> AsyncIterator[RolloutService]:
-    """Open the ledger, restore the committed version, and play rollouts against the fleet."""
+    """Open the ledger, restore what was published, and play rollouts against the fleet."""
     tokenizer = TextTokenizer(config.tokenizer)
     ledger = SqliteLedger(config.ledger)
     await ledger.open()
-    committed = await _committed(ledger)
-    record = partial(_record_commit, ledger)
-    fleet = Fleet(config.fleet, committed, record, fleet_token)
+    book = WeightBook(ledger)
+    await book.open()
+    fleet = Fleet(config.fleet, book, fleet_token)
     service = RolloutService(fleet, ledger, tokenizer, config.executor)
     await fleet.start()
     await service.start()
@@ -71,12 +84,3 @@ def main(argv: Sequence[str]) -> None:
         token=read_token(config.service.token_env),
     )
     serve(app, config.service)
-
-
-async def _committed(ledger: Ledger) -> WeightUpdateMeta | None:
-    note = await ledger.get_note(COMMITTED_NOTE)
-    return None if note is None else WeightUpdateMeta(**json.loads(note))
-
-
-async def _record_commit(ledger: Ledger, meta: WeightUpdateMeta) -> None:
-    await ledger.put_note(COMMITTED_NOTE, json.dumps(asdict(meta)))

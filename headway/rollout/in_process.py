@@ -26,7 +26,7 @@ from headway.contracts.types import (
     WeightUpdateMeta,
 )
 from headway.rollout.app import OpenService
-from headway.rollout.service import RolloutService
+from headway.rollout.service import Publisher, RolloutService
 from headway.runtime.inference_client import DEFAULT_CONSUMER, POLL_S
 
 T = TypeVar("T")
@@ -44,6 +44,7 @@ class InProcessEngine:
         self._context: AbstractAsyncContextManager[RolloutService] | None = None
         self._service: RolloutService | None = None
         self._consumer = DEFAULT_CONSUMER
+        self._publisher: Publisher | None = None
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         """Start the loop and open the service; `addr` is for remote engines."""
@@ -62,12 +63,14 @@ class InProcessEngine:
             step=spec.step,
             version=spec.version,
         )
-        self._run(self._running.attach(request))
+        attachment = self._run(self._running.attach(request))
         self._consumer = spec.consumer
+        self._publisher = Publisher(spec.consumer, attachment.term)
 
     def detach(self) -> None:
         self._run(self._running.detach(self._consumer))
         self._consumer = DEFAULT_CONSUMER
+        self._publisher = None
 
     def submit(self, requests: Sequence[RolloutRequest]) -> list[RolloutHandle]:
         new = self._run(self._running.submit(requests))
@@ -86,7 +89,10 @@ class InProcessEngine:
     def update_weights(
         self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
     ) -> Future[PolicyVersion]:
-        return self._schedule(self._running.update_weights(meta, policy))
+        return self._schedule(self._running.update_weights(meta, policy, self._publisher))
+
+    def cancel_update(self, version: PolicyVersion, reason: str) -> PolicyVersion:
+        return self._run(self._running.cancel_update(version, reason, self._publisher))
 
     def destroy(self) -> None:
         """Close the service and end the loop thread."""

@@ -12,14 +12,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.engines import Generator
-from headway.contracts.errors import ConfigError, Conflict, NotFound, Starved, WorkflowError
+from headway.contracts.errors import (
+    BackendError,
+    ConfigError,
+    Conflict,
+    Fenced,
+    NotFound,
+    Starved,
+    SyncError,
+    WorkflowError,
+)
 from headway.contracts.http import (
     ConsumerRequest,
     LedgerAudit,
@@ -40,11 +51,34 @@ from headway.rollout.ledger.base import Ledger
 from headway.rollout.resume import generate_whole
 from headway.rollout.rewards.base import make_reward
 from headway.rollout.rewards.pool import RewardPool
+from headway.rollout.shared_update import SharedUpdate
 from headway.rollout.tokenizer import TextTokenizer
 from headway.rollout.workflows.base import Sample, make_workflow
 from headway.runtime.staleness import StalenessController, StalenessSnapshot
 
+log = logging.getLogger(__name__)
+
 CONSUMER_NOTE = "consumer"
+ABANDON_S = 5.0
+"""A publication that no request has waited for so long is given up: its publisher is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publisher:
+    """A consumer as its attachment knows it."""
+
+    name: str
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """What a consumer learns when it attaches."""
+
+    given_back: int
+    """Groups that a former incarnation had received but not kept."""
+    term: int
+    """Number of this attachment; an older incarnation is refused."""
 
 
 class RolloutService:
@@ -56,27 +90,35 @@ class RolloutService:
         ledger: Ledger,
         tokenizer: TextTokenizer | None,
         config: ExecutorConfig,
+        abandon_s: float = ABANDON_S,
     ) -> None:
         self.generator = generator
+        self._abandon_s = abandon_s
         self._ledger = ledger
         self._tokenizer = tokenizer
         self._config = config
-        self._staleness = StalenessController(config.max_concurrent, generator.version)
+        self._staleness = StalenessController(config.max_concurrent, generator.head)
         self._executor = Executor(ledger, self._staleness, self._play_group, config)
         self._rewards = RewardPool(config.reward_workers, config.reward_timeout_s)
         self._consumer: ConsumerRequest | None = None
+        self._term = 0
+        self._attaching = asyncio.Lock()
+        self._update: SharedUpdate | None = None
         self._updates = 0
 
     async def start(self) -> None:
         """Restore the counters of an attached consumer, then begin to play."""
-        saved = json.loads(await self._ledger.get_note(CONSUMER_NOTE) or "null")
-        if saved is not None:
+        saved = json.loads(await self._ledger.get_note(CONSUMER_NOTE) or "{}") or {}
+        self._term = saved.get("term", 0)
+        if "request" in saved:
             await self._bind(ConsumerRequest.model_validate(saved["request"]), saved["base"])
-            self._staleness.set_version(max(self.generator.version, self._staleness.version))
+            self._staleness.set_version(max(self.generator.head, self._staleness.version))
         self._executor.start()
 
     async def aclose(self) -> None:
         """Stop playing; rollouts in play go back to the queue."""
+        if self._update is not None:
+            await self._update.end(BackendError("the service is shutting down"))
         await self._executor.aclose()
         self._rewards.close()
 
@@ -145,8 +187,10 @@ class RolloutService:
                 "submit more"
             )
 
-    async def attach(self, request: ConsumerRequest) -> int:
+    async def attach(self, request: ConsumerRequest) -> Attachment:
         """Bind the consumer whose steps and versions the bound refers to; see `ConsumerSpec`.
+
+        What an older incarnation of it still publishes is given up.
 
         Raises:
             Conflict: another consumer is attached.
@@ -156,13 +200,17 @@ class RolloutService:
                 f"consumer {self._consumer.consumer!r} is attached; detach it first "
                 f"(headway detach URL {self._consumer.consumer}), or use another gateway"
             )
-        given_back = await self._ledger.give_back(request.consumer, request.step)
-        counts = await self._ledger.counts(request.consumer)
-        base = request.version * request.batch_size - counts.consumed
-        note = {"request": request.model_dump(), "base": base}
-        await self._ledger.put_note(CONSUMER_NOTE, json.dumps(note))
-        await self._bind(request, base)
-        return given_back
+        async with self._attaching:
+            self._term += 1
+            if self._update is not None:
+                await self._update.end(Fenced(f"consumer {request.consumer!r} has attached anew"))
+            given_back = await self._ledger.give_back(request.consumer, request.step)
+            counts = await self._ledger.counts(request.consumer)
+            base = request.version * request.batch_size - counts.consumed
+            note = {"term": self._term, "request": request.model_dump(), "base": base}
+            await self._ledger.put_note(CONSUMER_NOTE, json.dumps(note))
+            await self._bind(request, base)
+            return Attachment(given_back, self._term)
 
     async def detach(self, consumer: str) -> int:
         """End a consumer; its unconsumed trajectories are cancelled and counted.
@@ -172,9 +220,11 @@ class RolloutService:
         """
         if self._consumer is None or self._consumer.consumer != consumer:
             raise NotFound(f"consumer {consumer!r} is not attached")
+        if self._update is not None:
+            await self._update.end(Fenced(f"consumer {consumer!r} was detached"))
         async with self._executor.unbound():
             cancelled = await self._ledger.cancel(consumer)
-        await self._ledger.put_note(CONSUMER_NOTE, json.dumps(None))
+        await self._ledger.put_note(CONSUMER_NOTE, json.dumps({"term": self._term}))
         self._staleness.detach()
         self._consumer = None
         self._executor.changed.notify()
@@ -185,20 +235,71 @@ class RolloutService:
         await self._ledger.consume(rollout_ids, step, checkpoint_step)
 
     async def update_weights(
-        self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
+        self,
+        meta: WeightUpdateMeta,
+        policy: UpdatePolicy | None = None,
+        publisher: Publisher | None = None,
     ) -> PolicyVersion:
-        """Commit a version on every server, then admit against it."""
+        """Commit a version on every server, then admit against it.
+
+        A repeat of the version that is under way waits for the same commit.
+
+        Raises:
+            Conflict: another consumer is attached.
+            Fenced: a newer incarnation of the publisher has attached.
+            SyncError: the version was refused or given up; the old one goes on serving.
+        """
+        self._check_publisher(publisher)
+        while (update := self._update) is not None and not update.is_done and update.meta != meta:
+            await update.until_done()
+            self._check_publisher(publisher)
+        if update is None or update.is_done:
+            update = self._update = SharedUpdate(meta, self._publish(meta, policy), self._abandon_s)
+        return await update.wait()
+
+    async def cancel_update(
+        self, version: PolicyVersion, reason: str, publisher: Publisher | None = None
+    ) -> PolicyVersion:
+        """The publisher gives a version up; returns the one that serves.
+
+        Raises:
+            Conflict, Fenced: as `update_weights`.
+        """
+        self._check_publisher(publisher)
+        log.warning("version given up", extra={"version": version, "reason": reason})
+        if self._update is not None and self._update.meta.version == version:
+            await self._update.end(SyncError(f"version {version} was given up: {reason}"))
+        await self.generator.cancel_update(version)
+        return self.generator.version
+
+    async def _publish(self, meta: WeightUpdateMeta, policy: UpdatePolicy | None) -> PolicyVersion:
         before = self.generator.version
         version = await self.generator.update_weights(meta, policy)
         self._updates += version != before
-        self._staleness.set_version(version)
+        self._staleness.set_version(self.generator.head)
         self._executor.changed.notify()
         return version
+
+    def _check_publisher(self, publisher: Publisher | None) -> None:
+        attached = self._consumer and self._consumer.consumer
+        if publisher is None:
+            if attached is not None:
+                raise Conflict(f"consumer {attached!r} is attached; only it publishes weights")
+        elif attached is None:
+            raise Fenced(f"consumer {publisher.name!r} is not attached any more")
+        elif publisher.name != attached:
+            raise Conflict(f"consumer {attached!r} is attached, and not {publisher.name!r}")
+        elif publisher.term != self._term:
+            raise Fenced(
+                f"consumer {attached!r} has attached anew: term {publisher.term} was followed by "
+                f"{self._term}; end the older process"
+            )
 
     async def status(self) -> StatusResponse:
         """A picture of the service now."""
         return StatusResponse(
             version=self.generator.version,
+            head=self.generator.head,
             running=self._staleness.running,
             capacity=self._staleness.capacity(),
             max_staleness=self._staleness.max_staleness,

@@ -1,8 +1,9 @@
 """`RemoteInferenceEngine`: the inference contract over HTTP, for trainers and tools.
 
 Every call is idempotent on the server (by rollout id, delivery id, step or version), so all of them
-are retried with jitter until `connect_timeout_s`: a gateway may restart under a trainer. One thread
-may call the blocking methods at a time; `agenerate` belongs to the caller's event loop.
+are retried with jitter until the service was out of reach for `connect_timeout_s`: a gateway may
+restart under a trainer. One thread may call the blocking methods at a time; `agenerate` belongs to the
+caller's event loop.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import aiohttp
 import httpx
 from pydantic import BaseModel
-from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
+from tenacity.stop import stop_base
 
 from headway.contracts import http
 from headway.contracts.codec import decode_groups
@@ -38,6 +40,9 @@ from headway.runtime.server_calls import error_of, post_generate
 POLL_S = 20.0
 SUBMIT_CHUNK = 256
 DEFAULT_CONSUMER = "default"
+MAX_REASON_CHARS = 4096
+WORKED_ON_S = 10.0
+"""An attempt that lasted longer than it takes to connect had reached the service."""
 
 
 class RemoteInferenceEngine:
@@ -62,6 +67,8 @@ class RemoteInferenceEngine:
         self._updates = ThreadPoolExecutor(1, thread_name_prefix="weight-update")
         self._session: aiohttp.ClientSession | None = None
         self._consumer = DEFAULT_CONSUMER
+        self._publisher: str | None = None
+        self._term = 0
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         """Wait until the service answers; `addr` replaces the URL given at construction."""
@@ -84,12 +91,14 @@ class RemoteInferenceEngine:
             step=spec.step,
             version=spec.version,
         )
-        self._call("POST", http.CONSUMER, request)
-        self._consumer = spec.consumer
+        answer = self._call("POST", http.CONSUMER, request)
+        self._consumer = self._publisher = spec.consumer
+        self._term = http.ConsumerResponse.model_validate_json(answer.content).term
 
     def detach(self) -> None:
         self.detach_consumer(self._consumer)
         self._consumer = DEFAULT_CONSUMER
+        self._publisher, self._term = None, 0
 
     def detach_consumer(self, consumer: str) -> int:
         """End a consumer by name; returns the trajectories that were cancelled."""
@@ -121,8 +130,43 @@ class RemoteInferenceEngine:
     def update_weights(
         self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
     ) -> Future[PolicyVersion]:
-        request = http.WeightUpdateRequest(version=meta.version, path=meta.path, policy=policy)
+        request = http.WeightUpdateRequest(
+            version=meta.version,
+            path=meta.path,
+            policy=policy,
+            publisher=self._publisher,
+            term=self._term,
+        )
         return self._updates.submit(self._update_weights, request)
+
+    def cancel_update(self, version: PolicyVersion, reason: str) -> PolicyVersion:
+        request = http.WeightCancelRequest(
+            version=version,
+            publisher=self._publisher,
+            term=self._term,
+            reason=reason[:MAX_REASON_CHARS],
+        )
+        answer = self._call("DELETE", http.WEIGHTS, request)
+        return http.WeightUpdateResponse.model_validate_json(answer.content).version
+
+    def weights(self) -> http.WeightStatus:
+        """What a gateway serves and keeps, and whether a publication is under way.
+
+        Raises:
+            NotFound: one server alone keeps no versions.
+        """
+        return http.WeightStatus.model_validate_json(self._call("GET", http.WEIGHTS).content)
+
+    def pin(self, version: PolicyVersion | None) -> http.WeightStatus:
+        """Serve a kept version and hold it while others are published; None ends that."""
+        answer = self._call("POST", http.WEIGHTS_PIN, http.WeightPinRequest(version=version))
+        return http.WeightStatus.model_validate_json(answer.content)
+
+    def rollback(self, version: PolicyVersion) -> http.WeightStatus:
+        """Serve a kept version until the next one is published."""
+        request = http.WeightRollbackRequest(version=version)
+        answer = self._call("POST", http.WEIGHTS_ROLLBACK, request)
+        return http.WeightStatus.model_validate_json(answer.content)
 
     def status(self) -> http.StatusResponse:
         """Version, capacity, ledger counts and servers."""
@@ -174,7 +218,7 @@ class RemoteInferenceEngine:
         retrying = Retrying(
             retry=retry_if_exception(_is_retryable),
             wait=wait_random_exponential(multiplier=0.1, max=2.0),
-            stop=stop_after_delay(self._connect_timeout_s),
+            stop=_Outage(self._connect_timeout_s),
             reraise=True,
         )
         try:
@@ -192,6 +236,22 @@ class RemoteInferenceEngine:
         if answer.is_error:
             raise error_of(answer.status_code, answer.content, f"{self._url}{path}")
         return answer
+
+
+class _Outage(stop_base):
+    """Ends retries after `timeout_s`; one that broke off a long request begins anew."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._attempt_began = self._since = time.monotonic()
+
+    def __call__(self, retry_state: RetryCallState) -> bool:
+        now = time.monotonic()
+        if now - self._attempt_began > WORKED_ON_S:
+            self._since = now
+        # The next attempt begins after a pause, which is short beside WORKED_ON_S.
+        self._attempt_began = now
+        return now - self._since > self._timeout_s
 
 
 def _is_retryable(error: BaseException) -> bool:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import aiohttp
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from headway.contracts import http
-from headway.contracts.errors import BackendError, ErrorBody, ServiceError
+from headway.contracts.errors import BackendError, ErrorBody, NotFound, ServiceError
 from headway.contracts.types import LLMRequest, LLMResponse
+
+_KINDS: Mapping[int, type[ServiceError]] = {
+    404: NotFound,
+    405: NotFound,
+    502: BackendError,
+    503: BackendError,
+    504: BackendError,
+}
+"""For answers without an `ErrorBody`: not of ours, or a path that this process does not serve."""
 
 
 async def post_generate(session: aiohttp.ClientSession, url: str, req: LLMRequest) -> LLMResponse:
@@ -33,6 +44,30 @@ async def post_generate(session: aiohttp.ClientSession, url: str, req: LLMReques
         raise BackendError(f"{target} failed: {type(error).__name__}: {error}") from error
 
 
+async def post_order(
+    session: aiohttp.ClientSession, target: str, body: BaseModel, timeout_s: float
+) -> bytes:
+    """The answer to one order, as it came.
+
+    Raises:
+        BackendError: no answer within `timeout_s`, or none at all.
+        ServiceError: whatever the server raised.
+    """
+    try:
+        async with session.post(
+            target,
+            data=body.model_dump_json().encode(),
+            headers={"content-type": "application/json"},
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+        ) as answer:
+            content = await answer.read()
+            if answer.status >= 400:
+                raise error_of(answer.status, content, target)
+            return content
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise BackendError(f"{target} failed: {type(error).__name__}: {error}") from error
+
+
 def error_of(
     status: int, content: bytes, target: str, retry_after: str | None = None
 ) -> ServiceError:
@@ -40,8 +75,7 @@ def error_of(
     try:
         error = ServiceError.from_body(ErrorBody.model_validate_json(content))
     except ValidationError:
-        kind = BackendError if status in (502, 503, 504) else ServiceError
-        error = kind(f"{target} answered {status}: {content[:200]!r}")
+        error = _KINDS.get(status, ServiceError)(f"{target} answered {status}: {content[:200]!r}")
     if retry_after is not None and retry_after.isdigit():
         error.retry_after_s = float(retry_after)
     return error

@@ -1,0 +1,99 @@
+"""How a server comes to what is committed beside the publications: who joins, failed, or went astray.
+
+It holds no lock and keeps no publication waiting: it stages what is committed now, and only if that is
+still committed after its swap, it takes traffic. Else it goes on to what came meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from headway.contracts.errors import Fenced, ServiceError
+from headway.contracts.http import ServerReport
+from headway.rollout.members import Member, Members
+from headway.rollout.weight_book import WeightBook
+from headway.rollout.weight_orders import WeightOrders
+
+log = logging.getLogger(__name__)
+
+MAX_DEVIATIONS = 1
+"""A server sends its reports one after the other, so of those that come after a commit only the first
+can be from before it."""
+
+
+class CatchUp:
+    """Compares what servers report with what is committed; tries again at each report."""
+
+    def __init__(self, members: Members, book: WeightBook, orders: WeightOrders) -> None:
+        self._members = members
+        self._book = book
+        self._orders = orders
+
+    def review(self, member: Member, is_committing: bool) -> None:
+        """It reported: see whether it has what is committed, and bring it there if not.
+
+        Args:
+            member: its report is new.
+            is_committing: servers are changing their version right now.
+        """
+        if member.state == "ready" and not is_committing:
+            self._watch(member)
+        if member.state in ("joining", "fenced") and not member.is_catching_up:
+            if self._is_current(member.report):
+                self._members.set_ready(member)
+            elif self._book.committed is None:
+                self._members.fence(
+                    member,
+                    f"it has version {member.report.version}, but nothing was published through "
+                    "this gateway",
+                )
+            else:
+                member.catching_up = asyncio.create_task(self._bring(member), name="catch up")
+
+    def _watch(self, member: Member) -> None:
+        if self._is_current(member.report):
+            member.num_deviations = 0
+            return
+        member.num_deviations += 1
+        if member.num_deviations > MAX_DEVIATIONS:
+            self._members.fence(
+                member,
+                f"it reports version {member.report.version} {member.report.digest}, committed is "
+                f"{self._book.committed}",
+            )
+
+    def _is_current(self, report: ServerReport) -> bool:
+        record = self._book.committed
+        if record is None:
+            return report.version == 0
+        is_known = bool(report.digest and record.digest)
+        return report.version == record.version and (not is_known or report.digest == record.digest)
+
+    async def _bring(self, member: Member) -> None:
+        try:
+            while not await self._bring_once(member):
+                pass
+        except ServiceError as error:
+            self._members.fence(member, f"catching up to version {self._book.version}: {error}")
+            if isinstance(error, Fenced):
+                log.error(  # noqa: TRY400 - no crash of ours
+                    "server obeys another gateway, too", extra={"server": member.name}
+                )
+                await self._book.next_epoch()  # it reports here: this is the one to obey
+
+    async def _bring_once(self, member: Member) -> bool:
+        """Whether that was all."""
+        record, epoch = self._book.committed, self._book.epoch
+        if member.is_leaving or record is None:
+            return True
+        digest = await self._orders.prepare(member, record, epoch)
+        if record.digest is None:
+            await self._book.prove(record, digest)
+            record = record.model_copy(update={"digest": digest})
+        if record == self._book.committed:
+            await self._orders.commit(member, record, epoch)
+        if record != self._book.committed:
+            return False
+        self._members.set_ready(member)
+        return True

@@ -1,0 +1,175 @@
+"""Publications: a version is staged on every server, recorded, and then swapped in on all of them.
+
+    announce ─► prepare ─► digests agree, quorum ─► RECORD ─► commit ─► ack
+                   └─────► abort: the old version goes on serving
+
+- One transaction at a time (`_turn`); each has an epoch, durable before the first server hears of it.
+  Servers obey the highest epoch, so what is left of an interrupted transaction cannot commit.
+- `RECORD` (`WeightBook.commit`) is the commit point. Killed before it, the gateway comes back with the
+  old version, and the publisher's repeat finds what servers have staged. Killed after it, it comes
+  back with the new one, and who had not committed is caught up.
+- It concerns the servers that are `ready` when it begins; all others catch up (`catch_up`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from headway.contracts.config.gateway import FleetConfig
+from headway.contracts.config.server import UpdatePolicy
+from headway.contracts.errors import Conflict, ServiceError, StaleVersion
+from headway.contracts.http import WeightRecord, WeightStatus
+from headway.contracts.types import PolicyVersion, WeightUpdateMeta
+from headway.rollout.catch_up import CatchUp
+from headway.rollout.members import Member, Members
+from headway.rollout.staging import Change, Staged, Staging
+from headway.rollout.weight_book import WeightBook
+from headway.rollout.weight_orders import WeightOrders, is_group
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Publications:
+    """The one place that changes the version of a fleet; used on one event loop."""
+
+    def __init__(self, config: FleetConfig, members: Members, book: WeightBook) -> None:
+        self.updates_in_flight = 0
+        self._is_rolling = config.commit_order == "rolling"
+        self._members = members
+        self._book = book
+        self._orders = WeightOrders(config, members)
+        self._staging = Staging(config, members, book, self._orders)
+        self._catch_up = CatchUp(members, book, self._orders)
+        self._turn = asyncio.Lock()
+        self._publishing: PolicyVersion | None = None
+        self._is_committing = False
+
+    def status(self) -> WeightStatus:
+        """A picture of the book now."""
+        book = self._book
+        return WeightStatus(
+            committed=book.committed,
+            head=book.head,
+            epoch=book.epoch,
+            pinned=book.pinned,
+            publishing=self._publishing,
+            kept=list(book.kept),
+        )
+
+    async def publish(self, meta: WeightUpdateMeta, policy: UpdatePolicy | None) -> PolicyVersion:
+        """See `Generator.update_weights`."""
+        async with self._turn:
+            book = self._book
+            if book.knows(meta.version, meta.path):
+                return book.version
+            if meta.version <= book.head:
+                raise StaleVersion(
+                    f"version {meta.version} is not newer than {book.head}, which was published"
+                )
+            record = WeightRecord(version=meta.version, path=meta.path, digest=meta.digest)
+            if book.pinned is None:
+                await self._transact(Change(record, None, policy, is_group(meta.path)))
+            elif is_group(meta.path):
+                raise Conflict(
+                    f"version {book.pinned} is pinned and nobody would hold version {meta.version}, "
+                    "which flows through a process group; release the pin, then publish again"
+                )
+            else:
+                await book.keep(record)
+            return book.version
+
+    async def rollback(self, version: PolicyVersion) -> None:
+        """Serve a kept version until the next one is published."""
+        async with self._turn:
+            if self._book.pinned is not None:
+                raise Conflict(
+                    f"version {self._book.pinned} is pinned; release it, or pin {version}"
+                )
+            await self._go_to(version, pinned=None)
+
+    async def pin(self, version: PolicyVersion | None) -> None:
+        """Serve a kept version and hold it; None goes on with the newest."""
+        async with self._turn:
+            if version is not None:
+                await self._go_to(version, pinned=version)
+            elif self._book.pinned is not None:
+                await self._go_to(self._book.head, pinned=None)
+
+    async def retract(self, version: PolicyVersion) -> None:
+        """See `Generator.cancel_update`."""
+        async with self._turn:
+            if await self._book.retract(version):
+                log.warning("version retracted", extra={"version": version})
+
+    def review(self, member: Member) -> None:
+        """It reported; see `CatchUp.review`."""
+        self._catch_up.review(member, self._is_committing)
+
+    async def _go_to(self, version: PolicyVersion, pinned: PolicyVersion | None) -> None:
+        record = self._book.find(version)
+        if record == self._book.committed:
+            await self._book.hold(pinned)
+        else:
+            await self._transact(Change(record, pinned))
+
+    async def _transact(self, change: Change) -> None:
+        self._publishing = change.record.version
+        try:
+            staged = await self._staging.stage(change)
+            await _to_the_end(self._commit(staged))
+        finally:
+            self._publishing = None
+
+    async def _commit(self, staged: Staged) -> None:
+        """From the commit point on: whatever fails now is caught up later."""
+        record = staged.change.record
+        self._is_committing = True
+        try:
+            await self._book.commit(record, staged.change.pinned)
+            for member in self._members.ready():
+                if member not in staged.members:
+                    why = staged.refusals.get(member, "it was not asked")
+                    self._members.fence(
+                        member, f"it has not staged version {record.version}: {why}"
+                    )
+            if self._is_rolling:
+                running = [await self._swap(member, staged) for member in staged.members]
+            else:
+                swaps = (self._swap(member, staged) for member in staged.members)
+                running = await asyncio.gather(*swaps)
+        finally:
+            self._is_committing = False
+        self.updates_in_flight += sum(running) > 0
+        log.info(
+            "version committed",
+            extra={"version": record.version, "epoch": staged.epoch, "servers": len(running)},
+        )
+
+    async def _swap(self, member: Member, staged: Staged) -> int:
+        """Sequences that were running there at that moment."""
+        change = staged.change
+        try:
+            running = await self._orders.commit(member, change.record, staged.epoch, change.policy)
+        except ServiceError as error:
+            self._members.fence(member, f"commit of version {change.record.version}: {error}")
+            return 0
+        self._members.set_ready(member)
+        return running
+
+
+async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await work that is not undone: to cancel it comes too late."""
+    task = asyncio.create_task(work)
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            this = asyncio.current_task()
+            if this is not None:
+                this.uncancel()
+    return task.result()

@@ -1,0 +1,137 @@
+"""The orders of a publication, as one server gets them: prepare, commit, abort."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterable, Sequence
+
+from headway.contracts.config.gateway import FleetConfig
+from headway.contracts.config.server import UpdatePolicy
+from headway.contracts.errors import SyncError
+from headway.contracts.http import (
+    WEIGHTS_ABORT,
+    WEIGHTS_COMMIT,
+    WEIGHTS_HELD_ROOT,
+    WEIGHTS_PREPARE,
+    Seat,
+    WeightAbortRequest,
+    WeightCommitRequest,
+    WeightPrepareRequest,
+    WeightPrepareResponse,
+    WeightRecord,
+    WeightUpdateResponse,
+)
+from headway.contracts.types import PolicyVersion
+from headway.rollout.members import Member, Members
+
+GROUP_SCHEMES = ("gloo://", "nccl://")
+MAX_PEERS = 3
+"""Servers that one is told to fetch from when a version's path fails."""
+ABORT_TIMEOUT_S = 5.0
+"""Who does not hear of an abort drops what it staged by itself, later."""
+
+
+def is_group(path: str) -> bool:
+    """Whether a version flows through a process group: it lies nowhere afterwards."""
+    return path.startswith(GROUP_SCHEMES)
+
+
+def seats(members: Sequence[Member]) -> list[Seat]:
+    """Their places in a process group, behind the trainer at rank 0."""
+    world_size = 1 + sum(member.report.num_ranks for member in members)
+    ranks = [1]
+    for member in members:
+        ranks.append(ranks[-1] + member.report.num_ranks)
+    return [Seat(rank=rank, world_size=world_size) for rank in ranks[:-1]]
+
+
+class WeightOrders:
+    """Sends them, and notes in the table what they led to."""
+
+    def __init__(self, config: FleetConfig, members: Members) -> None:
+        self._config = config
+        self._members = members
+
+    async def prepare(
+        self,
+        member: Member,
+        record: WeightRecord,
+        epoch: int,
+        seat: Seat | None = None,
+        timeout_s: float | None = None,
+    ) -> str:
+        """Stage a version on one server; the digest of what it staged, empty if it cannot know.
+
+        Raises:
+            SyncError: it refused, or nobody is left to fetch the version from.
+            BackendError: it is gone, or too slow.
+        """
+        path, *fallbacks = self._sources(member, record, seat)
+        staging_s = self._config.update_timeout_s if timeout_s is None else timeout_s
+        order = WeightPrepareRequest(
+            epoch=epoch,
+            version=record.version,
+            path=path,
+            digest=record.digest or None,
+            fallbacks=tuple(fallbacks),
+            seat=seat,
+            # What is staged must not expire while others commit before it.
+            timeout_s=staging_s + self._config.commit_timeout_s * self._num_turns(),
+        )
+        answer = await self._members.order(member, WEIGHTS_PREPARE, order, staging_s)
+        return WeightPrepareResponse.model_validate_json(answer).digest
+
+    async def commit(
+        self, member: Member, record: WeightRecord, epoch: int, policy: UpdatePolicy | None = None
+    ) -> int:
+        """Swap it in; returns the sequences that were running there at that moment.
+
+        Raises:
+            ServiceError: it has another version, or nobody knows.
+        """
+        order = WeightCommitRequest(epoch=epoch, version=record.version, policy=policy)
+        timeout_s = self._config.commit_timeout_s
+        answer = WeightUpdateResponse.model_validate_json(
+            await self._members.order(member, WEIGHTS_COMMIT, order, timeout_s)
+        )
+        serving = {"version": answer.version, "digest": answer.digest}
+        member.report = member.report.model_copy(update=serving)
+        if answer.version != record.version:
+            raise SyncError(
+                f"it serves version {answer.version} after a commit of {record.version}"
+            )
+        return answer.running
+
+    async def abort(self, members: Iterable[Member], version: PolicyVersion, epoch: int) -> None:
+        """Let them forget it, if they can be reached."""
+        order = WeightAbortRequest(epoch=epoch, version=version)
+        await asyncio.gather(
+            *(
+                self._members.order(member, WEIGHTS_ABORT, order, ABORT_TIMEOUT_S)
+                for member in members
+                if not member.is_leaving
+            ),
+            return_exceptions=True,
+        )
+
+    def _sources(self, member: Member, record: WeightRecord, seat: Seat | None) -> list[str]:
+        """The path of a version, and then the servers that hold it."""
+        peers = [
+            other.report.url + WEIGHTS_HELD_ROOT.format(version=record.version)
+            for other in self._members.ready()
+            if other is not member and other.report.version == record.version
+        ]
+        peers = random.sample(peers, min(MAX_PEERS, len(peers)))
+        if seat is not None or not is_group(record.path):
+            return [record.path, *peers]
+        if not peers:
+            raise SyncError(
+                f"version {record.version} came through a process group, and no server that serves "
+                "holds it; publish it again"
+            )
+        return peers
+
+    def _num_turns(self) -> int:
+        is_rolling = self._config.commit_order == "rolling"
+        return max(1, len(self._members.ready())) if is_rolling else 1
