@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import SGLangConfig
+from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import BackendError, ConfigError, DataError, RequestTooLong, SyncError
 from headway.contracts.types import LLMRequest, WeightUpdateMeta
 from inference_server.backends.sglang.backend import SGLangBackend
@@ -25,8 +26,10 @@ from inference_server.backends.sglang.updates import (
     TensorBucket,
 )
 from tests.unit.inference_server.sglang_stand_in import StandIn
-from weight_sync.channel import ProvenVersion
-from weight_sync.transports.disk import DiskPublisher, DiskReader
+from weight_sync.channel import ProvenVersion, StagedWeights
+from weight_sync.patience import Patience
+from weight_sync.receiver import make_receiver
+from weight_sync.transports.disk import make_local_publisher
 
 PATIENCE_S = 20.0
 SHAPES = {"model.embed.weight": (60, 4), "lm_head.weight": (60, 4)}
@@ -606,19 +609,25 @@ async def test_an_empty_broadcast_is_refused_before_it_begins(model_dir):
 
 def staged_by(model_dir: Path, root: Path, tensors: dict[str, torch.Tensor]):
     backend = SGLangBackend(SGLangConfig(), ModelConfig(path=str(model_dir)), 0)
-    meta = DiskPublisher(str(root), keep=2, shard_bytes=1 << 20).publish(1, tensors.items())
-    return backend.stage(meta, DiskReader(str(root)))
+    publisher = make_local_publisher(str(root))
+    meta = publisher.publish(1, tensors.items())
+    publisher.close()
+    receiver = make_receiver(ReceiverConfig(allow=(str(root),)))
+    return meta, backend.stage(meta, receiver.within(Patience(10.0)))
 
 
 def test_a_proven_version_is_staged_as_a_directory(model_dir, tmp_path):
     tensors = {name: torch.ones(shape) for name, shape in SHAPES.items()}
-    assert staged_by(model_dir, tmp_path, tensors) == FolderUpdate(1, str(tmp_path / "v00000001"))
+    meta, staged = staged_by(model_dir, tmp_path, tensors)
+    folder = tmp_path / "v00000001"
+    proven = ProvenVersion(1, meta.digest, folder)
+    assert staged == FolderUpdate(1, str(folder), meta.digest, proven)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lm_head.weight": torch.ones(59, 4)}, r"lm_head.weight: \(59, 4\) published"),
+        ({"lm_head.weight": torch.ones(59, 4)}, r"lm_head.weight has shape \(59, 4\)"),
         ({"extra.weight": torch.ones(2)}, "extra"),
     ],
 )
@@ -632,9 +641,10 @@ def test_a_reader_that_only_stages_proves_too(model_dir):
     class Reader:
         def stage(self, meta, expected):
             assert {name: tuple(shape) for name, shape in expected.items()} == SHAPES
+            return StagedWeights(meta.version, "d1", {})
 
     backend = SGLangBackend(SGLangConfig(), ModelConfig(path=str(model_dir)), 0)
-    assert backend.stage(WeightUpdateMeta(3, "/v3"), Reader()) == FolderUpdate(3, "/v3")
+    assert backend.stage(WeightUpdateMeta(3, "/v3"), Reader()) == FolderUpdate(3, "/v3", "d1")
 
 
 async def test_what_another_backend_staged_is_refused(model_dir):

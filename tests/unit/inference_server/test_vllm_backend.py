@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import VLLMConfig
+from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import (
     BackendError,
     ConfigError,
@@ -29,7 +30,9 @@ from inference_server.backends.vllm.backend import DirectoryUpdate, VLLMBackend
 from inference_server.backends.vllm.engine import BroadcastUpdate
 from tests.unit.inference_server import vllm_stand_in
 from tests.unit.inference_server.vllm_stand_in import VLLMStandIn
-from weight_sync.transports.disk import DiskPublisher, DiskReader
+from weight_sync.patience import Patience
+from weight_sync.receiver import make_receiver
+from weight_sync.transports.disk import make_local_publisher
 
 PROMPT = (3, 4, 5)
 LONG = 20
@@ -529,18 +532,20 @@ async def test_engine_that_dies_in_an_update_is_reported(llama_dir):
 
 async def test_version_is_proven_before_the_engine_hears_of_it(llama_dir, tmp_path):
     weights = load_file(llama_dir / "model.safetensors")
-    publisher = DiskPublisher(str(tmp_path), keep=9, shard_bytes=1 << 30)
+    publisher = make_local_publisher(str(tmp_path))
     good = publisher.publish(1, weights.items())
     other = publisher.publish(2, [*weights.items(), ("extra", torch.zeros(1))])
     torn = publisher.publish(3, weights.items())
     shard = Path(torn.path) / "shard-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    publisher.close()
+    reader = make_receiver(ReceiverConfig(allow=(str(tmp_path),))).within(Patience(10.0))
     async with serving(llama_dir) as (backend, engine):
-        staged = await asyncio.to_thread(backend.stage, good, DiskReader(str(tmp_path)))
-        assert staged.version == 1
+        staged = await asyncio.to_thread(backend.stage, good, reader)
+        assert (staged.version, staged.digest, staged.held.digest) == (1, good.digest, good.digest)
         for bad in (other, torn):
             with pytest.raises(SyncError):
-                await asyncio.to_thread(backend.stage, bad, DiskReader(str(tmp_path)))
+                await asyncio.to_thread(backend.stage, bad, reader)
         assert "/collective_rpc" not in engine.verbs()
         await backend.swap(staged)
         assert engine.weights_path == good.path
