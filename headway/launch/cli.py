@@ -19,6 +19,7 @@ COMMANDS = {
     "train": ("trainer.main", "one trainer rank (python -m trainer)"),
     "config": ("headway.launch.show_config", "every setting of a process or experiment"),
     "status": ("headway.launch.status", "what a gateway is doing"),
+    "weights": ("weight_sync.commands.main", "list, prove, compare, delete published versions"),
     "detach": ("headway.launch.detach", "end a consumer that will not come back"),
 }
 
