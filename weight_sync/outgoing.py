@@ -22,7 +22,7 @@ def outgoing(tensors: NamedTensors, config: PublishConfig) -> Iterator[tuple[str
     """Names as the servers know them, values in the published type, contiguous, on their device.
 
     Raises:
-        SyncError: two parameters end up under one name, or none is left.
+        SyncError: two parameters end up under one name, none is left, or one is no weight by its type.
     """
     dtype = None if config.dtype is None else DTYPES[config.dtype]
     skipped, seen = set(config.skip), dict[str, str]()
@@ -36,8 +36,13 @@ def outgoing(tensors: NamedTensors, config: PublishConfig) -> Iterator[tuple[str
                 "or name one of them in weight_sync.skip"
             )
         seen[new] = name
-        value = tensor.detach()
-        yield new, (value if dtype is None else value.to(dtype)).contiguous()
+        value = tensor.detach() if dtype is None else tensor.detach().to(dtype)
+        if value.dtype not in DTYPES.values():
+            raise SyncError(
+                f"{name} is of type {value.dtype}; versions hold {', '.join(DTYPES)}: set "
+                "weight_sync.dtype, or name it in weight_sync.skip"
+            )
+        yield new, value.contiguous()
     if not seen:
         raise SyncError("a version needs tensors; publish the model's parameters")
 

@@ -202,16 +202,21 @@ class StoredSource:
 
     def _announced(self) -> Announcement:
         if self._manifest is not None:
-            found = self._manifest
-            return Announcement(version=found.version, kind=found.kind, base=found.base)
+            known = self._manifest
+            return Announcement(version=known.version, kind=known.kind, base=known.base)
         text = self._place.text(ANNOUNCEMENT_NAME)
         if text is None:
             raise SyncError(
                 f"there is no version at {self._path}: neither {MANIFEST_NAME} nor {ANNOUNCEMENT_NAME}"
             )
         try:
-            return Announcement.model_validate_json(text)
+            found = Announcement.model_validate_json(text)
         except ValidationError as error:
             raise SyncError(
                 f"{self._path}/{ANNOUNCEMENT_NAME} is damaged: {error.errors()[0]['msg']}"
             ) from error
+        if found.base is not None and found.base.version >= found.version:
+            raise SyncError(
+                f"{self._path} builds on version {found.base.version}, which is not older"
+            )
+        return found

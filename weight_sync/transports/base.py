@@ -89,7 +89,11 @@ def _is_below(path: str, allowed: str) -> bool:
     if folder is not None and root is not None:
         return folder.resolve().is_relative_to(root.resolve())
     prefix = allowed if allowed.endswith(("/", ":")) else allowed + "/"
-    return path.startswith(prefix) and ".." not in path.split("/")
+    if not path.startswith(prefix) or ".." in path.split("/"):
+        return False
+    # `http://host:` allows any port, not the password in `http://host:80@elsewhere`.
+    port = path[len(prefix) :].partition("/")[0] if prefix.endswith(":") else ""
+    return port == "" or (port.isascii() and port.isdecimal())
 
 
 def _is_peer(path: str) -> bool:

@@ -28,6 +28,7 @@ from weight_sync.publisher import StoredPublisher
 from weight_sync.store import StoredSource, version_name, write_checked
 
 LOCK_NAME = ".publisher.lock"
+FILE_SCHEME = "file://"
 
 
 class LocalStore:
@@ -118,9 +119,11 @@ class LocalPlace:
         """Each is read when it is asked for."""
 
     def read(self, name: str, offset: int, size: int) -> torch.Tensor:
-        buffer = torch.empty(size, dtype=torch.uint8)
-        view, done = bytes_of(buffer), 0
         try:
+            if size > os.fstat(self._open(name)).st_size - offset:  # before memory is taken for it
+                raise SyncError(f"{self._folder / name} is torn: it ends before {offset + size}")
+            buffer = torch.empty(size, dtype=torch.uint8)
+            view, done = bytes_of(buffer), 0
             while done < size:
                 count = os.preadv(self._open(name), [view[done:]], offset + done)
                 if count == 0:
@@ -138,9 +141,7 @@ class LocalPlace:
 
     def _open(self, name: str) -> int:
         if name not in self._files:
-            # O_NOFOLLOW: a link could lead out of the allowed directory.
-            flags = os.O_RDONLY | os.O_NOFOLLOW
-            self._files[name] = os.open(self._folder / name, flags)
+            self._files[name] = _open_no_link(str(self._folder / name), os.O_RDONLY)
         return self._files[name]
 
 
@@ -248,11 +249,14 @@ CHANNEL = DiskChannel()
 
 def make_store(root: str) -> LocalStore | ObjectStore:
     """The store at a directory or URL."""
+    if root.startswith(FILE_SCHEME):
+        return LocalStore(root.removeprefix(FILE_SCHEME), scheme=FILE_SCHEME)
     return ObjectStore(root) if "://" in root else LocalStore(root)
 
 
 def open_place(path: str) -> LocalPlace | ObjectPlace:
     """One version at a directory or URL."""
+    path = path.removeprefix(FILE_SCHEME)
     return ObjectPlace(path) if "://" in path else LocalPlace(Path(path).resolve())
 
 
@@ -280,9 +284,15 @@ def _lock(root: Path) -> IO[str]:
 
 def _text(path: Path) -> bytes | None:
     try:
-        return path.read_bytes()
+        with open(path, "rb", opener=_open_no_link) as file:
+            return file.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """A link could lead out of the allowed directory."""
+    return os.open(path, flags | os.O_NOFOLLOW)
 
 
 def _write_whole(descriptor: int, chunk: memoryview) -> None:

@@ -55,22 +55,36 @@ class Mappings:
         """The file behind a descriptor; mapped anew only if it was not, or with another size."""
         found = os.fstat(descriptor)
         key = (found.st_dev, found.st_ino)
+        self.prune()
         with self._lock:
-            self._prune()
             if key in self._known:
-                file, mapped = self._known[key]
+                mapped = self._known[key][1]
                 if len(mapped) == found.st_size:
                     return mapped
-                os.close(file)
+                os.close(self._known.pop(key)[0])
             # Opened anew: a lock belongs to an open file, and this one stays open.
             file = os.open(f"/proc/self/fd/{descriptor}", self._flags)
-            self._known[key] = (file, mmap.mmap(file, found.st_size, self._share, ACCESS))
-            return self._known[key][1]
+            try:
+                mapped = mmap.mmap(file, found.st_size, self._share, ACCESS)
+            except BaseException:
+                os.close(file)
+                raise
+            self._known[key] = (file, mapped)
+            return mapped
 
-    def _prune(self) -> None:
-        gone = [key for key, (file, _) in self._known.items() if os.fstat(file).st_nlink == 0]
-        for key in gone:
-            os.close(self._known.pop(key)[0])  # tensors in it keep the memory alive
+    def close(self) -> None:
+        """Let go of all; tensors that lie there keep the memory alive."""
+        with self._lock:
+            while self._known:
+                os.close(self._known.popitem()[1][0])
+
+    def prune(self) -> None:
+        """Let go of what was deleted."""
+        with self._lock:
+            known = self._known.items()
+            gone = [key for key, (file, _) in known if os.fstat(file).st_nlink == 0]
+            for key in gone:
+                os.close(self._known.pop(key)[0])  # tensors in it keep the memory alive
 
 
 class SharedMemoryStore(LocalStore):
@@ -87,14 +101,16 @@ class SharedMemoryStore(LocalStore):
     ) -> list[str]:
         size = sum(piece.nbytes for piece in pieces)
         path = self.folder(version) / name
+        if size == 0:  # nothing can be mapped
+            path.touch()
+            return write_checked(pieces, len)
         descriptor = self._recycled(path, size)
         if descriptor is None:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if os.fstat(descriptor).st_size != size:
-                # Reserved first: a full tmpfs is an error here, and would end the process below.
-                os.posix_fallocate(descriptor, 0, size)
+                self._reserve(descriptor, size)
             target = np.frombuffer(self._mappings.map(descriptor), np.uint8)
             return write_checked(pieces, _Cursor(target).write)
         finally:
@@ -105,12 +121,28 @@ class SharedMemoryStore(LocalStore):
         (folder / MANIFEST_NAME).unlink(missing_ok=True)
         blobs = list(folder.glob("*.safetensors")) + list(folder.glob("*.bin"))
         if blobs:
-            for surplus in self._free.iterdir():
-                surplus.unlink(missing_ok=True)
+            self._forget_free()
         for blob in blobs:
             with suppress(FileNotFoundError):
                 blob.rename(self._free / uuid.uuid4().hex)
         super().delete(version)
+
+    def close(self) -> None:
+        self._mappings.close()
+        super().close()
+
+    def _reserve(self, descriptor: int, size: int) -> None:
+        """A full tmpfs is an error here, and would be the end of the process when it is written."""
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError:
+            self._forget_free()
+            os.posix_fallocate(descriptor, 0, size)
+
+    def _forget_free(self) -> None:
+        for surplus in self._free.iterdir():
+            surplus.unlink(missing_ok=True)
+        self._mappings.prune()
 
     def _recycled(self, path: Path, size: int) -> int | None:
         """A retired blob of this size that nobody uses, at its new place."""
