@@ -7,7 +7,7 @@ Every server ends up with equal bits, whatever its processor and number of threa
 after rank, one IEEE float32 multiplication and one addition per element and step, each an operation of
 its own, so that no library chooses an order and no compiler fuses the two; then one multiplication by
 the scale, one addition to W, and one rounding to W's type, nearest even. Blocks of rows stay in a
-core's cache, which makes this no slower than a matrix product of such small rank.
+core's cache: up to rank 16 this is faster than a matrix product, at rank 64 it takes twice as long.
 """
 
 from __future__ import annotations

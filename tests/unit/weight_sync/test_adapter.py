@@ -1,7 +1,10 @@
 """Adapters as versions: what a server ends up with, and what is refused."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,6 +140,28 @@ def test_merged_bits_depend_neither_on_threads_nor_on_layout():
             assert transposed.equal(torch.cat(rows))
     finally:
         torch.set_num_threads(threads)
+
+
+MERGE = """
+import torch
+from weight_sync.adapter import merge_weight
+from weight_sync.manifest import tensor_checksum
+generator = torch.Generator().manual_seed(3)
+weight, a, b = (torch.randint(-999, 999, s, generator=generator) / 997 for s in SHAPES)
+print(torch.backends.cpu.get_cpu_capability(), tensor_checksum(merge_weight(weight, a, b, 1.7)))
+"""
+
+
+def test_merged_bits_do_not_depend_on_the_instructions_of_the_processor():
+    program = MERGE.replace("SHAPES", "((300, 517), (7, 517), (300, 7))")
+    found = {}
+    for capability in ("default", "avx2"):
+        environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+        command = [sys.executable, "-c", program]
+        printed = subprocess.check_output(command, env=environment, text=True, timeout=60)
+        used, checksum = printed.split()
+        found[used] = checksum
+    assert len(set(found.values())) == 1, found
 
 
 def test_full_then_adapters_then_full(publisher, receiver):
