@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ from tests.numeric.models import (
     reference_logprobs,
     write_char_tokenizer,
 )
-from weight_sync.transports.disk import DiskPublisher
+from weight_sync.transports.disk import make_local_publisher
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -115,7 +116,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("sglang")
     root = folder / "weights"
     a, b = save_llama(root / "a", seed=1), save_llama(root / "b", seed=2)
-    process, url = start(folder, a, "--weights-root", str(root), "--backend.max-sequences", "8")
+    flags = ("--weights.allow", json.dumps([str(root)]), "--backend.max-sequences", "8")
+    process, url = start(folder, a, *flags)
     client = SGLangClient(url)
     yield Served(client, root, a, b, process)
     client.close()
@@ -563,8 +565,8 @@ def test_labels_and_the_weights_they_name(served: Served) -> None:
 
 def test_a_version_of_our_own_publisher_is_a_directory_too(served: Served) -> None:
     weights = load_file(served.b / "model.safetensors")
-    publisher = DiskPublisher(str(served.root / "published"), keep=2, shard_bytes=1 << 14)
-    meta = publisher.publish(7, weights.items())
+    with closing(make_local_publisher(str(served.root / "published"))) as publisher:
+        meta = publisher.publish(7, weights.items())
     served.serve(served.a)
     served.serve(Path(meta.path), served.name("ours"))
     assert served.client.checksums() == disk_sums(served, served.b)
@@ -631,13 +633,11 @@ def test_our_own_publications_go_through_the_same_gate(served: Served) -> None:
     client = served.client
     served.serve(served.a, served.name("theirs"))
     version = client.get("/v1/status").json()["version"]
-    publisher = DiskPublisher(str(served.root / "ours"), keep=9, shard_bytes=1 << 20)
     weights = load_file(served.b / "model.safetensors")
-    first, second = (
-        {"version": meta.version, "path": meta.path}
-        for meta in (publisher.publish(version + step, weights.items()) for step in (1, 2))
-    )
-    assert client.post("/v1/weights/prepare", first).status_code == 200
+    with closing(make_local_publisher(str(served.root / "ours"))) as publisher:
+        metas = [publisher.publish(version + step, weights.items()) for step in (1, 2)]
+    first, second = ({"version": meta.version, "path": meta.path} for meta in metas)
+    assert client.post("/v1/weights/prepare", {"epoch": 1, **first}).status_code == 200
     label = served.name("theirs")
     served.serve(served.a, label)  # takes the number that was prepared
     assert client.model_info()["weight_version"] == label
@@ -853,7 +853,7 @@ def test_a_server_describes_itself(served: Served) -> None:
 
 def test_a_server_without_model_or_tokenizer(tmp_path: Path) -> None:
     process, url = start(
-        tmp_path, tmp_path, "--backend.type", "fake", "--weights-root", str(tmp_path)
+        tmp_path, tmp_path, "--backend.type", "fake", "--weights.allow", json.dumps([str(tmp_path)])
     )
     client = SGLangClient(url)
     try:
