@@ -1,9 +1,10 @@
-"""The trainer's side of a broadcast: buckets are packed on one thread and sent by another.
+"""The trainer's side of a broadcast: gathered by one thread, laid out by another, sent by a third.
 
-What was packed stays in the CPU's memory until the version is published. So a membership that changes
+What was gathered stays in the CPU's memory until the version is published. So a membership that changes
 midway costs one more sending, not one more gathering in which every rank of the trainer had to take
-part. The price is one copy of the published weights (their size as sent: 2 bytes per parameter in
-bfloat16, about 1 quantized) on the host of rank 0, while it publishes.
+part. The price is one copy of the published weights (2 bytes per parameter in bfloat16, about 1
+quantized) on the host of rank 0 while it publishes, and two buckets always. Tensors that lie on the CPU
+already are not copied: nobody may write to them before `publish` returns.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -25,7 +27,7 @@ from weight_sync.manifest import TensorEntry, dtype_name, tensor_checksum
 from weight_sync.outgoing import Bucket
 from weight_sync.patience import Patience
 from weight_sync.store import version_name
-from weight_sync.transports.detached import call_detached
+from weight_sync.transports.detached import call_detached, start_detached
 from weight_sync.transports.meeting import LOOK_S, Host, Meeting, Part, Plan, Round
 from weight_sync.transports.process_group import (
     GroupAddress,
@@ -41,10 +43,14 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A bucket as it is sent; `payload` is [size] uint8 on the CPU."""
+    """A bucket; its bytes are the pieces one behind the other, each [n] uint8 on the CPU."""
 
     entries: tuple[TensorEntry, ...]
-    payload: torch.Tensor
+    pieces: tuple[torch.Tensor, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(piece.numel() for piece in self.pieces)
 
 
 def pack(number: int, bucket: Bucket, quantization: Quantization | None) -> Parcel:
@@ -57,13 +63,49 @@ def pack(number: int, bucket: Bucket, quantization: Quantization | None) -> Parc
     if quantization is not None:
         return _pack_quantized(blob, bucket, quantization)
     ordered = sorted(bucket, key=lambda named: -named[1].element_size())
-    payload = _joined([_bytes(tensor) for _, tensor in ordered])
+    pieces = [_bytes(tensor.cpu()) for _, tensor in ordered]
     entries, offset = [], 0
-    for name, tensor in ordered:
-        stored = payload[offset : offset + tensor.nbytes]
-        entries.append(_entry(name, tensor, tensor_checksum(stored), blob, offset, tensor.nbytes))
-        offset += tensor.nbytes
-    return Parcel(tuple(entries), payload)
+    for (name, tensor), piece in zip(ordered, pieces, strict=True):
+        entries.append(_entry(name, tensor, tensor_checksum(piece), blob, offset, piece.numel()))
+        offset += piece.numel()
+    return Parcel(tuple(entries), tuple(pieces))
+
+
+class Staging:
+    """Two buffers in which parcels are laid out to be sent, the next one while one is sent."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+        self._next: tuple[Parcel, Future[torch.Tensor]] | None = None
+
+    def take(self, parcel: Parcel, following: Parcel | None) -> torch.Tensor:
+        """[size] uint8, until the call after the next; `following` is what is wanted then."""
+        if self._next is None or self._next[0] is not parcel:
+            self._begin(parcel)
+        assert self._next is not None
+        payload = self._next[1].result()
+        self._next = None
+        if following is not None:
+            self._begin(following)
+        return payload
+
+    def drop(self) -> None:
+        """Forget the buffers, from which somebody may still be sending."""
+        self._buffers, self._next = [], None
+
+    def _begin(self, parcel: Parcel) -> None:
+        self._next = (parcel, start_detached(lambda: self._lay_out(parcel)))
+
+    def _lay_out(self, parcel: Parcel) -> torch.Tensor:
+        if len(parcel.pieces) == 1:
+            return parcel.pieces[0]
+        buffer = self._buffers.pop(0) if len(self._buffers) == 2 else None
+        if buffer is None or buffer.numel() < parcel.size:
+            buffer = empty_bytes(parcel.size)
+        self._buffers.append(buffer)
+        payload = buffer[: parcel.size]
+        torch.cat(parcel.pieces, out=payload)
+        return payload
 
 
 class Spool:
@@ -110,6 +152,7 @@ class Broadcast:
         spool: Spool,
         patience: Patience,
         group: WeightGroup | None,
+        staging: Staging,
     ) -> None:
         self._host = host
         self._version = version
@@ -117,6 +160,7 @@ class Broadcast:
         self._spool = spool
         self._patience = patience
         self._peers = Patience(config.timeout_s, f"the receivers of version {version}")
+        self._staging = staging
         self._looked = 0.0
         self._num_announced = 0
         self.group = group
@@ -172,15 +216,17 @@ class Broadcast:
             group = self.group = self._meet(current, plan, seats, watch)
             number = 0
             while (parcel := self._parcel(current, number, watch)) is not None:
-                group.send_bytes(parcel.payload, watch)
-                self._peers.progress()
                 number += 1
+                following = self._spool[number] if number < len(self._spool) else None
+                group.send_bytes(self._staging.take(parcel, following), watch)
+                self._peers.progress()
             current.add_part(Part(digest=self._spool.digest))
             self._wait(lambda: current.have_arrived(plan.world_size) or None, watch)
         except SyncError as error:
             with suppress(SyncError):
                 current.fail(error)
             self._leave()
+            self._staging.drop()
             raise
 
     def _meet(
@@ -227,7 +273,7 @@ class Broadcast:
         """Receivers make room for a bucket while the one before is under way."""
         while self._num_announced < len(self._spool):
             parcel = self._spool[self._num_announced]
-            current.add_part(Part(entries=parcel.entries, size=parcel.payload.numel()))
+            current.add_part(Part(entries=parcel.entries, size=parcel.size))
             self._num_announced += 1
 
     def _look(self, current: Round, plan: Plan) -> None:
@@ -274,7 +320,7 @@ def _pack_quantized(blob: str, bucket: Bucket, quantization: Quantization) -> Pa
         padding = -size % ALIGNMENT
         pieces += [encoded.payload, torch.zeros(padding, dtype=torch.uint8)]
         offset += size + padding
-    return Parcel(tuple(entries), _joined(pieces))
+    return Parcel(tuple(entries), tuple(pieces))
 
 
 def _entry(
@@ -289,18 +335,6 @@ def _entry(
         offset=offset,
         size=size,
     )
-
-
-def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """One CPU tensor of all bytes; not copied if there is but one piece, and on the CPU."""
-    if len(pieces) == 1:
-        return pieces[0].cpu()
-    payload = empty_bytes(sum(piece.numel() for piece in pieces))
-    offset = 0
-    for piece in pieces:
-        payload[offset : offset + piece.numel()].copy_(piece)
-        offset += piece.numel()
-    return payload
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

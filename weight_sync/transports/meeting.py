@@ -73,7 +73,7 @@ class Part(Config):
 
     entries: tuple[TensorEntry, ...] = ()
     size: int = Field(0, ge=0)
-    """Bytes of the broadcast; entries lie at their offsets in it. Nothing is broadcast for 0."""
+    """Bytes of the broadcast; entries lie at their offsets in it."""
     digest: Digest | None = None
     """Of the version; this is no bucket, all have come."""
 
@@ -237,7 +237,7 @@ class Member:
 
     A server whose engine's processes are the ranks takes seats for them, lets them join the `Meeting`'s
     group (SGLang's `init_weights_update_group`, at this address), and has them take part in one
-    broadcast for every `part` that has a size.
+    broadcast for every `part` that is no end.
     """
 
     def __init__(

@@ -112,23 +112,22 @@ class WeightGroup:
             for spec, part in zip(specs, parts, strict=True)
         }
 
-    def receive_bytes(self, size: int, watch: Watch) -> torch.Tensor:
-        """One broadcast: [size] uint8 on the CPU.
+    def receive_into(self, target: torch.Tensor, watch: Watch) -> None:
+        """One broadcast into [size] uint8 on the CPU.
 
         Raises:
-            SyncError: a peer died, or `watch` raised it; close the group.
+            SyncError: a peer died, or `watch` raised it; close the group, and leave the target alone.
         """
-        flat = (
-            empty_bytes(size) if self._device.type == "cpu" else self._buffer((size,), torch.uint8)
-        )
+        flat = target if self._device.type == "cpu" else self._buffer(target.shape, torch.uint8)
         self._broadcast([flat], watch)
-        return flat.cpu()
+        if flat is not target:
+            target.copy_(flat)
 
     def send_bytes(self, payload: torch.Tensor, watch: Watch) -> None:
         """One broadcast of [size] uint8, from any device; for rank 0.
 
         Raises:
-            SyncError: as for `receive_bytes`.
+            SyncError: as for `receive_into`.
         """
         self._broadcast([payload.to(self._device)], watch)
 
@@ -164,7 +163,7 @@ class WeightGroup:
 
     def _broadcast(self, buffers: Sequence[torch.Tensor], watch: Watch) -> None:
         try:
-            self._pending = self._start([b for b in buffers if b.numel()], watch)
+            self._pending = self._start(buffers, watch)
             for work in self._pending:
                 while not work.is_completed():
                     watch()

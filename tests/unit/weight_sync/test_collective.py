@@ -1,0 +1,452 @@
+"""Versions broadcast over Gloo between real processes, and what happens when one does not play."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from headway.contracts.config.weight_sync import CollectiveSync, ReceiverConfig
+from headway.contracts.errors import Fenced, SyncError
+from headway.contracts.types import GroupSeat, WeightUpdateMeta
+from tests.unit.weight_sync.collective_child import (
+    LIMIT_S,
+    Child,
+    Engine,
+    Half,
+    Publish,
+    Receive,
+    fact,
+    receive,
+    weights,
+)
+from weight_sync.manifest import tensor_checksum
+from weight_sync.patience import Patience
+from weight_sync.transports.collective import CHANNEL, CollectivePublisher, Memory
+from weight_sync.transports.meeting import Member
+
+SHORT_S = 2.0
+CONFIG = CollectiveSync(shard_bytes=1 << 20, timeout_s=LIMIT_S / 2)
+NUM_PARTS = 9
+"""Buckets of `weights()`."""
+
+Spawn = Callable[[], Child]
+
+
+@pytest.fixture
+def spawn() -> Iterator[Spawn]:
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(Child())
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as threads:
+        yield threads
+
+
+@pytest.fixture
+def make_publisher() -> Iterator[Callable[..., CollectivePublisher]]:
+    with ExitStack() as stack:
+
+        def make(**changes: object) -> CollectivePublisher:
+            publisher = CHANNEL.make_publisher(CONFIG.model_copy(update=changes))
+            stack.callback(publisher.close)
+            return publisher
+
+        yield make
+
+
+@pytest.fixture
+def publisher(make_publisher: Callable[..., CollectivePublisher]) -> CollectivePublisher:
+    return make_publisher()
+
+
+def seats(epoch: int, count: int) -> list[GroupSeat]:
+    return [GroupSeat(epoch, rank, count + 1) for rank in range(1, count + 1)]
+
+
+def send(children: list[Child], path: str, version: int, epoch: int) -> None:
+    for child, seat in zip(children, seats(epoch, len(children)), strict=True):
+        child.tell(Receive(path, version, seat))
+
+
+def facts(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    return {name: fact(tensor) for name, tensor in tensors.items()}
+
+
+def in_thread(
+    pool: ThreadPoolExecutor, path: str, seat: GroupSeat, patience: Patience
+) -> Future[tuple[str, dict[str, str]]]:
+    return pool.submit(receive, Receive(path, 7, seat), patience)
+
+
+def test_every_bit_arrives_at_whoever_takes_part_while_members_come_and_go(
+    publisher: CollectivePublisher, spawn: Spawn
+) -> None:
+    children = [spawn() for _ in range(3)]
+    for version, count in enumerate([1, 3, 3, 1], start=7):
+        given = weights(seed=version)
+        path = publisher.announce(version).path
+        send(children[:count], path, version, epoch=version)
+        meta = publisher.publish(version, given.items())
+        for child in children[:count]:
+            assert child.heard() == ("done", meta.digest, facts(given))
+        assert publisher.latest() == version
+        assert publisher.collect(version) == []
+
+
+def test_a_group_lasts_as_long_as_its_members_do(
+    publisher: CollectivePublisher, spawn: Spawn
+) -> None:
+    first, second = spawn(), spawn()
+    names = []
+    for version, members in enumerate([(first, second), (first, second), (second, first)], start=1):
+        path = publisher.announce(version).path
+        send(list(members), path, version, epoch=10 + version)
+        publisher.publish(version, weights().items())
+        assert {child.heard()[0] for child in members} == {"done"}
+        assert publisher._group is not None
+        names.append(publisher._group.address.name)
+    assert names == ["v00000001-11", "v00000001-11", "v00000003-13"]
+
+
+def test_a_trainer_with_a_default_group_of_its_own_publishes(
+    publisher: CollectivePublisher, pool: ThreadPoolExecutor
+) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        path = publisher.announce(7).path
+        came = in_thread(pool, path, GroupSeat(1, 1, 2), Patience(LIMIT_S))
+        publisher.publish(7, weights().items())
+        assert came.result(LIMIT_S)[1] == facts(weights())
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "float8_e4m3fn"])
+def test_quantized_weights_have_the_digest_of_what_receivers_end_up_with(
+    make_publisher: Callable[..., CollectivePublisher], pool: ThreadPoolExecutor, quantization: str
+) -> None:
+    publisher = make_publisher(quantization=quantization)
+    given = {"m": torch.randn(33, 65), "bias": torch.randn(7), "n": torch.randn(9, 17).bfloat16()}
+    path = publisher.announce(7).path
+    came = in_thread(pool, path, GroupSeat(1, 1, 2), Patience(LIMIT_S))
+    meta = publisher.publish(7, given.items())
+    digest, found = came.result(LIMIT_S)
+    assert digest == meta.digest
+    assert found["bias"] == fact(given["bias"])
+    assert found["m"] != fact(given["m"])
+
+
+@pytest.mark.parametrize("num_parts", [0, 4])
+def test_who_is_killed_in_the_group_ends_the_epoch_and_the_others_take_the_version_in_the_next(
+    publisher: CollectivePublisher, spawn: Spawn, pool: ThreadPoolExecutor, num_parts: int
+) -> None:
+    doomed, *others = spawn(), spawn(), spawn()
+    path = publisher.announce(7).path
+    gathered = []
+
+    def gather() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights().items():
+            gathered.append(name)
+            yield name, tensor
+
+    published = pool.submit(publisher.publish, 7, gather())
+    doomed.tell(Half(path, 7, GroupSeat(1, 3, 4), joins=True, num_parts=num_parts))
+    for child, rank in zip(others, (1, 2), strict=True):
+        child.tell(Receive(path, 7, GroupSeat(1, rank, 4)))
+    assert doomed.heard() == ("holding", "half")
+    doomed.kill()
+    # Its connections tell the others; nobody waits for a deadline.
+    assert {child.heard()[0] for child in others} == {"failed"}
+    send(others, path, 7, epoch=2)
+    digest = published.result(LIMIT_S).digest
+    assert [child.heard() for child in others] == [("done", digest, facts(weights()))] * 2
+    assert gathered == list(weights())
+
+
+@pytest.mark.parametrize(("joins", "num_parts"), [(False, 0), (True, NUM_PARTS)])
+def test_who_is_killed_outside_of_a_broadcast_is_left_behind_by_the_next_epoch(
+    publisher: CollectivePublisher,
+    spawn: Spawn,
+    pool: ThreadPoolExecutor,
+    joins: bool,
+    num_parts: int,
+) -> None:
+    doomed, other, fresh = spawn(), spawn(), spawn()
+    path = publisher.announce(7).path
+    published = pool.submit(publisher.publish, 7, weights().items())
+    doomed.tell(Half(path, 7, GroupSeat(1, 2, 3), joins, num_parts))
+    other.tell(Receive(path, 7, GroupSeat(1, 1, 3)))
+    assert doomed.heard() == ("holding", "half")
+    doomed.kill()
+    fresh.tell(Receive(path, 7, GroupSeat(2, 1, 2)))
+    digest = published.result(LIMIT_S).digest
+    assert fresh.heard() == ("done", digest, facts(weights()))
+    if joins:
+        assert other.heard() == ("done", digest, facts(weights()))
+    else:
+        assert other.heard()[:2] == ("failed", "fenced")
+
+
+@pytest.mark.parametrize("num_parts", [0, 4, NUM_PARTS])
+def test_a_stopped_receiver_ends_the_publication_within_its_time(
+    make_publisher: Callable[..., CollectivePublisher],
+    spawn: Spawn,
+    pool: ThreadPoolExecutor,
+    num_parts: int,
+) -> None:
+    publisher = make_publisher(timeout_s=SHORT_S)
+    stopped, other = spawn(), spawn()
+    path = publisher.announce(7).path
+    published = pool.submit(publisher.publish, 7, weights().items())
+    other.tell(Receive(path, 7, GroupSeat(1, 1, 3)))
+    stopped.tell(Half(path, 7, GroupSeat(1, 2, 3), True, num_parts))
+    assert stopped.heard() == ("holding", "half")
+    os.kill(stopped.pid, signal.SIGSTOP)
+    with pytest.raises(SyncError):
+        published.result(LIMIT_S)
+    answer = other.heard()
+    if num_parts < NUM_PARTS:
+        assert answer[0] == "failed"
+    os.kill(stopped.pid, signal.SIGCONT)
+    path = publisher.announce(8).path  # the publisher is none the worse
+    other.tell(Receive(path, 8, GroupSeat(2, 1, 2)))
+    publisher.publish(8, weights().items())
+    assert other.heard()[0] == "done"
+
+
+def test_a_killed_publisher_is_noticed_at_once(spawn: Spawn) -> None:
+    trainer, *receivers = spawn(), spawn(), spawn()
+    trainer.tell(Publish(CONFIG, 7, hold_at="big.5"))
+    _, path = trainer.heard()
+    send(receivers, path, 7, epoch=1)
+    assert trainer.heard() == ("holding", "big.5")
+    trainer.kill()
+    for child in receivers:
+        kind, code, _ = child.heard()
+        assert (kind, code) == ("failed", "sync")
+        assert child.end() == 0
+
+
+@pytest.mark.parametrize("hold_at", ["odd.bf16", "big.5"])
+def test_patience_with_a_stopped_publisher_ends(
+    spawn: Spawn, pool: ThreadPoolExecutor, hold_at: str
+) -> None:
+    trainer, child = spawn(), spawn()
+    trainer.tell(Publish(CONFIG, 7, hold_at))
+    _, path = trainer.heard()
+    child.tell(Receive(path, 7, GroupSeat(1, 1, 2), SHORT_S))
+    assert trainer.heard() == ("holding", hold_at)
+    os.kill(trainer.pid, signal.SIGSTOP)
+    kind, _, message = child.heard()
+    assert kind == "failed"
+    assert "no progress" in message
+    assert child.end() == 0  # whatever still waits holds up nobody
+    late = in_thread(pool, path, GroupSeat(2, 1, 2), Patience(SHORT_S))  # cannot even connect
+    with pytest.raises(SyncError):
+        late.result(LIMIT_S)
+    trainer.kill()
+
+
+def test_giving_up_while_the_others_have_not_come(
+    publisher: CollectivePublisher, pool: ThreadPoolExecutor
+) -> None:
+    path = publisher.announce(7).path
+    patience = Patience(LIMIT_S)
+    waiting = in_thread(pool, path, GroupSeat(1, 1, 3), patience)
+    patience.give_up("the server was told otherwise")
+    with pytest.raises(SyncError, match="told otherwise"):
+        waiting.result(LIMIT_S)
+
+
+def test_giving_up_in_a_broadcast_leaves_a_process_that_can_go_on(
+    publisher: CollectivePublisher, spawn: Spawn, pool: ThreadPoolExecutor
+) -> None:
+    slow = spawn()
+    path = publisher.announce(7).path
+    published = pool.submit(publisher.publish, 7, weights().items())
+    slow.tell(Half(path, 7, GroupSeat(1, 2, 3), joins=True, num_parts=2))
+    patience = Patience(LIMIT_S)
+    waiting = in_thread(pool, path, GroupSeat(1, 1, 3), patience)
+    assert slow.heard() == ("holding", "half")  # it takes no more, so nobody gets what comes then
+    patience.give_up("the server was told otherwise")
+    with pytest.raises(SyncError, match="told otherwise"):
+        waiting.result(LIMIT_S)
+    again = in_thread(pool, path, GroupSeat(2, 1, 2), Patience(LIMIT_S))
+    assert again.result(LIMIT_S)[0] == published.result(LIMIT_S).digest
+
+
+def test_a_reader_who_leaves_early_ends_it_for_all(
+    publisher: CollectivePublisher, pool: ThreadPoolExecutor
+) -> None:
+    path = publisher.announce(7).path
+    published = pool.submit(publisher.publish, 7, weights().items())
+    other = in_thread(pool, path, GroupSeat(1, 2, 3), Patience(LIMIT_S))
+    meta = WeightUpdateMeta(7, path, seat=GroupSeat(1, 1, 3))
+    source = CHANNEL.open_source(path, meta, ReceiverConfig(), Patience(LIMIT_S))
+    next(iter(source.entries()))
+    source.close()
+    with pytest.raises(SyncError, match="rank 1 left"):
+        other.result(LIMIT_S)
+    publisher.cancel(7, "nobody is left")
+    with pytest.raises(SyncError):
+        published.result(LIMIT_S)
+
+
+def test_the_gateway_refuses_and_the_publication_ends(
+    publisher: CollectivePublisher, pool: ThreadPoolExecutor
+) -> None:
+    publisher.announce(7)
+    begun, gathered = threading.Event(), weights()
+
+    def gather() -> Iterator[tuple[str, torch.Tensor]]:
+        begun.set()
+        yield from gathered.items()
+
+    published = pool.submit(publisher.publish, 7, gather())
+    assert begun.wait(LIMIT_S)
+    publisher.cancel(7, "no server is ready")
+    with pytest.raises(SyncError, match="no server is ready"):
+        published.result(LIMIT_S)
+    assert publisher.latest() is None
+
+
+def test_a_cancelled_version_is_not_begun_and_its_receivers_are_told(
+    publisher: CollectivePublisher,
+) -> None:
+    path = publisher.announce(7).path
+    publisher.cancel(7, "no server is ready")
+    with pytest.raises(SyncError, match="no server is ready"):
+        publisher.publish(7, weights().items())
+    with pytest.raises(SyncError, match="given up"):
+        receive(Receive(path, 7, GroupSeat(1, 1, 2)), Patience(LIMIT_S))
+
+
+def test_a_gathering_that_fails_ends_everything(
+    publisher: CollectivePublisher, pool: ThreadPoolExecutor
+) -> None:
+    def gather() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights().items()
+        raise ZeroDivisionError("a shard is gone")
+
+    path = publisher.announce(7).path
+    came = in_thread(pool, path, GroupSeat(1, 1, 2), Patience(LIMIT_S))
+    with pytest.raises(ZeroDivisionError):
+        publisher.publish(7, gather())
+    with pytest.raises(SyncError, match="a shard is gone"):
+        came.result(LIMIT_S)
+
+
+def test_a_newer_epoch_supersedes_one_that_is_under_way(
+    publisher: CollectivePublisher, spawn: Spawn, pool: ThreadPoolExecutor
+) -> None:
+    old = spawn()
+    path = publisher.announce(7).path
+    published = pool.submit(publisher.publish, 7, weights().items())
+    old.tell(Receive(path, 7, GroupSeat(4, 1, 2), hold_at="big.1"))
+    assert old.heard() == ("holding", "big.1")
+    new = in_thread(pool, path, GroupSeat(5, 1, 2), Patience(LIMIT_S))
+    assert new.result(LIMIT_S)[0] == published.result(LIMIT_S).digest
+    old.tell("go on")
+    assert old.heard()[:2] == ("failed", "fenced")
+
+
+def test_a_stale_epoch_is_fenced_and_a_contradiction_refused(
+    publisher: CollectivePublisher, pool: ThreadPoolExecutor
+) -> None:
+    path = publisher.announce(7).path
+    Member(path, 7, GroupSeat(5, 1, 3), Patience(LIMIT_S))
+    with pytest.raises(Fenced, match="superseded by epoch 5"):
+        receive(Receive(path, 7, GroupSeat(4, 1, 2)), Patience(LIMIT_S))
+    with pytest.raises(SyncError, match="3 members in epoch 5, not for 2"):
+        receive(Receive(path, 7, GroupSeat(5, 1, 2)), Patience(LIMIT_S))
+
+
+def test_what_is_over_cannot_be_joined(
+    publisher: CollectivePublisher, pool: ThreadPoolExecutor
+) -> None:
+    path = publisher.announce(7).path
+    came = in_thread(pool, path, GroupSeat(1, 1, 2), Patience(LIMIT_S))
+    publisher.publish(7, weights().items())
+    came.result(LIMIT_S)
+    with pytest.raises(SyncError, match="brought to all its members"):
+        receive(Receive(path, 7, GroupSeat(2, 1, 2)), Patience(LIMIT_S))
+    with pytest.raises(SyncError, match="not newer than 7"):
+        publisher.announce(7)
+    publisher.announce(8)
+    with pytest.raises(SyncError, match="no version 7"):
+        receive(Receive(path, 7, GroupSeat(3, 1, 2)), Patience(LIMIT_S))
+
+
+def test_an_address_without_a_trainer_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with pytest.raises(SyncError, match="no trainer at"):
+        path = f"gloo://127.0.0.1:{port}/v00000007"
+        receive(Receive(path, 7, GroupSeat(1, 1, 2)), Patience(LIMIT_S))
+    with pytest.raises(SyncError, match="names no rendezvous"):
+        receive(Receive("gloo://v00000007", 7, GroupSeat(1, 1, 2)), Patience(LIMIT_S))
+
+
+def test_a_path_without_a_seat_is_refused(publisher: CollectivePublisher) -> None:
+    meta = publisher.announce(7)
+    with pytest.raises(SyncError, match="no seat"):
+        CHANNEL.open_source(meta.path, meta, ReceiverConfig(), Patience(LIMIT_S))
+
+
+def test_an_engine_joins_with_all_its_ranks_while_its_server_reads_the_store(
+    publisher: CollectivePublisher, spawn: Spawn, pool: ThreadPoolExecutor
+) -> None:
+    ranks = {1: spawn(), 2: spawn()}
+    path = publisher.announce(7).path
+    published = pool.submit(publisher.publish, 7, weights().items())
+    member = Member(path, 7, GroupSeat(1, 1, 3), Patience(LIMIT_S), num_ranks=2)
+    meeting = member.meet("")
+    for rank, child in ranks.items():
+        child.tell(Engine(meeting.group, member.port, rank, 3))
+    number, found = 0, dict[str, str]()
+    while (part := member.part(number)).digest is None:
+        for child in ranks.values():
+            child.tell(part)
+            checksums = child.heard()
+            found |= checksums
+            assert checksums == {entry.name: entry.checksum for entry in part.entries}
+        number += 1
+    member.arrive()
+    assert published.result(LIMIT_S).digest == part.digest
+    assert found == {name: tensor_checksum(t) for name, t in weights().items()}
+
+
+def test_a_tensor_is_read_once(publisher: CollectivePublisher, pool: ThreadPoolExecutor) -> None:
+    path = publisher.announce(7).path
+    published = pool.submit(publisher.publish, 7, weights().items())
+    meta = WeightUpdateMeta(7, path, seat=GroupSeat(1, 1, 2))
+    source = CHANNEL.open_source(path, meta, ReceiverConfig(), Patience(LIMIT_S))
+    for entry in source.entries():
+        source.read(entry)
+        with pytest.raises(SyncError, match="cannot be read again"):
+            source.read(entry)
+    assert source.manifest().digest == published.result(LIMIT_S).digest
+    source.close()
+
+
+def test_memory_is_written_again_only_when_nobody_holds_it() -> None:
+    memory = Memory()
+    held = memory.take(1 << 20)
+    view, address = held[4:8].view(torch.float32), held.data_ptr()
+    del held
+    assert memory.take(1 << 20).data_ptr() != address
+    del view
+    again = [memory.take(1 << 20) for _ in range(2)]
+    assert address in [block.data_ptr() for block in again]
