@@ -60,6 +60,8 @@ CONTEXT = 4096
 STREAMS = 4
 """Sequences that every server generates under `--load`."""
 READY_S = 300.0
+STEP_S = 2.0
+"""Between publications: a trainer computes for that long at least, and servers free what was replaced."""
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -102,14 +104,16 @@ def measure(folder: Path, options: argparse.Namespace, stack: ExitStack) -> None
     urls = [server.url for server in client.status().servers]
     raw = stack.enter_context(RAW[options.transport](state, options, root))
     load = stack.enter_context(generating(urls)) if options.load else None
-    raws, ours, pauses, tokens = [], [], [], []
+    raws, ours, uploaded, pauses, tokens = [], [], [], [], []
     for version in range(1, options.rounds + 2):
+        time.sleep(STEP_S)
         raws.append(raw())
         state = {name: tensor.roll(1, 0) for name, tensor in state.items()}
         before = time.monotonic()
         meta = publisher.announce(version)
         commit = client.update_weights(meta)
         publisher.publish(version, state.items())
+        uploaded.append(time.monotonic() - before)
         commit.result(READY_S)
         after = time.monotonic()
         ours.append(after - before)
@@ -137,6 +141,7 @@ def measure(folder: Path, options: argparse.Namespace, stack: ExitStack) -> None
         pack_weights=options.pack_weights,
         gigabytes=round(sum(t.nbytes for t in state.values()) / 1e9, 3),
         seconds=[round(second, 4) for second in seconds],
+        upload_seconds=[round(second, 4) for second in uploaded[1:]],
         raw_seconds=[round(second, 4) for second in limit],
         ratios=[round(a / b, 3) for a, b in zip(seconds, limit, strict=True)],
         **more,

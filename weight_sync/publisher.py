@@ -1,13 +1,13 @@
-"""`WeightPublisher` into a place where versions lie: gather, encode, write, all three at a time.
+"""`WeightPublisher` into a place where versions lie: gather, encode, write, all at a time.
 
-The caller's thread gathers the next bucket while one thread encodes and writes the one before and
-another computes checksums; receivers read what is written already.
+The caller's thread gathers the next bucket while others encode, write and checksum those before it;
+receivers read what is written already.
 """
 
 from __future__ import annotations
 
 import math
-import queue
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -45,11 +45,8 @@ from weight_sync.outgoing import Bucket, buckets, outgoing
 from weight_sync.patience import Patience
 from weight_sync.store import ANNOUNCEMENT_NAME, Announcement, Store, versions_in, with_bases
 
-AHEAD = 1
-"""Buckets that are gathered and not yet written."""
-ENCODERS = 2
-
-_Encoding = list[tuple[str, torch.Tensor, Future[Encoded]]]
+WRITERS = 2
+"""Buckets that are encoded and written at a time, while the next one is gathered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,23 +249,19 @@ class _Writing:
 
     def run(self, ready: Iterator[Bucket], patience: Patience) -> Manifest:
         """Write all buckets, then the manifest."""
-        waiting: queue.Queue[_Encoding | None] = queue.Queue(AHEAD)
-        with (
-            ThreadPoolExecutor(1, thread_name_prefix="weights-write") as writer,
-            ThreadPoolExecutor(ENCODERS, thread_name_prefix="weights-encode") as encoders,
-        ):
-            written = writer.submit(self._write_all, waiting)
+        writing: deque[Future[list[TensorEntry]]] = deque()
+        with ThreadPoolExecutor(WRITERS, thread_name_prefix="weights-write") as writers:
             try:
-                for bucket in ready:
+                for number, bucket in enumerate(ready):
                     _ = patience.left_s
-                    encoding = [
-                        (name, t, encoders.submit(self._encode, name, t)) for name, t in bucket
-                    ]
-                    if not _hand_over(encoding, waiting, written):
-                        break
+                    if len(writing) == WRITERS:
+                        self._entries += writing.popleft().result()
+                    writing.append(writers.submit(self._write, number, bucket))
+                while writing:
+                    self._entries += writing.popleft().result()
             finally:
-                _hand_over(None, waiting, written)
-            written.result()
+                for waiting in writing:
+                    waiting.cancel()
         self._store.sync()
         _ = patience.left_s
         ref = None if self._base is None else self._base.ref
@@ -277,15 +270,11 @@ class _Writing:
         self._store.write_text(self._version, MANIFEST_NAME, manifest.model_dump_json())
         return manifest
 
-    def _write_all(self, waiting: queue.Queue[_Encoding | None]) -> None:
-        number = 0
-        while (encoding := waiting.get()) is not None:
-            blob = make_blob(number, [(name, t, future.result()) for name, t, future in encoding])
-            checksums = self._store.write_blob(self._version, blob.name, blob.pieces)
-            entries = blob.entries(checksums)
-            self._store.write_text(self._version, part_name(number), write_part(entries))
-            self._entries += entries
-            number += 1
+    def _write(self, number: int, bucket: Bucket) -> list[TensorEntry]:
+        blob = make_blob(number, [(name, t, self._encode(name, t)) for name, t in bucket])
+        entries = blob.entries(self._store.write_blob(self._version, blob.name, blob.pieces))
+        self._store.write_text(self._version, part_name(number), write_part(entries))
+        return entries
 
     def _encode(self, name: str, value: torch.Tensor) -> Encoded:
         if self._config.quantization is not None:
@@ -301,17 +290,6 @@ class _Writing:
             encoded = plain(value)
         self.kept[name] = base.copy_(value)
         return encoded
-
-
-def _hand_over(
-    encoding: _Encoding | None, waiting: queue.Queue[_Encoding | None], written: Future[None]
-) -> bool:
-    """False if the writer has ended."""
-    while not written.done():
-        with suppress(queue.Full):
-            waiting.put(encoding, timeout=0.1)
-            return True
-    return False
 
 
 def _on_cpu(ready: Iterator[Bucket]) -> Iterator[Bucket]:

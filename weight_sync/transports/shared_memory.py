@@ -156,7 +156,7 @@ class SharedMemoryStore(LocalStore):
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     candidate.rename(path)
                     return descriptor
-            except BlockingIOError:
+            except (BlockingIOError, FileNotFoundError):  # in use, or taken by another thread
                 pass
             os.close(descriptor)
         return None
