@@ -20,6 +20,8 @@ COMMANDS = {
     "config": ("headway.launch.show_config", "every setting of a process or experiment"),
     "status": ("headway.launch.status", "what a gateway is doing"),
     "weights": ("weight_sync.commands.main", "list, prove, compare, delete published versions"),
+    "pin": ("headway.launch.pin", "hold a version while others are published"),
+    "rollback": ("headway.launch.rollback", "serve an earlier version until the next one"),
     "detach": ("headway.launch.detach", "end a consumer that will not come back"),
 }
 

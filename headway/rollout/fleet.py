@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import aiohttp
+from prometheus_client import CollectorRegistry
 
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.config.server import UpdatePolicy
@@ -34,11 +35,18 @@ RID_CHARS = 119
 class Fleet:
     """`Generator` over the servers that reported themselves."""
 
-    def __init__(self, config: FleetConfig, book: WeightBook, token: str | None = None) -> None:
+    def __init__(
+        self,
+        config: FleetConfig,
+        book: WeightBook,
+        token: str | None = None,
+        metrics: CollectorRegistry | None = None,
+    ) -> None:
         self._server_wait_s = config.server_wait_s
         self._book = book
         self._members = Members(config.lease_s, token)
-        self._publications = Publications(config, self._members, book)
+        registry = metrics or CollectorRegistry()
+        self._publications = Publications(config, self._members, book, registry)
         self._router = Router()
 
     async def start(self) -> None:

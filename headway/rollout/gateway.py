@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, Request
+from prometheus_client import CollectorRegistry
 
 from headway.contracts import http
 from headway.contracts.config.gateway import GatewayConfig
@@ -50,7 +51,9 @@ def _fleet(request: Request) -> Fleet:
 
 @asynccontextmanager
 async def open_gateway(
-    config: GatewayConfig, fleet_token: str | None = None
+    config: GatewayConfig,
+    fleet_token: str | None = None,
+    metrics: CollectorRegistry | None = None,
 ) -> AsyncIterator[RolloutService]:
     """Open the ledger, restore what was published, and play rollouts against the fleet."""
     tokenizer = TextTokenizer(config.tokenizer)
@@ -58,7 +61,7 @@ async def open_gateway(
     await ledger.open()
     book = WeightBook(ledger)
     await book.open()
-    fleet = Fleet(config.fleet, book, fleet_token)
+    fleet = Fleet(config.fleet, book, fleet_token, metrics)
     service = RolloutService(fleet, ledger, tokenizer, config.executor)
     await fleet.start()
     await service.start()
@@ -76,11 +79,13 @@ def main(argv: Sequence[str]) -> None:
     configure_logging("gateway")
     TextTokenizer(config.tokenizer)  # a wrong directory fails before the port is taken
     fleet_token = read_token(config.fleet.token_env)
+    metrics = CollectorRegistry()
     app = create_app(
         "Headway gateway",
-        lambda: open_gateway(config, fleet_token),
+        lambda: open_gateway(config, fleet_token, metrics),
         config.service.max_body_bytes,
         fleet_routes,
         token=read_token(config.service.token_env),
+        metrics=metrics,
     )
     serve(app, config.service)

@@ -18,6 +18,8 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from prometheus_client import CollectorRegistry
+
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import Conflict, ServiceError, StaleVersion
@@ -25,6 +27,7 @@ from headway.contracts.http import WeightRecord, WeightStatus
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
 from headway.rollout.catch_up import CatchUp
 from headway.rollout.members import Member, Members
+from headway.rollout.publication_metrics import PublicationMetrics
 from headway.rollout.staging import Change, Staged, Staging
 from headway.rollout.weight_book import WeightBook
 from headway.rollout.weight_orders import WeightOrders, is_group
@@ -37,7 +40,9 @@ T = TypeVar("T")
 class Publications:
     """The one place that changes the version of a fleet; used on one event loop."""
 
-    def __init__(self, config: FleetConfig, members: Members, book: WeightBook) -> None:
+    def __init__(
+        self, config: FleetConfig, members: Members, book: WeightBook, metrics: CollectorRegistry
+    ) -> None:
         self.updates_in_flight = 0
         self._is_rolling = config.commit_order == "rolling"
         self._members = members
@@ -48,6 +53,7 @@ class Publications:
         self._turn = asyncio.Lock()
         self._publishing: PolicyVersion | None = None
         self._is_committing = False
+        self._metrics = PublicationMetrics(metrics, self.status)
 
     def status(self) -> WeightStatus:
         """A picture of the book now."""
@@ -120,8 +126,11 @@ class Publications:
     async def _transact(self, change: Change) -> None:
         self._publishing = change.record.version
         try:
-            staged = await self._staging.stage(change)
-            await _to_the_end(self._commit(staged))
+            with self._metrics.counted():
+                with self._metrics.staging_s.time():
+                    staged = await self._staging.stage(change)
+                with self._metrics.commit_s.time():
+                    await _to_the_end(self._commit(staged))
         finally:
             self._publishing = None
 

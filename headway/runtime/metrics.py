@@ -25,6 +25,9 @@ class StatusCollector(Collector):
             "headway_weight_version", "Committed policy version", status.version
         )
         yield GaugeMetricFamily(
+            "headway_weight_head_version", "Newest published policy version", status.head
+        )
+        yield GaugeMetricFamily(
             "headway_rollout_running_trajectories", "Trajectories being played", status.running
         )
         yield GaugeMetricFamily(

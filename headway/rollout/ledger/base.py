@@ -137,7 +137,7 @@ class Ledger(Protocol):
         """A small durable value that belongs to the run."""
 
     async def put_note(self, key: str, value: str) -> None:
-        """Store a small durable value."""
+        """Store a small durable value: once this returns, it survives a power cut."""
 
     async def close(self) -> None:
         """Flush and close."""

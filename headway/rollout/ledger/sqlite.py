@@ -1,7 +1,7 @@
 """The ledger on one SQLite file (WAL): survives kill -9 of its process without losing a transition.
 
 All statements run on one worker thread, so transitions are serial and the event loop never blocks.
-A power cut may lose the last moments (synchronous=NORMAL), never the file's integrity.
+A power cut may lose the last moments (synchronous=NORMAL) but no note, never the file's integrity.
 """
 
 from __future__ import annotations
@@ -458,4 +458,9 @@ class SqliteLedger:
         return None if row is None else str(row[0])
 
     def _put_note(self, key: str, value: str) -> None:
-        self._db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (key, value))
+        # What a note says was told to others next: it is on the medium before that.
+        self._db.execute("PRAGMA synchronous=FULL")
+        try:
+            self._db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (key, value))
+        finally:
+            self._db.execute("PRAGMA synchronous=NORMAL")

@@ -16,9 +16,9 @@ from tokenizers.processors import TemplateProcessing
 from headway.contracts.codec import decode_groups
 from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.http import ConsumerRequest, WaitRequest
-from headway.contracts.types import TrajectoryGroup
+from headway.contracts.types import TrajectoryGroup, WeightUpdateMeta
 from headway.rollout.ledger.sqlite import SqliteLedger
-from headway.rollout.service import RolloutService
+from headway.rollout.service import Publisher, RolloutService
 from headway.rollout.tokenizer import TextTokenizer
 
 WORDS = ["<unk>", "<s>", "</s>", "user:", "assistant:", "system:", "hello", "world", "x"]
@@ -68,6 +68,7 @@ class Bench:
     service: RolloutService
     ledger: SqliteLedger
     generator: ScriptedGenerator
+    publisher: Publisher | None = None
 
     async def submit(self, *names: str, size: int = 1, consumer: str = "me", **fields) -> None:
         requests = [make_request(name, size, consumer=consumer, **fields) for name in names]
@@ -82,7 +83,7 @@ class Bench:
         return payloads and [group for p in payloads for group in decode_groups(p)]
 
     async def attach(self, batch_size=2, max_staleness=0, step=-1, version=0, consumer="me") -> int:
-        return await self.service.attach(
+        attachment = await self.service.attach(
             ConsumerRequest(
                 consumer=consumer,
                 batch_size=batch_size,
@@ -91,6 +92,13 @@ class Bench:
                 version=version,
             )
         )
+        self.publisher = Publisher(consumer, attachment.term)
+        return attachment.given_back
+
+    async def publish(self, version: int) -> int:
+        """As who attached last."""
+        meta = WeightUpdateMeta(version, "nowhere")
+        return await self.service.update_weights(meta, None, self.publisher)
 
     async def until(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
         """Let the event loop turn until a condition holds."""
@@ -111,14 +119,16 @@ async def open_service(plain_tokenizer: TextTokenizer):
     """Opens a service; everything is closed after the test."""
     async with AsyncExitStack() as stack:
 
-        async def opened(answer: Answer = at_once, ledger=None, version=0, **settings) -> Bench:
+        async def opened(
+            answer: Answer = at_once, ledger=None, version=0, abandon_s=5.0, **settings
+        ) -> Bench:
             if ledger is None:
                 ledger = SqliteLedger(":memory:")
                 await ledger.open()
                 stack.push_async_callback(ledger.close)
             generator = ScriptedGenerator(answer, version)
             config = ExecutorConfig(**settings)
-            service = RolloutService(generator, ledger, plain_tokenizer, config)
+            service = RolloutService(generator, ledger, plain_tokenizer, config, abandon_s)
             await service.start()
             stack.push_async_callback(service.aclose)
             return Bench(service, ledger, generator)

@@ -41,11 +41,19 @@ class ScriptedGenerator:
     def __init__(self, answer: Answer = at_once, version: PolicyVersion = 0) -> None:
         self.answer = answer
         self.version = version
+        self.publishing: asyncio.Event | None = None
+        """Publications wait for it."""
+        self.begun: list[PolicyVersion] = []
+        self.given_up: list[PolicyVersion] = []
         self.updates_in_flight = 0
         self.generated_tokens = 0
         self.attempts: Counter[str] = Counter()
         self.playing: set[str] = set()
         self.most_playing = 0
+
+    @property
+    def head(self) -> PolicyVersion:
+        return self.version
 
     def statuses(self) -> list[ServerStatus]:
         return []
@@ -63,8 +71,18 @@ class ScriptedGenerator:
     async def update_weights(
         self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
     ) -> PolicyVersion:
+        self.begun.append(meta.version)
+        try:
+            if self.publishing is not None:
+                await self.publishing.wait()
+        except asyncio.CancelledError:
+            self.given_up.append(meta.version)
+            raise
         self.version = meta.version
         return meta.version
+
+    async def cancel_update(self, version: PolicyVersion) -> None:
+        pass
 
     async def aclose(self) -> None:
         pass

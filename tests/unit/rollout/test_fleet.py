@@ -14,8 +14,10 @@ from rollout_builders import make_response
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.errors import BackendError, Draining, QueueFull, ServiceError
 from headway.contracts.http import GENERATE, ServerReport
-from headway.contracts.types import LLMRequest, WeightUpdateMeta
+from headway.contracts.types import LLMRequest
 from headway.rollout.fleet import Fleet
+from headway.rollout.ledger.sqlite import SqliteLedger
+from headway.rollout.weight_book import WeightBook
 
 REQUEST = LLMRequest(rid="r" * 128, input_ids=(1, 2))
 
@@ -45,10 +47,9 @@ class Server:
 async def opened(*servers: Server, wait_s: float = 5.0) -> AsyncIterator[Fleet]:
     """A fleet in which the servers have reported themselves, in this order."""
 
-    async def record(meta: WeightUpdateMeta) -> None:
-        pass
-
-    fleet = Fleet(FleetConfig(server_wait_s=wait_s), None, record)
+    ledger = SqliteLedger(":memory:")
+    await ledger.open()
+    fleet = Fleet(FleetConfig(server_wait_s=wait_s), WeightBook(ledger))
     runners = []
     await fleet.start()
     for index, server in enumerate(servers):
@@ -60,11 +61,12 @@ async def opened(*servers: Server, wait_s: float = 5.0) -> AsyncIterator[Fleet]:
             site = web.TCPSite(runners[-1], "127.0.0.1", 0)
             await site.start()
             server.url = "http://{}:{}".format(*runners[-1].addresses[0])
-        await fleet.report(report(index, server))
+        fleet.report(report(index, server))
     try:
         yield fleet
     finally:
         await fleet.aclose()
+        await ledger.close()
         for runner in runners:
             await runner.cleanup()
         await asyncio.sleep(0)  # closed transports are freed one turn later
@@ -86,14 +88,14 @@ async def test_a_server_that_drains_gets_nothing_more():
         assert states(fleet) == {"s0": "draining", "s1": "ready"}
         await fleet.agenerate(REQUEST)
         assert (len(leaving.rids), len(staying.rids)) == (1, 2)
-        await fleet.report(report(0, leaving))  # a late heartbeat of before
+        fleet.report(report(0, leaving))  # a late heartbeat of before
         assert states(fleet)["s0"] == "draining"
 
 
 async def test_a_report_of_a_drain_is_enough():
     leaving, staying = Server(), Server()
     async with opened(leaving, staying) as fleet:
-        await fleet.report(report(0, leaving, draining=True))
+        fleet.report(report(0, leaving, draining=True))
         await fleet.agenerate(REQUEST)
         assert (leaving.rids, len(staying.rids)) == ([], 1)
 

@@ -14,7 +14,7 @@ async def step(bench, number: int, count: int = 2, checkpoint_step: int = -1) ->
     groups = await bench.wait(count, f"d{number}", timeout_s=5.0)
     names = [group.rollout_id for group in groups]
     await bench.service.consumed(names, number, checkpoint_step)
-    await bench.service.update_weights(WeightUpdateMeta(number + 1, "nowhere"))
+    await bench.publish(number + 1)
     return names
 
 
@@ -119,7 +119,7 @@ async def test_a_consumer_resumes_from_its_checkpoint(open_service):
         await step(bench, number, checkpoint_step=0)
     await bench.wait(2, "lost-with-the-trainer")
     # Checkpoint of step 0: steps 1 and 2 and a delivery are given back. Versions go on at 4.
-    await bench.service.update_weights(WeightUpdateMeta(4, "nowhere"))
+    await bench.publish(4)
     assert await bench.attach(batch_size=2, max_staleness=10, step=0, version=4) == 6
     counts = await bench.ledger.counts("me")
     assert (counts.consumed, counts.delivered) == (2, 0)
@@ -140,6 +140,7 @@ async def test_a_restarted_service_restores_the_counters(open_service, num_steps
     before = await bench.service.status()
     await bench.service.aclose()
     again = await open_service(ledger=bench.ledger, version=num_steps)
+    again.publisher = bench.publisher
     after = await again.service.status()
     assert (
         (after.capacity, after.max_staleness) == (before.capacity, before.max_staleness) == (0, 1)

@@ -1,0 +1,97 @@
+"""The gateway's face for whoever looks after its weights: HTTP, metrics and commands."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import uvicorn
+from prometheus_client import CollectorRegistry
+from weight_server import WeightServer, until
+
+from headway.contracts.config.gateway import ExecutorConfig, GatewayConfig
+from headway.contracts.errors import Conflict, NotFound
+from headway.contracts.types import WeightUpdateMeta
+from headway.launch import cli
+from headway.rollout.app import create_app
+from headway.rollout.gateway import fleet_routes, open_gateway
+from headway.runtime.inference_client import RemoteInferenceEngine
+
+
+@pytest.fixture
+async def url(tokenizer_dir: Path):
+    """A gateway with one server, at version 2 of 2."""
+    config = GatewayConfig(
+        tokenizer=str(tokenizer_dir), ledger=":memory:", executor=ExecutorConfig()
+    )
+    metrics = CollectorRegistry()
+    app = create_app(
+        "gateway",
+        lambda: open_gateway(config, None, metrics),
+        1 << 20,
+        fleet_routes,
+        metrics=metrics,
+    )
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await until(lambda: server.started)
+    generation = WeightServer("s0")
+    await generation.start()
+    app.state.service.generator.report(generation.report())
+    for version in (1, 2):
+        await app.state.service.update_weights(WeightUpdateMeta(version, f"/v{version}"))
+    yield "http://{}:{}".format(*listener.getsockname())
+    server.should_exit = True
+    await serving
+    await generation.stop()
+    listener.close()
+
+
+async def run(*argv: str) -> None:
+    await asyncio.to_thread(cli.main, argv)
+
+
+async def test_commands_pin_release_and_roll_back(url: str, capsys: pytest.CaptureFixture[str]):
+    await run("rollback", url, "1")
+    await run("pin", url)
+    await run("pin", url, "2")
+    await run("pin", url, "--release")
+    assert capsys.readouterr().out.splitlines() == [
+        "version 1 serves, not pinned; the newest published is 2",
+        "version 1 serves, pinned; the newest published is 2",
+        "version 2 serves, pinned; the newest published is 2",
+        "version 2 serves, not pinned; the newest published is 2",
+    ]
+
+
+async def test_the_status_shows_what_is_published(url: str, capsys: pytest.CaptureFixture[str]):
+    await run("status", url)
+    pages = capsys.readouterr().out.replace("\n}\n{", "\n}\0{").split("\0")
+    status, _, weights = (json.loads(page) for page in pages)
+    assert (status["version"], status["head"]) == (2, 2)
+    assert [record["version"] for record in weights["kept"]] == [1, 2]
+    assert (weights["pinned"], weights["publishing"], weights["head"]) == (None, None, 2)
+
+
+async def test_refusals_come_back_as_they_are(url: str):
+    client = RemoteInferenceEngine(url)
+    with pytest.raises(NotFound, match=r"version 9 is not kept; kept are \[1, 2\]"):
+        await asyncio.to_thread(client.rollback, 9)
+    await asyncio.to_thread(client.pin, 1)
+    with pytest.raises(Conflict, match="version 1 is pinned"):
+        await asyncio.to_thread(client.rollback, 2)
+    client.destroy()
+
+
+async def test_publications_are_measured(url: str):
+    client = RemoteInferenceEngine(url)
+    page = (await asyncio.to_thread(client._call, "GET", "/metrics")).text
+    assert 'headway_weight_publications_total{outcome="committed"} 2.0' in page
+    assert "headway_weight_commit_seconds_count 2.0" in page
+    assert "headway_weight_head_version 2.0" in page
+    assert "headway_weight_publishing 0.0" in page
+    client.destroy()

@@ -1,0 +1,37 @@
+"""How long the client goes on when the service is away."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from headway.runtime import inference_client
+from headway.runtime.inference_client import _Outage
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(inference_client.time, "monotonic", lambda: clock.now)
+    return clock
+
+
+def failures(clock: SimpleNamespace, is_over: _Outage) -> int:
+    """Attempts that fail at 7 s each, until no more are made."""
+    for number in range(1, 100):
+        clock.now += 7.0
+        if is_over(None):
+            return number
+    raise AssertionError
+
+
+def test_retries_end_when_the_service_was_away_for_so_long(clock: SimpleNamespace):
+    assert failures(clock, _Outage(60.0)) == 9
+
+
+def test_a_request_that_was_worked_on_for_long_is_no_outage(clock: SimpleNamespace):
+    is_over = _Outage(60.0)
+    clock.now += 400.0  # the gateway died under the first attempt
+    assert not is_over(None)
+    assert failures(clock, is_over) == 9
