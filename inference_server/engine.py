@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from headway.contracts.config.server import ServerConfig, UpdatePolicy
-from headway.contracts.errors import ServiceError, StaleVersion
+from headway.contracts.errors import Conflict, ServiceError, StaleVersion
 from headway.contracts.http import (
     Seat,
     ServerReport,
@@ -51,6 +51,7 @@ class LocalGenerator:
         tokenizer: TextTokenizer | None = None,
         admission: Admission | None = None,
         model_name: str = "model",
+        gateway: str | None = None,
     ) -> None:
         self.backend = backend
         self.gate = gate
@@ -61,6 +62,7 @@ class LocalGenerator:
         self.metrics = ServerMetrics()
         self.metrics.watch(self._picture)
         self._name = name
+        self._gateway = gateway
 
     @property
     def version(self) -> PolicyVersion:
@@ -124,9 +126,14 @@ class LocalGenerator:
         """Publish to this server alone, under the next epoch.
 
         Raises:
+            Conflict: it belongs to a gateway, whose epochs this would overtake.
             StaleVersion: it is older than the one that serves.
             SyncError: it was refused, or a newer publication came; the old version serves on.
         """
+        if self._gateway is not None:
+            raise Conflict(
+                f"this server takes its versions from the gateway {self._gateway}; publish there"
+            )
         if meta.version < self.version:
             raise StaleVersion(f"version {meta.version} is older than {self.version}, which serves")
         order = WeightPrepareRequest(
@@ -191,7 +198,9 @@ def make_generator(config: ServerConfig) -> LocalGenerator:
     gate = VersionGate(backend, receiver, config.update_policy, config.weights.stage_timeout_s)
     admission = Admission(config.max_in_flight, config.request_timeout_s)
     model_name = config.served_model_name or Path(config.model.path).absolute().name
-    return LocalGenerator(backend, gate, "local", tokenizer, admission, model_name)
+    return LocalGenerator(
+        backend, gate, "local", tokenizer, admission, model_name, config.gateway
+    )
 
 
 @asynccontextmanager

@@ -165,7 +165,7 @@ def part_name(number: int) -> str:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, not copied; valid as long as the tensor is."""
     flat = tensor.detach().contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"").cast("B")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:

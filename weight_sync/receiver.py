@@ -9,6 +9,7 @@ serves, or one that is fetched first.
 
 from __future__ import annotations
 
+import os
 import posixpath
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -30,12 +31,14 @@ from weight_sync.manifest import Base, Manifest, TensorEntry, content_digest, te
 from weight_sync.patience import Patience
 from weight_sync.store import StoredSource, version_name
 from weight_sync.tensors import check_fit
-from weight_sync.transports.base import local_path, open_source
+from weight_sync.transports.base import check_allowed, local_path, open_source
+from weight_sync.transports.detached import call_detached
 from weight_sync.transports.disk import LocalPlace
+from weight_sync.transports.meeting import Member
 
 Shapes = Mapping[str, torch.Size]
-CHECKERS = 2
-"""Threads that decode and check."""
+CHECKERS = max(1, min(4, (os.cpu_count() or 1) // 4))
+"""Threads that decode and check; those of a small machine have to generate."""
 READ_AHEAD = 8
 """Tensors that are read and not yet checked."""
 FOLDER_TIMEOUT_S = 60.0
@@ -72,11 +75,15 @@ class Receiver:
                 return candidate
         return None
 
-    def cache(self) -> FolderCache:
-        """Where versions are laid out for an engine that reads files."""
+    def lay_out(self, staged: StagedWeights) -> ProvenVersion:
+        """A version as a folder, for an engine that reads files.
+
+        Raises:
+            SyncError: there is no room for it.
+        """
         if self._cache is None:
             self._cache = FolderCache(self._config.cache_dir)
-        return self._cache
+        return self._cache.lay_out(staged, self._held)
 
     def close(self) -> None:
         self._held = None
@@ -91,7 +98,7 @@ def make_receiver(config: ReceiverConfig) -> Receiver:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """`WeightReader` and `WeightVerifier` over every transport."""
+    """`WeightReader`, `WeightVerifier` and `WeightObserver` over every transport."""
 
     receiver: Receiver
     config: ReceiverConfig
@@ -110,14 +117,45 @@ class Reader:
         raise SyncError("; ".join(dict.fromkeys(failures)))
 
     def verify(self, meta: WeightUpdateMeta, expected: Shapes) -> ProvenVersion:
+        proven = self._prove_in_place(meta, expected)
+        if proven is not None:
+            return proven
+        return self.receiver.lay_out(self.stage(meta, expected))
+
+    def follow(self, meta: WeightUpdateMeta, num_ranks: int) -> Member:
+        seat = meta.seat
+        if seat is None:
+            raise SyncError(f"{meta.path} is a process group, and no seat was given to this server")
+        check_allowed(meta.path, self.config)
+
+        def watch() -> None:
+            _ = self.patience.left_s
+
+        return call_detached(
+            lambda: Member(meta.path, meta.version, seat, self.patience, num_ranks),
+            watch,
+            discard=lambda late: late.leave(SyncError(f"rank {seat.rank} came too late")),
+        )
+
+    def _prove_in_place(self, meta: WeightUpdateMeta, expected: Shapes) -> ProvenVersion | None:
+        """The version where it lies; None if an engine cannot read it there as it is."""
         folder = local_path(meta.path)
-        if folder is not None:
+        if folder is None:
+            return None
+        try:
             with closing(self._open(meta.path, meta)) as source:
                 incoming = _Incoming(source, meta, expected, self)
-                if source.announcement.kind == "full" and incoming.prove():
-                    manifest = source.manifest()
-                    return ProvenVersion(manifest.version, manifest.digest, folder.resolve())
-        return self.receiver.cache().lay_out(self.stage(meta, expected))
+                if source.announcement.kind != "full" or not incoming.prove():
+                    return None
+                manifest = source.manifest()
+        except Fenced:
+            raise
+        except SyncError:
+            _ = self.patience.left_s
+            if not meta.fallbacks:
+                raise
+            return None
+        return ProvenVersion(manifest.version, manifest.digest, folder.resolve())
 
     def _stage(self, path: str, meta: WeightUpdateMeta, expected: Shapes) -> StagedWeights:
         with closing(self._open(path, meta)) as source:
@@ -176,6 +214,7 @@ class _Incoming:
         self._expected = expected
         self._reader = reader
         self._base: Callable[[str], torch.Tensor] | None = None
+        self._is_repaired = False
         announced = source.announcement
         if announced.version != meta.version:
             raise SyncError(f"{meta.path} holds version {announced.version}, not {meta.version}")
@@ -187,7 +226,7 @@ class _Incoming:
         return dict(self._proven())
 
     def prove(self) -> bool:
-        """Prove all tensors and keep none; false if they are stored in a form that is no tensor."""
+        """Prove all tensors and keep none; false if they do not lie there as what they are."""
         shapes = {}
         for name, tensor in self._proven():
             shapes[name] = tensor.shape
@@ -202,7 +241,7 @@ class _Incoming:
             lambda name: self._decoded(entries[name], self._source.read(entries[name])),
             self._meta.path,
         )
-        return is_plain
+        return is_plain and not self._is_repaired
 
     def _proven(self) -> Iterator[tuple[str, torch.Tensor]]:
         seen: list[TensorEntry] = []
@@ -233,6 +272,7 @@ class _Incoming:
             return self._check(entry, self._source.read(entry))
         except SyncError:
             _ = self._reader.patience.left_s
+        self._is_repaired = True
         for other, payload in self._reader.repair(entry, self._meta):
             try:
                 return self._check(other, payload)

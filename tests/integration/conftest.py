@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -87,7 +88,8 @@ def run_config(
     return validate_config(LaunchConfig, tree)
 
 
-def make_publisher(folder: Path, model_dir: Path) -> Callable[[int], WeightUpdateMeta]:
+@contextmanager
+def publishing(folder: Path, model_dir: Path) -> Iterator[Callable[[int], WeightUpdateMeta]]:
     """Publishes the tiny model with its weights scaled a little, so that versions differ."""
 
     publisher = make_local_publisher(str(folder / "weights"), StoredSync(keep=50))
@@ -97,7 +99,8 @@ def make_publisher(folder: Path, model_dir: Path) -> Callable[[int], WeightUpdat
         scale = 1.0 + 0.05 * version
         return publisher.publish(version, ((n, p * scale) for n, p in model.named_parameters()))
 
-    return publish_version
+    yield publish_version
+    publisher.close()
 
 
 @pytest.fixture
@@ -107,9 +110,10 @@ def make_config(tmp_path: Path, model_dir: Path) -> Callable[..., LaunchConfig]:
 
 
 @pytest.fixture
-def publish(tmp_path: Path, model_dir: Path) -> Callable[[int], WeightUpdateMeta]:
-    """`make_publisher` below the test's own folder."""
-    return make_publisher(tmp_path, model_dir)
+def publish(tmp_path: Path, model_dir: Path) -> Iterator[Callable[[int], WeightUpdateMeta]]:
+    """`publishing` below the test's own folder."""
+    with publishing(tmp_path, model_dir) as publish_version:
+        yield publish_version
 
 
 @pytest.fixture

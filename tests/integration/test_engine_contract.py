@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from headway.contracts.config.base import PartConfig
+from headway.contracts.config.server import ServerConfig
 from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.engines import InferenceEngine
 from headway.contracts.errors import (
@@ -20,11 +23,13 @@ from headway.contracts.errors import (
     WorkflowError,
 )
 from headway.contracts.types import ConsumerSpec, TrajectoryBatch, WeightUpdateMeta
-from headway.launch.launchers.local import LocalRun
+from headway.launch.launchers.local import LocalRun, child_environment
+from headway.runtime.config import dump_yaml
 from headway.runtime.inference_client import RemoteInferenceEngine
+from headway.runtime.process import Process, ProcessSpec
 from inference_server.engine import LocalInferenceEngine
 from tests.integration.builders import generation, rollout
-from tests.integration.conftest import make_publisher, run_config
+from tests.integration.conftest import publishing, run_config
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -50,19 +55,39 @@ def served(
 ) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp(request.param)
     config = run_config(folder, model_dir)
-    with LocalRun(config) as run:
+    weights = ReceiverConfig(allow=(str(folder / "weights"),))
+    alone = config.server.model_copy(update={"weights": weights})
+    with ExitStack() as stack:
+        engine: InferenceEngine
         if request.param == "in_process":
-            weights = {"weights": ReceiverConfig(allow=(str(folder / "weights"),))}
-            engine: InferenceEngine = LocalInferenceEngine(config.server.model_copy(update=weights))
+            engine = LocalInferenceEngine(alone)
+        elif request.param == "server":
+            url = stack.enter_context(running(folder, alone))
+            engine = RemoteInferenceEngine(url, connect_timeout_s=30.0)
         else:
+            run = stack.enter_context(LocalRun(config))
             run.start_gateway()
             run.start_servers()
-            server_url = run.process("server-0").wait_ready(5)
-            url = run.url if request.param == "gateway" else server_url
-            engine = RemoteInferenceEngine(url, connect_timeout_s=30.0)
+            engine = RemoteInferenceEngine(run.url, connect_timeout_s=30.0)
         engine.initialize()
-        yield Served(engine, make_publisher(folder, model_dir))
+        yield Served(engine, stack.enter_context(publishing(folder, model_dir)))
         engine.destroy()
+
+
+@contextmanager
+def running(folder: Path, config: ServerConfig) -> Iterator[str]:
+    """A generation server without a gateway, in a process of its own; its URL."""
+    ready = folder / "server.ready.json"
+    service = config.service.model_copy(update={"ready_file": str(ready)})
+    file = folder / "server.yaml"
+    file.write_text(dump_yaml(config.model_copy(update={"service": service})))
+    argv = [sys.executable, "-m", "inference_server", "--config", str(file)]
+    spec = ProcessSpec("server", argv, folder / "server.log", child_environment(1), ready)
+    process = Process(spec)
+    try:
+        yield process.wait_ready(60)
+    finally:
+        process.stop(10)
 
 
 def sampled_versions(batch: TrajectoryBatch) -> set[int]:
