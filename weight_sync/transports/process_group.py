@@ -209,8 +209,7 @@ def make_group(address: GroupAddress, store: Store, timeout_s: float) -> WeightG
     Raises:
         SyncError: they did not come in time, or this machine has no such backend.
     """
-    if address.backend == "nccl" and not torch.cuda.is_available():
-        raise SyncError("backend nccl needs a GPU here, there is none; take backend gloo")
+    _check_backend(address.backend)
     limit = timedelta(seconds=timeout_s)
     is_gloo = address.backend == "gloo"
     try:
@@ -243,6 +242,7 @@ def join_group(address: GroupAddress, timeout_s: float) -> WeightGroup:
             f"rank {address.rank} in a group of {address.world_size}; rank 0 is the trainer's, give "
             "rank_offset from 1 up to world_size - 1"
         )
+    _check_backend(address.backend)  # before anybody is waited for
     limit = timedelta(seconds=timeout_s)
     endpoint = _endpoint(address)
     try:
@@ -286,6 +286,11 @@ class CollectiveReader:
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         check_fit(shapes, expected, tensors.__getitem__, meta.path)
         return StagedWeights(meta.version, UNPROVEN, {name: tensors[name] for name in expected})
+
+
+def _check_backend(backend: GroupBackend) -> None:
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise SyncError("backend nccl needs a GPU here, there is none; take backend gloo")
 
 
 def _endpoint(address: GroupAddress) -> str:
