@@ -1,4 +1,4 @@
-"""What every transport of weights owes: the same version, whole or not at all, or an error that says why."""
+"""What every transport of weights owes: a version, whole or not at all, or an error that says why."""
 
 from contextlib import ExitStack
 
@@ -42,7 +42,7 @@ def test_a_publisher_brings_version_after_version(channel):
     publisher, receiver = channel.publisher(), channel.receiver()
     for version in (1, 2, 30):
         given = weights(seed=version)
-        meta, (staged,) = channel.transfer(
+        _, (staged,) = channel.transfer(
             publisher, version, given.items(), shapes_of(given), [receiver]
         )
         receiver.keep(staged)

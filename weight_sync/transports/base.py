@@ -101,4 +101,6 @@ def _is_peer(path: str) -> bool:
         return False
     _, _, rest = path.partition("://")
     _, slash, route = rest.partition("/")
-    return (slash + route).startswith(_PEER_MARK) and route[len(_PEER_MARK) - 1 :].isdigit()
+    version = route[len(_PEER_MARK) - 1 :]
+    is_number = version.isascii() and version.isdecimal()
+    return (slash + route).startswith(_PEER_MARK) and is_number

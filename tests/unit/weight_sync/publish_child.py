@@ -1,35 +1,48 @@
-"""Publishes one version; stops for ever after the first shard, or has a small limit on file sizes."""
+"""A process that publishes one version; stops for ever midway, or may write small files only."""
 
+import json
 import resource
 import sys
-import time
+import threading
+from collections.abc import Iterator
 
 import torch
+from pydantic import TypeAdapter
 
+from headway.contracts.config.weight_sync import WeightSyncConfig
 from headway.contracts.errors import SyncError
-from weight_sync.transports.disk import DiskPublisher
+from weight_sync.transports.base import make_publisher
+
+SIZE = 1 << 18
 
 
-def tensors(is_stopped: bool):
+def tensors(is_stopped: bool) -> Iterator[tuple[str, torch.Tensor]]:
     for index in range(4):
-        if index == 2 and is_stopped:
-            sys.stdout.write("midway\n")
-            sys.stdout.flush()
-            while True:
-                time.sleep(60)
-        yield f"w{index}", torch.full((1 << 16,), float(index))
+        if index == 3 and is_stopped:
+            say("midway")
+            threading.Event().wait()
+        yield f"w{index}", torch.full((SIZE,), float(index))
 
 
-def main(root: str, mode: str) -> None:
-    publisher = DiskPublisher(root, keep=3, shard_bytes=1)
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def main(section: str, version: str, mode: str) -> None:
+    publisher = make_publisher(TypeAdapter(WeightSyncConfig).validate_json(section))
     if mode == "limited":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, 1 << 15))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, 1 << 19))
     try:
-        publisher.publish(2, tensors(is_stopped=mode == "stopped"))
+        meta = publisher.publish(int(version), tensors(is_stopped=mode == "stopped"))
     except SyncError as error:
-        sys.stdout.write(f"refused: {error}\n")
-    else:
-        sys.stdout.write("published\n")
+        say(f"refused: {error}")
+        publisher.close()
+        return
+    say(json.dumps([meta.path, meta.digest]))
+    sys.stdin.readline()
+    publisher.close()
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])
