@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.server import ServerConfig
 from headway.launch.cli import COMMANDS
 from headway.runtime.config import load_config
-from weight_sync.transports.disk import DiskPublisher
+from weight_sync.transports.disk import make_local_publisher
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
@@ -147,7 +148,7 @@ def test_services_find_one_another():
         assert isinstance(server, ServerConfig)
         assert server.gateway == trainer.rollout.url
         assert server.advertise_url == f"http://{name}:{server.service.port}"
-        assert server.weights_root == trainer.weight_sync.root
+        assert server.weights.allow == (trainer.weight_sync.origin,)
 
 
 @pytest.mark.parametrize(("stage", "service"), [("control", "gateway"), ("inference", "server-1")])
@@ -159,6 +160,6 @@ def test_probes_ask_the_port_that_the_config_sets(stage: str, service: str):
 
 
 def test_published_weights_can_be_read_by_a_server_of_another_user(tmp_path: Path):
-    publisher = DiskPublisher(str(tmp_path), keep=1, shard_bytes=1 << 20)
-    meta = publisher.publish(1, [("weight", torch.zeros(4))])
+    with closing(make_local_publisher(str(tmp_path))) as publisher:
+        meta = publisher.publish(1, [("weight", torch.zeros(4))])
     assert all(file.stat().st_mode & 0o044 == 0o044 for file in Path(meta.path).iterdir())

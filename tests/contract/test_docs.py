@@ -171,7 +171,9 @@ def test_example_processes_find_one_another():
     trainer = load_config(GRPOExperiment, ["--config", str(EXAMPLE / "grpo.yaml")])
     url = f"http://{gateway.service.host}:{gateway.service.port}"
     assert server.gateway == trainer.rollout.url == url
-    assert server.weights_root == trainer.weight_sync.root
+    assert [str(Path(root).resolve()) for root in server.weights.allow] == [
+        trainer.weight_sync.origin
+    ]
     assert gateway.tokenizer == server.model.path == trainer.model.path
 
 

@@ -16,7 +16,7 @@ from tests.numeric.engines import open_engine, random_batch, token_loss, tokens_
 from trainer.api import MicroBatchSpec, SaveLoadMeta
 from trainer.batching import partition_by_tokens
 from trainer.topology import Topology
-from weight_sync.transports.disk import DiskPublisher
+from weight_sync.transports.disk import make_local_publisher
 
 STEPS = 3
 VERSION = 7
@@ -27,7 +27,7 @@ def run(model_dir: Path, out: Path) -> None:
     topology = Topology.from_environment()
     publisher = None
     if topology.is_main:
-        publisher = DiskPublisher(str(out / "weights"), keep=2, shard_bytes=1 << 20)
+        publisher = make_local_publisher(str(out / "weights"))
     engine = open_engine(model_dir, topology=topology, publisher=publisher)
     spec = MicroBatchSpec(25)  # the ranks need different numbers of micro-batches
     figures = []
@@ -41,10 +41,11 @@ def run(model_dir: Path, out: Path) -> None:
         logits = engine.forward(mine, spec)
         sizes = topology.sum([float(logits.double().square().sum())])
         figures.append(stats | {"eval": float(before), "logits_square": sizes[0]})
-    engine.upload_weights(publisher.locate(VERSION) if publisher is not None else None)
+    engine.upload_weights(publisher.announce(VERSION) if publisher is not None else None)
     engine.save(SaveLoadMeta(str(out / "checkpoint")))
     engine.save(SaveLoadMeta(str(out / "hf"), weight_format="hf"))
-    if topology.is_main:
+    if publisher is not None:
+        publisher.close()
         (out / "figures.json").write_text(json.dumps(figures))
 
 

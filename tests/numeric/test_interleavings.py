@@ -135,7 +135,8 @@ class Play:
         self.newest += 1
         weights = self._weights[self.newest % 2] if is_finite(self.newest) else self._bad
         policy = self.rng.choice(POLICIES)
-        call = self.backend.swap(replace(weights, version=self.newest), policy)
+        held = replace(weights.held, version=self.newest)
+        call = self.backend.swap(replace(weights, held=held), policy)
         self.swaps.append(asyncio.create_task(call))
         await asyncio.sleep(0)
 

@@ -12,12 +12,16 @@ from typing import NamedTuple
 import pytest
 from safetensors.torch import load_file
 
+from headway.contracts.config.weight_sync import ReceiverConfig
+from headway.contracts.types import WeightUpdateMeta
 from tests.numeric import rank_program
 from tests.numeric.engines import assert_close, open_engine, parameters_of
 from tests.numeric.models import save_model
 from trainer.api import SaveLoadMeta
 from weight_sync.channel import StagedWeights
-from weight_sync.transports.disk import DiskPublisher, DiskReader
+from weight_sync.patience import Patience
+from weight_sync.receiver import make_receiver
+from weight_sync.store import version_name
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 100
@@ -62,10 +66,11 @@ def runs(request, two_ranks_root, tmp_path_factory):
 
 
 def staged(out: Path, model_dir: Path) -> StagedWeights:
-    root = str(out / "weights")
+    root = out / "weights"
     shapes = {name: p.shape for name, p in parameters_of(open_engine(model_dir)).items()}
-    meta = DiskPublisher(root, 2, 1 << 20).locate(rank_program.VERSION)
-    return DiskReader(root).stage(meta, shapes)
+    meta = WeightUpdateMeta(rank_program.VERSION, str(root / version_name(rank_program.VERSION)))
+    receiver = make_receiver(ReceiverConfig(allow=(str(root),)))
+    return receiver.within(Patience(PATIENCE_S)).stage(meta, shapes)
 
 
 def test_loss_gradient_norm_and_figures_are_those_of_one_process(runs):
