@@ -153,7 +153,7 @@ def test_a_url_with_anything_unusual_is_not_asked(tmp_path, path):
     with RangeServer(tmp_path) as server:
         path = path.format(host=f"127.0.0.1:{server.server_address[1]}")
         receiver = make_receiver(config(path.rpartition("/")[0], "http:"))
-        with pytest.raises(SyncError, match="is no plain URL|outside of what"):
+        with pytest.raises(SyncError, match=r"is no plain URL|outside of what"):
             stage(receiver, WeightUpdateMeta(VERSION, path), {})
         assert server.requests == []
 
@@ -172,7 +172,7 @@ def test_a_folder_behind_a_link_that_leads_out_is_refused(channel, tmp_path):
     publisher = channel.publisher()
     path = publisher.announce(8).path.replace("v00000008", "v00000007")
     os.symlink(meta.path, channel.folder / "v00000007")
-    with pytest.raises(SyncError, match="outside of what this server takes|there is no version"):
+    with pytest.raises(SyncError, match=r"outside of what this server takes|there is no version"):
         stage(channel.receiver(), WeightUpdateMeta(VERSION, path), SHAPES)
 
 

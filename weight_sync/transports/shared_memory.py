@@ -182,10 +182,15 @@ class SharedMemoryPlace(LocalPlace):
         super().__init__(folder)
         self._mappings = mappings
         self._leases: dict[str, torch.Tensor] = {}
+        self._given: set[tuple[str, int]] = set()
 
     def read(self, name: str, offset: int, size: int) -> torch.Tensor:
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
+        if (name, offset) in self._given:
+            # It was found wrong: somebody here wrote to the mapping, which then hides the file for good.
+            return super().read(name, offset, size)
+        self._given.add((name, offset))
         if name not in self._leases:
             self._leases[name] = self._lease(name)
         blob = self._leases[name]
