@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -26,6 +26,9 @@ from headway.contracts.types import PolicyVersion, WeightUpdateMeta
 from weight_sync.manifest import Manifest, TensorEntry
 from weight_sync.patience import Patience
 from weight_sync.store import Announcement
+
+if TYPE_CHECKING:
+    from weight_sync.transports.meeting import Member
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -113,6 +116,22 @@ class WeightVerifier(Protocol):
 
         Raises:
             SyncError: as `stage`.
+        """
+
+
+@runtime_checkable
+class WeightObserver(Protocol):
+    """A reader that takes part in a process group for the processes of an engine."""
+
+    @property
+    def patience(self) -> Patience:
+        """Until when the version is waited for, or wanted."""
+
+    def follow(self, meta: WeightUpdateMeta, num_ranks: int) -> Member:
+        """Take seats at the rendezvous from `meta.seat` on; others receive the bytes.
+
+        Raises:
+            SyncError: it is not allowed, or its trainer is gone.
         """
 
 
