@@ -39,7 +39,9 @@ class CatchUp:
         """
         if member.state == "ready" and not is_committing:
             self._watch(member)
-        if member.state in ("joining", "fenced") and not member.is_catching_up:
+        if member.is_publishing or member.is_catching_up:
+            return
+        if member.state in ("joining", "fenced"):
             if self._is_current(member.report):
                 self._members.set_ready(member)
             elif self._book.committed is None:

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -51,6 +52,8 @@ class Member:
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     num_deviations: int = 0
     """Reports of another version than the committed one, in a row."""
+    is_publishing: bool = False
+    """It takes part in a transaction, which decides what it serves."""
     catching_up: asyncio.Task[None] | None = None
 
     @property
@@ -74,8 +77,9 @@ class Members:
 
     def __init__(self, lease_s: float, token: str | None = None) -> None:
         self.arrival = Signal()
-        """Raised when a server becomes ready."""
+        """Raised when a server joins or becomes ready."""
         self.is_open = False
+        self._opened_at = 0.0
         self._lease_s = lease_s
         self._token = token
         self._members: dict[str, Member] = {}
@@ -86,6 +90,7 @@ class Members:
     async def start(self) -> None:
         """Open connections and begin to watch leases."""
         self.is_open = True
+        self._opened_at = time.monotonic()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 limit=MAX_CONNECTIONS, keepalive_timeout=CLIENT_KEEP_ALIVE_S
@@ -127,6 +132,20 @@ class Members:
         """The servers that take traffic."""
         return [member for member in self._members.values() if member.state == "ready"]
 
+    def present(self) -> list[Member]:
+        """The servers that are here to stay, whatever they serve."""
+        return [member for member in self._members.values() if not member.is_leaving]
+
+    async def until_back(self, count: int) -> None:
+        """Wait until so many servers are here, as long as the leases of a former process last."""
+        deadline = self._opened_at + self._lease_s
+        arrival = self.arrival.event()
+        while len(self.present()) < count and (left_s := deadline - time.monotonic()) > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await arrival.wait()
+            arrival = self.arrival.event()
+
     def heed(self, report: ServerReport) -> Member:
         """Registration or heartbeat."""
         member = self._members.get(report.server_id)
@@ -148,6 +167,7 @@ class Members:
             if other.report.url == report.url:
                 self.lose(other, f"{report.server_id} has its address")
         member = self._members[report.server_id] = Member(report, "joining", time.monotonic())
+        self.arrival.notify()
         return member
 
     async def generate(self, member: Member, req: LLMRequest) -> LLMResponse:

@@ -132,6 +132,7 @@ class Publications:
                 with self._metrics.commit_s.time():
                     await _to_the_end(self._commit(staged))
         finally:
+            self._staging.release()
             self._publishing = None
 
     async def _commit(self, staged: Staged) -> None:

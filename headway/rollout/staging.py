@@ -22,6 +22,8 @@ from headway.rollout.members import Member, Members
 from headway.rollout.weight_book import WeightBook
 from headway.rollout.weight_orders import WeightOrders, is_group, seats
 
+ROUNDING = 1e-9
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -60,11 +62,14 @@ class Staging:
     async def stage(self, change: Change) -> Staged:
         """Stage on every server that is ready now; with none, nobody has to agree.
 
+        Until `release`, this decides what they serve.
+
         Raises:
             SyncError: too few could; all have forgotten it.
         """
-        members = self._members.ready()
-        quorum = max(1, math.ceil(self._config.quorum * len(members)))
+        await self._members.until_back(self._book.num_expected)
+        members = self._announce(change)
+        quorum = max(1, math.ceil(self._config.quorum * len(members) - ROUNDING))
         deadline = time.monotonic() + self._config.update_timeout_s
         refusals: dict[Member, ServiceError] = {}
         while True:
@@ -85,11 +90,31 @@ class Staging:
                 raise self._failure(ballot, refusals)
             members = survivors
 
+    def release(self) -> None:
+        """The transaction is over."""
+        for member in self._members.present():
+            member.is_publishing = False
+
+    def _announce(self, change: Change) -> list[Member]:
+        """Who takes part.
+
+        In a group, if none is ready, that is who waits for a version that nobody holds any more.
+        """
+        members = self._members.ready()
+        if change.in_group and not members:
+            members = self._members.present()
+        for member in members:
+            member.is_publishing = True
+            if member.catching_up is not None:
+                member.catching_up.cancel()
+        return members
+
     async def _attempt(
         self, change: Change, members: Sequence[Member], quorum: int, deadline: float
     ) -> _Ballot:
         """One epoch; who is not to commit has been told to forget it."""
-        ballot = _Ballot(change, await self._book.next_epoch(), members, quorum)
+        epoch = await self._book.next_epoch(len(members))
+        ballot = _Ballot(change, epoch, members, quorum)
         places = seats(members) if change.in_group else [None] * len(members)
         keep: Sequence[Member] = ()
         try:

@@ -24,6 +24,8 @@ KEEP = 16
 
 class _Page(Config):
     epoch: int = 0
+    num_asked: int = 0
+    """Servers that the last transaction asked."""
     head: PolicyVersion = 0
     committed: WeightRecord | None = None
     pinned: PolicyVersion | None = None
@@ -35,6 +37,8 @@ class WeightBook:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
+        self.num_expected = 0
+        """Servers that a former process had."""
         self._page = _Page()
         self._turning = asyncio.Lock()
 
@@ -43,6 +47,7 @@ class WeightBook:
         note = await self._ledger.get_note(NOTE)
         if note is not None:
             self._page = _Page.model_validate_json(note)
+            self.num_expected = self._page.num_asked
 
     @property
     def epoch(self) -> int:
@@ -91,14 +96,15 @@ class WeightBook:
         """Whether exactly this was published."""
         return any((kept.version, kept.path) == (version, path) for kept in self.kept)
 
-    async def next_epoch(self) -> int:
-        """A number above all that were used.
+    async def next_epoch(self, num_asked: int | None = None) -> int:
+        """A number above all that were used, for a transaction that asks so many servers.
 
         A new ledger begins at the clock, so that servers obey it that a former ledger's gateway left.
         """
         async with self._turning:
             epoch = self.epoch + 1 if self.epoch else int(time.time() * 1000)
-            await self._turn(epoch=epoch)
+            asked = self._page.num_asked if num_asked is None else num_asked
+            await self._turn(epoch=epoch, num_asked=asked)
         return epoch
 
     async def commit(self, record: WeightRecord, pinned: PolicyVersion | None) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.config.server import UpdatePolicy
-from headway.contracts.errors import SyncError
+from headway.contracts.errors import BackendError, SyncError
 from headway.contracts.http import (
     WEIGHTS_ABORT,
     WEIGHTS_COMMIT,
@@ -24,6 +27,8 @@ from headway.contracts.http import (
 )
 from headway.contracts.types import PolicyVersion
 from headway.rollout.members import Member, Members
+
+Answer = TypeVar("Answer", bound=BaseModel)
 
 GROUP_SCHEMES = ("gloo://", "nccl://")
 MAX_PEERS = 3
@@ -80,7 +85,7 @@ class WeightOrders:
             timeout_s=staging_s + self._config.commit_timeout_s * self._num_turns(),
         )
         answer = await self._members.order(member, WEIGHTS_PREPARE, order, staging_s)
-        return WeightPrepareResponse.model_validate_json(answer).digest
+        return _parsed(WeightPrepareResponse, answer).digest
 
     async def commit(
         self, member: Member, record: WeightRecord, epoch: int, policy: UpdatePolicy | None = None
@@ -92,9 +97,8 @@ class WeightOrders:
         """
         order = WeightCommitRequest(epoch=epoch, version=record.version, policy=policy)
         timeout_s = self._config.commit_timeout_s
-        answer = WeightUpdateResponse.model_validate_json(
-            await self._members.order(member, WEIGHTS_COMMIT, order, timeout_s)
-        )
+        content = await self._members.order(member, WEIGHTS_COMMIT, order, timeout_s)
+        answer = _parsed(WeightUpdateResponse, content)
         serving = {"version": answer.version, "digest": answer.digest}
         member.report = member.report.model_copy(update=serving)
         if answer.version != record.version:
@@ -135,3 +139,10 @@ class WeightOrders:
     def _num_turns(self) -> int:
         is_rolling = self._config.commit_order == "rolling"
         return max(1, len(self._members.ready())) if is_rolling else 1
+
+
+def _parsed(model: type[Answer], content: bytes) -> Answer:
+    try:
+        return model.model_validate_json(content)
+    except ValidationError as error:
+        raise BackendError(f"it answered with no {model.__name__}: {content[:200]!r}") from error

@@ -8,6 +8,7 @@ import pytest
 from weight_server import Gateway, WeightServer, opened_gateway, until
 
 from headway.contracts.errors import BackendError, StaleVersion, SyncError
+from headway.contracts.http import WEIGHTS_COMMIT, WEIGHTS_PREPARE
 from headway.contracts.types import WeightUpdateMeta
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.weight_book import WeightBook
@@ -420,3 +421,54 @@ async def test_what_a_dead_gateway_still_sends_is_fenced(ledger: SqliteLedger):
             go.set()
             await asyncio.wait({old})
             assert only.version == 2
+
+
+async def test_a_gateway_that_came_back_waits_for_the_servers_it_had(ledger: SqliteLedger):
+    servers = servers_of(2)
+    async with opened_gateway(*servers, ledger=ledger) as gateway:
+        await published(gateway, 1)
+        async with opened_gateway(ledger=ledger) as successor:
+            streamed = meta(2, "gloo://trainer:1/")
+            publication = asyncio.create_task(successor.fleet.update_weights(streamed))
+            for server in servers:
+                await asyncio.sleep(0)
+                assert len(server.prepares) == 1
+                successor.fleet.report(server.report())
+            assert await publication == 2
+            assert [server.version for server in servers] == [2, 2]
+
+
+async def test_a_gateway_does_not_wait_longer_than_the_leases_last(ledger: SqliteLedger):
+    only = WeightServer("s0")
+    async with opened_gateway(only, ledger=ledger) as gateway:
+        await published(gateway, 1)
+        async with opened_gateway(ledger=ledger, lease_s=0.1) as successor:
+            await published(successor, 2)
+            assert successor.fleet.weights().committed.digest is None
+
+
+async def test_a_group_takes_in_servers_that_nobody_could_bring_to_the_version_before():
+    only = WeightServer("s0")
+    async with opened_gateway(only) as gateway:
+        assert await gateway.fleet.update_weights(meta(1, "gloo://trainer:1/")) == 1
+        only.version, only.digest, only.uptime_s = 0, "", 0.5
+        gateway.heartbeat()
+        await until(lambda: gateway.states() == {"s0": "fenced"})
+        go = only.holds_prepare()
+        publication = asyncio.create_task(
+            gateway.fleet.update_weights(meta(2, "gloo://trainer:1/"))
+        )
+        await until(lambda: len(only.prepares) == 2)
+        gateway.heartbeat()  # it is not caught up beside the publication
+        go.set()
+        assert await publication == 2
+        assert (gateway.states(), only.version) == ({"s0": "ready"}, 2)
+
+
+@pytest.mark.parametrize("path", [WEIGHTS_PREPARE, WEIGHTS_COMMIT])
+async def test_an_answer_that_makes_no_sense_is_a_failure_of_that_server(path: str):
+    servers = servers_of(2)
+    servers[1].garbled = path
+    async with opened_gateway(*servers) as gateway:
+        await published(gateway, 1)
+        assert gateway.states() == {"s0": "ready", "s1": "fenced"}

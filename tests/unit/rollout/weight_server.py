@@ -49,6 +49,8 @@ class WeightServer:
         """Of the next commit."""
         self.on_prepare: Callable[[WeightPrepareRequest], Awaitable[None]] | None = None
         self.on_commit: Callable[[WeightCommitRequest], Awaitable[None]] | None = None
+        self.garbled = ""
+        """Path whose orders are answered with nonsense."""
         self.prepares: list[WeightPrepareRequest] = []
         self.commits: list[WeightCommitRequest] = []
         self.aborts: list[WeightAbortRequest] = []
@@ -120,7 +122,7 @@ class WeightServer:
     async def _prepare(self, request: web.Request) -> web.Response:
         order = WeightPrepareRequest.model_validate_json(await request.read())
         self.prepares.append(order)
-        return await _answer(self._stage(order))
+        return self._garble(request) or await _answer(self._stage(order))
 
     async def _stage(self, order: WeightPrepareRequest) -> WeightPrepareResponse:
         self._heed(order.epoch)
@@ -138,7 +140,7 @@ class WeightServer:
     async def _commit(self, request: web.Request) -> web.Response:
         order = WeightCommitRequest.model_validate_json(await request.read())
         self.commits.append(order)
-        return await _answer(self._swap(order))
+        return self._garble(request) or await _answer(self._swap(order))
 
     async def _swap(self, order: WeightCommitRequest) -> WeightUpdateResponse:
         self._heed(order.epoch)
@@ -160,6 +162,9 @@ class WeightServer:
         self._aborted.set()
         self.staged = None
         return web.Response(status=204)
+
+    def _garble(self, request: web.Request) -> web.Response | None:
+        return web.Response(text="{}") if request.path == self.garbled else None
 
     def _heed(self, epoch: int) -> None:
         if epoch < self.epoch:
