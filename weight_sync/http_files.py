@@ -41,7 +41,7 @@ Connection = http.client.HTTPConnection
 
 
 class _Busy(Exception):
-    """The server cannot answer now."""
+    """The server cannot answer now, or did not to the end."""
 
 
 class _Absent(Exception):
@@ -109,8 +109,10 @@ class HttpFiles:
             try:
                 with self._answer(name, wanted) as answer:
                     content = answer.read(MAX_TEXT_BYTES + 1)
-                    if not answer.isclosed():
+                    if len(content) > MAX_TEXT_BYTES:
                         raise SyncError(f"{self._url}/{name} is larger than any manifest")
+                    if answer.length:
+                        raise _Busy(f"the answer ended {answer.length} bytes early")
                     return content
             except _Absent:
                 if wait_s:  # by a server that does not wait
