@@ -7,7 +7,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
-from headway.contracts.config import experiment, server
+from headway.contracts.config import experiment, server, weight_sync
 from headway.contracts.config.base import Config
 from headway.contracts.config.rollout import RolloutConfig
 from headway.contracts.config.trainer import TrainerConfig
@@ -18,6 +18,7 @@ from headway.rollout.workflows.base import WORKFLOWS
 from inference_server.backends.base import BACKENDS as GENERATION_BACKENDS
 from trainer.backends.base import BACKENDS as TRAIN_BACKENDS
 from trainer.experiments.base import EXPERIMENTS
+from weight_sync.transports.base import SCHEMES, TRANSPORTS, scheme_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("headway", "weight_sync", "inference_server", "trainer")
@@ -28,10 +29,12 @@ UNION_REGISTRIES: dict[type[Config], Registry | None] = {
     server.FakeBackendConfig: GENERATION_BACKENDS,
     experiment.GRPOExperiment: EXPERIMENTS,
     experiment.SFTExperiment: EXPERIMENTS,
+    weight_sync.DiskSync: TRANSPORTS,
+    weight_sync.SharedMemorySync: TRANSPORTS,
+    weight_sync.HttpSync: TRANSPORTS,
+    weight_sync.CollectiveSync: TRANSPORTS,
 }
 """The registry that holds the target of each tagged configuration."""
-SINGLE = {"DiskSync"}
-"""Tagged ahead of a second kind; built without a registry."""
 
 
 def own_targets(registry: Registry) -> dict[str, object]:
@@ -64,7 +67,7 @@ def registries() -> list:
 
 
 def test_every_tagged_configuration_is_known_here():
-    names = {config.__name__ for config in tagged_configs()} - SINGLE
+    names = {config.__name__ for config in tagged_configs()}
     assert names == {config.__name__ for config in UNION_REGISTRIES}, (
         "a configuration with `type` was added: name its registry in UNION_REGISTRIES"
     )
@@ -79,17 +82,47 @@ def test_each_type_has_a_target(config):
 
 
 @pytest.mark.parametrize(
-    "registry", [GENERATION_BACKENDS, EXPERIMENTS], ids=lambda registry: registry.kind
+    "registry", [GENERATION_BACKENDS, EXPERIMENTS, TRANSPORTS], ids=lambda registry: registry.kind
 )
 def test_each_target_has_a_type(registry):
     types = {c.model_fields["type"].default for c, r in UNION_REGISTRIES.items() if r is registry}
     assert set(own_targets(registry)) == types
 
 
+def types_of(union) -> set[str]:
+    """Of the members of a tagged union, however it is annotated."""
+    while not all(isinstance(member, type) for member in get_args(union)):
+        union = get_args(union)[0]
+    return {config.model_fields["type"].default for config in get_args(union)}
+
+
 def test_the_backend_union_offers_exactly_the_backends():
-    union, _ = get_args(server.BackendConfig)
-    types = {config.model_fields["type"].default for config in get_args(union)}
-    assert types == set(own_targets(GENERATION_BACKENDS))
+    assert types_of(server.BackendConfig) == set(own_targets(GENERATION_BACKENDS))
+
+
+def test_the_weight_sync_union_offers_exactly_the_transports():
+    assert types_of(weight_sync.WeightSyncConfig) == set(own_targets(TRANSPORTS))
+
+
+def test_every_scheme_is_brought_by_the_transport_that_says_so():
+    said = {
+        scheme: name
+        for name in own_targets(TRANSPORTS)
+        for scheme in TRANSPORTS.get(name).schemes
+        if scheme != "file"  # as every scheme that is not named: the transport of directories
+    }
+    assert said == SCHEMES
+
+
+@pytest.mark.parametrize("name", own_targets(TRANSPORTS))
+def test_the_origin_of_a_transport_has_one_of_its_schemes(name):
+    config = next(
+        config
+        for config, registry in UNION_REGISTRIES.items()
+        if registry is TRANSPORTS and config.model_fields["type"].default == name
+    )
+    root = {"root": "/dev/shm/run"} if "root" in config.model_fields else {}
+    assert scheme_of(config(**root).origin) in TRANSPORTS.get(name).schemes
 
 
 @pytest.mark.parametrize("name", own_targets(EXPERIMENTS))
@@ -105,6 +138,7 @@ def test_the_search_finds_the_registries():
         ("inference_server.backends.base", "BACKENDS"),
         ("trainer.backends.base", "BACKENDS"),
         ("trainer.experiments.base", "EXPERIMENTS"),
+        ("weight_sync.transports.base", "TRANSPORTS"),
     } <= found
 
 
