@@ -140,6 +140,7 @@ class WeightGroup:
             group.abort()
             return
         pending = [work for work in self._pending if not work.is_completed()]
+        self._pending = []  # also those that have ended hold the connections
         if pending:
             threading.Thread(target=_outlive, args=(group, pending), daemon=True).start()
 
@@ -164,11 +165,12 @@ class WeightGroup:
     def _broadcast(self, buffers: Sequence[torch.Tensor], watch: Watch) -> None:
         try:
             self._pending = self._start(buffers, watch)
-            for work in self._pending:
-                while not work.is_completed():
-                    watch()
-                    time.sleep(TICK_S)
-                work.wait()
+            # No name for a work: in the traceback of an error it would hold the connections.
+            while not all(work.is_completed() for work in self._pending):
+                watch()
+                time.sleep(TICK_S)
+            while self._pending:
+                self._pending.pop(0).wait()
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise SyncError(
