@@ -78,6 +78,12 @@ class SGLangConfig(EngineProcessConfig):
     """An SGLang server behind our contract."""
 
     type: Literal["sglang"] = "sglang"
+    receive: Literal["files", "group"] = "files"
+    """How versions reach the engine. `files`: this server receives and proves them while the engine
+    generates, and the engine loads them at the commit. `group`: the engine's own processes join the
+    trainer's process group (one data-parallel and one pipeline rank), and the bytes flow from GPU to
+    GPU into the live weights; nothing is generated from the first bucket until the commit. Versions
+    that do not flow come as files either way."""
 
 
 class VLLMConfig(EngineProcessConfig):
@@ -130,6 +136,16 @@ class ServerConfig(Config):
     served_model_name: str | None = None
     """Name that OpenAI clients see; None takes the last part of `model.path`."""
     executor: ExecutorConfig = ExecutorConfig()
+
+    @model_validator(mode="after")
+    def _can_drain(self) -> ServerConfig:
+        is_live = isinstance(self.backend, SGLangConfig) and self.backend.receive == "group"
+        if is_live and self.update_policy == "drain":
+            raise ValueError(
+                "update_policy=drain lets requests end under the old weights, which backend.receive="
+                "group overwrites before; choose another policy, or receive files"
+            )
+        return self
 
     @field_validator("backend", mode="before")
     @classmethod

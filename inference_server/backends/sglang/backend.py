@@ -26,16 +26,24 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import SGLangConfig, UpdatePolicy
-from headway.contracts.errors import BackendError, SyncError
+from headway.contracts.errors import BackendError, ConfigError, ServiceError, SyncError
 from headway.contracts.http import PauseMode
-from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
+from headway.contracts.types import (
+    GroupSeat,
+    LLMRequest,
+    LLMResponse,
+    PolicyVersion,
+    WeightUpdateMeta,
+)
 from headway.rollout.tokenizer import TextTokenizer
 from inference_server.backends.base import Limits, Load, OnDelta, Staged, check_request
 from inference_server.backends.engine_process import Answer, EngineProcess
@@ -43,12 +51,15 @@ from inference_server.backends.sglang import updates, wire
 from inference_server.backends.sglang.answers import MISSING, body_of, expect_success, read_label
 from inference_server.backends.sglang.call import Call
 from inference_server.backends.sglang.features import Features, learn_features, sglang_command
-from inference_server.backends.sglang.updates import FolderUpdate, GroupMember, GroupUpdate
+from inference_server.backends.sglang.group import EngineGroup, GroupUpdate, Transfer
+from inference_server.backends.sglang.updates import FolderUpdate
 from inference_server.backends.sglang.wire import Output
-from weight_sync.channel import WeightReader, WeightVerifier
+from weight_sync.channel import WeightObserver, WeightReader, WeightVerifier
 from weight_sync.checkpoint import checkpoint_shapes
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 DEFAULT_LABEL = "default"
 ABORT_AGAIN_S = 0.5
@@ -87,6 +98,10 @@ class SGLangBackend:
             live_path=lambda: "/ping",
         )
         self._features = Features(Limits(0, 0))
+        self._group = EngineGroup(self._engine)
+        self._serving: FolderUpdate | None = None
+        """Where the version that serves can be read again, if anywhere."""
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._lagging: set[PolicyVersion] = set()
         """Versions that were swapped in under one token in flight of every request."""
         self._calls: set[Call] = set()
@@ -113,7 +128,7 @@ class SGLangBackend:
 
     @property
     def num_ranks(self) -> int:
-        return 1
+        return (self._features.num_ranks or 1) if self._config.receive == "group" else 1
 
     @property
     def is_paused(self) -> bool:
@@ -127,9 +142,11 @@ class SGLangBackend:
         """As the protocol says; an attached engine labelled with a number serves that version.
 
         Raises:
-            ConfigError: the engine streams parts only, or the model directory is damaged.
+            ConfigError: the engine streams parts only, cannot join a group as configured, or the
+                model directory is damaged.
             BackendError: it did not come up, or serves weights of an unknown version.
         """
+        self._loop = asyncio.get_running_loop()
         await self._engine.start()
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
@@ -185,10 +202,13 @@ class SGLangBackend:
 
     async def flush(self) -> bool:
         async with self._turn:
-            return (await self._engine.post("/flush_cache", {})).is_ok
+            return await self._flushes()
 
     def stage(self, meta: WeightUpdateMeta, reader: WeightReader) -> Staged:
+        """As the protocol says; under `receive: group`, the engine is frozen when this returns."""
         expected = checkpoint_shapes(self._model.path)
+        if self._config.receive == "group" and meta.seat is not None:
+            return self._stage_live(meta, meta.seat, reader, expected)
         if isinstance(reader, WeightVerifier):
             proven = reader.verify(meta, expected)
             return FolderUpdate(meta.version, str(proven.folder), proven.digest, proven)
@@ -197,11 +217,15 @@ class SGLangBackend:
     async def swap(self, staged: Staged, policy: UpdatePolicy = "keep") -> int:
         """Exchange the weights between two decode steps.
 
+        A version in the live weights cannot `drain`: what runs is ended as by `abort`.
+
         Raises:
             SyncError: the engine refused; the old version serves on, or `failure` is set.
             BackendError: the engine died.
         """
-        if not isinstance(staged, FolderUpdate | GroupUpdate):
+        if isinstance(staged, GroupUpdate):
+            return await staged.commit(policy)
+        if not isinstance(staged, FolderUpdate):
             raise SyncError(f"{type(staged).__name__} was not staged by this backend")
         async with self._turn:
             self._open = False
@@ -213,27 +237,6 @@ class SGLangBackend:
                 if self._paused is None:
                     await _whole(self._go_on())
             return running
-
-    async def init_group(self, member: GroupMember, timeout_s: float = 600.0) -> None:
-        """Join a trainer's process group; returns once its rank 0 has joined too.
-
-        Raises:
-            SyncError: the engine refused.
-            BackendError: no answer within `timeout_s`.
-        """
-        await updates.join_group(self._engine, member, timeout_s)
-
-    async def update_from_group(self, update: GroupUpdate, policy: UpdatePolicy = "keep") -> int:
-        """Receive a version over a group; see `swap`."""
-        return await self.swap(update, policy)
-
-    async def destroy_group(self, group_name: str) -> None:
-        """Leave a group.
-
-        Raises:
-            SyncError: there is no such group.
-        """
-        await updates.leave_group(self._engine, group_name)
 
     def load(self) -> Load:
         now = time.monotonic()
@@ -251,6 +254,8 @@ class SGLangBackend:
         )
 
     async def aclose(self) -> None:
+        if self._engine.is_managed:
+            self._engine.fail("the backend was closed")  # nothing is put in order in what ends
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -268,7 +273,14 @@ class SGLangBackend:
             body_of(await self._engine.post("/update_weight_version", body))
         elif label is not None:
             self._version = wire.parse_label(label)
+        if self._engine.is_managed or label == DEFAULT_LABEL:
+            self._serving = FolderUpdate(self._version, self._model.path)
         self._features = await learn_features(self._engine, self._model.path)
+        if self._config.receive == "group" and self._features.num_ranks is None:
+            raise ConfigError(
+                "an SGLang engine with --pp-size or --dp-size cannot join a trainer's group; set "
+                "backend.receive to files"
+            )
 
     # One call.
 
@@ -461,18 +473,20 @@ class SGLangBackend:
             call.is_sent_back = True
         await self._engine.guard(self._end(unstarted))
 
-    async def _exchange(self, update: FolderUpdate | GroupUpdate, quiet: _Quiet) -> None:
+    async def _exchange(self, update: FolderUpdate, quiet: _Quiet) -> None:
         """Change the weights of a halted engine, and the version with them."""
-        if isinstance(update, FolderUpdate):
-            await updates.load_folder(self._engine, update, quiet.flushes)
-        else:
-            await updates.receive(self._engine, update, quiet.flushes)
+        await updates.load_folder(self._engine, update, quiet.flushes)
+        await self._cross(update.version, quiet)
+        self._serving = update
+
+    async def _cross(self, version: PolicyVersion, quiet: _Quiet) -> None:
+        """From here on this version samples."""
         await self._settle()
         for call in self._in_engine():
-            call.cross(update.version, quiet.lag)
+            call.cross(version, quiet.lag)
         if quiet.lag:
-            self._lagging.add(update.version)
-        self._version = update.version
+            self._lagging.add(version)
+        self._version = version
 
     async def _settle(self) -> None:
         """Let what was sent before the pause arrive, where deltas are stamped by it."""
@@ -484,6 +498,9 @@ class SGLangBackend:
 
     async def _pause_engine(self, mode: PauseMode) -> None:
         expect_success(await self._engine.post("/pause_generation", {"mode": mode}), "status")
+
+    async def _flushes(self) -> bool:
+        return (await self._engine.post("/flush_cache", {})).is_ok
 
     async def _continue(self) -> None:
         expect_success(await self._engine.post("/continue_generation", {}), "status")
@@ -498,6 +515,101 @@ class SGLangBackend:
     def _admit(self) -> None:
         self._open = True
         self._notify()
+
+    # A version that flows into the live weights.
+
+    def _stage_live(
+        self,
+        meta: WeightUpdateMeta,
+        seat: GroupSeat,
+        reader: WeightReader,
+        expected: Mapping[str, torch.Size],
+    ) -> GroupUpdate:
+        if self._loop is None or not isinstance(reader, WeightObserver):
+            raise SyncError(
+                f"{meta.path} needs a started engine, and a reader that takes its seats"
+            )
+        member = reader.follow(meta, self.num_ranks)
+        transfer = Transfer(
+            self._engine,
+            self._group,
+            member,
+            seat,
+            reader.patience,
+            expected,
+            self._features.dtype,
+        )
+        return asyncio.run_coroutine_threadsafe(self._begin(transfer), self._loop).result()
+
+    async def _begin(self, transfer: Transfer) -> GroupUpdate:
+        update = GroupUpdate(transfer.version)
+        self._spawn(self._carry(transfer, update))
+        await update.until_arrived()
+        return update
+
+    async def _carry(self, transfer: Transfer, update: GroupUpdate) -> None:
+        """From the rendezvous to the commit or to the abort, in one turn."""
+        try:
+            async with self._turn:
+                update.end(await self._carry_over(transfer, update))
+        except (ServiceError, TimeoutError) as error:
+            update.fail(error)
+        except BaseException:
+            update.fail(BackendError("the backend was closed"))
+            raise
+
+    async def _carry_over(self, transfer: Transfer, update: GroupUpdate) -> int:
+        try:
+            first = await transfer.meet()
+            self._open = False
+            running = len(self._in_engine())
+            quiet = await self._quiesce("keep")
+            update.arrive(await transfer.receive(first))
+            policy = await transfer.wanted(update.decided)
+            doomed = self._in_engine() if policy in ("abort", "drain") else []
+            await _whole(self._adopt(transfer, policy, quiet, doomed))
+        except BaseException as error:
+            failure = await _whole(self._take_back(transfer, error))
+            if isinstance(error, ServiceError):
+                raise failure from error
+            raise
+        finally:
+            if not self._open and self._paused is None:
+                await _whole(self._go_on())
+        if self._paused is None:  # else they end once the engine goes on
+            await self._engine.guard(self._end(doomed))
+        return running
+
+    async def _adopt(
+        self, transfer: Transfer, policy: UpdatePolicy, quiet: _Quiet, doomed: Iterable[Call]
+    ) -> None:
+        """Let what is frozen go on as the policy says, under the new version."""
+        if policy == "recompute" and not quiet.flushes:
+            quiet = await self._drop_cache()  # reads what is in flight, while it has its old name
+        for call in doomed:  # they end before they sample again
+            await self._engine.post("/abort_request", {"rid": call.rid})
+        if quiet.flushes and not await self._flushes():
+            log.warning("the weights changed, the cache remained")
+        await updates.relabel(self._engine, transfer.version)
+        transfer.is_torn = False
+        await self._cross(transfer.version, quiet)
+        self._serving = None
+
+    async def _take_back(self, transfer: Transfer, error: BaseException) -> Exception:
+        """Let the old version serve on, or give the engine up; returns why it came to that."""
+        failure = await transfer.stop(error)
+        if not transfer.is_torn or self._engine.failure is not None:
+            return failure
+        try:
+            if self._serving is None:
+                raise SyncError(f"version {self._version} lies nowhere to be read again")
+            await updates.restore_folder(self._engine, self._serving, flushes=False)
+        except (SyncError, BackendError) as lost:
+            self._engine.fail(
+                f"the weights are torn between versions {self._version} and {transfer.version} "
+                f"({failure}), and the old one is lost: {lost.message}"
+            )
+        return failure
 
     # Waiting and watching.
 
@@ -532,11 +644,11 @@ class SGLangBackend:
             log.log(level, "a call to SGLang in the background failed", exc_info=error)
 
 
-async def _whole(work: Awaitable[None]) -> None:
+async def _whole(work: Awaitable[T]) -> T:
     """Await to the end, also when cancelled; the cancellation comes after it."""
     task = asyncio.ensure_future(work)
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait({task})
         raise

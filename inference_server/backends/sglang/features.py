@@ -34,6 +34,10 @@ class Features:
     is_pipelined: bool = True
     """A step is launched before the last one is read."""
     is_speculative: bool = False
+    num_ranks: int | None = 1
+    """Processes that join a trainer's group; None if SGLang cannot have them all in one."""
+    dtype: str = ""
+    """Of the weights; empty if it is not known."""
 
 
 def sglang_command(
@@ -97,7 +101,15 @@ async def learn_features(engine: EngineProcess, model_path: str) -> Features:
         is_deterministic=bool(info.get("enable_deterministic_inference")),
         is_pipelined=not info.get("disable_overlap_schedule", False),
         is_speculative=info.get("speculative_algorithm") is not None,
+        num_ranks=_num_ranks(info),
+        dtype=str(info.get("dtype") or ""),
     )
+
+
+def _num_ranks(info: Mapping[str, Any]) -> int | None:
+    if info.get("pp_size", 1) > 1 or info.get("dp_size", 1) > 1:
+        return None
+    return int(info.get("tp_size", 1))
 
 
 async def _try_out(engine: EngineProcess) -> tuple[bool, wire.Output]:

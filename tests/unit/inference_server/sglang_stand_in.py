@@ -1,8 +1,9 @@
 """SGLang 0.5.23's contract over real HTTP, decoding one token per `step()` of the test.
 
-Tokens count up from the prompt's last; their logprob is minus the version that sampled them, so that a
-wrong stamp shows. As in SGLang, a step that was launched is read with the next one: `in_flight` tokens
-survive an in-place pause and are stamped with the version that serves when they are read.
+Tokens count up from the prompt's last; their logprob is minus the number that all live weights hold, so
+that a wrong stamp shows, and torn weights give none. As in SGLang, a step that was launched is read with
+the next one: `in_flight` tokens survive an in-place pause and are stamped with the version that serves
+when they are read. Process groups are real: the stand-in is a rank, on a thread.
 """
 
 from __future__ import annotations
@@ -11,9 +12,22 @@ import asyncio
 import json
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
 from aiohttp import web
+from safetensors.torch import load_file
+
+from headway.contracts.errors import SyncError
+from weight_sync.transports.process_group import (
+    GroupAddress,
+    TensorSpec,
+    WeightGroup,
+    join_group,
+)
+
+GROUP_TIMEOUT_S = 10.0
 
 
 @dataclass(eq=False)
@@ -25,7 +39,8 @@ class Running:
     events: list[tuple[str, int]] = field(default_factory=list)
     finish: dict[str, Any] | None = None
     retractions: int = 0
-    is_waiting: bool = False
+    is_doomed: bool = False
+    """Aborted while frozen: it ends when it goes on."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -55,7 +70,21 @@ class StandIn:
             "enable_deterministic_inference": False,
             "incremental_streaming_output": False,
             "speculative_algorithm": None,
+            "tp_size": 1,
+            "dtype": "float32",
         }
+        self.weights: dict[str, torch.Tensor] = {"all": torch.tensor(0.0)}
+        self.shows_weights = True
+        self.groups: dict[str, WeightGroup] = {}
+        self.fails_at: int | None = None
+        """Bucket of an update that is received and not loaded."""
+        self.holds_at: int | None = None
+        """Bucket of an update before which it waits for `go_on`."""
+        self.holding = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self.damages: str | None = None
+        """A tensor that arrives with other values."""
+        self.num_buckets = 0
         self.paused: str | None = None
         self.session = False
         self.calls: list[tuple[str, Any]] = []
@@ -67,7 +96,7 @@ class StandIn:
     async def serving(self):
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._route)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        runner = self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
@@ -75,7 +104,14 @@ class StandIn:
         try:
             yield self
         finally:
-            await runner.cleanup()
+            await self.die()
+
+    async def die(self) -> None:
+        """Cut every connection, those of its groups too."""
+        await self._runner.cleanup()
+        for group in self.groups.values():
+            group.close()
+        self.groups.clear()
 
     def asked(self, path: str) -> list[Any]:
         """Bodies that were sent to a path."""
@@ -87,7 +123,7 @@ class StandIn:
 
     def step(self, count: int = 1) -> None:
         """Launch a step for all and read the one before."""
-        for _ in range(count):
+        for _ in range(0 if self.paused else count):
             live = [one for one in self.running if one.finish is None][: self.max_running]
             for one in live:
                 before = len(one.in_flight)
@@ -96,11 +132,17 @@ class StandIn:
                 for _ in range(before if is_pipelined else len(one.in_flight)):
                     self._read(one)
 
+    @property
+    def sampling(self) -> float:
+        """The number that all weights hold."""
+        ends = {float(end) for t in self.weights.values() for end in (t.min(), t.max())}
+        return ends.pop() if len(ends) == 1 else float("nan")
+
     def _launch(self, one: Running) -> None:
         position = len(one.tokens) + len(one.in_flight)
         if position < one.body["sampling_params"]["max_new_tokens"]:
             token = (one.body["input_ids"][-1] + position + 1) % 60
-            one.in_flight.append((token, -float(self.label)))
+            one.in_flight.append((token, -self.sampling))
 
     def _read(self, one: Running) -> None:
         token, logprob = one.in_flight.pop(0)
@@ -116,13 +158,19 @@ class StandIn:
         one.notify()
 
     def _relabel(self, label: str) -> None:
+        if label == self.label:
+            return
         for one in self.running:
             if one.tokens:
                 one.events.append((self.label, len(one.tokens)))
         self.label = label
 
     def _abort(self, one: Running) -> None:
-        if one.finish is None:
+        if self.paused == "in_place":
+            one.is_doomed = True
+        elif one.finish is None:
+            while one.is_doomed and one.in_flight:
+                self._read(one)
             one.finish = {"type": "abort", "message": "Aborted", "status_code": None}
             one.notify()
 
@@ -137,7 +185,8 @@ class StandIn:
         handler = getattr(self, "_on" + path.replace("/", "_"), None)
         if handler is None:
             return web.Response(status=404)
-        return handler(body or {})
+        answer = handler(body or {})
+        return await answer if asyncio.iscoroutine(answer) else answer
 
     def _on_ping(self, body: Any) -> web.Response:
         return web.Response()
@@ -152,6 +201,8 @@ class StandIn:
         return web.json_response({"loads": [{"num_used_tokens": 17, "num_running_reqs": 1}]})
 
     def _on_update_weight_version(self, body: Any) -> web.Response:
+        if self.label == "default":
+            self.weights = {"all": torch.tensor(float(body["new_version"]))}
         self._relabel(body["new_version"])
         return web.json_response({"success": True, "new_version": self.label})
 
@@ -168,6 +219,9 @@ class StandIn:
 
     def _on_continue_generation(self, body: Any) -> web.Response:
         self.paused = None
+        for one in self.running:
+            if one.is_doomed:
+                self._abort(one)
         return web.json_response({"status": "ok", "message": "continued"})
 
     def _on_abort_request(self, body: Any) -> web.Response:
@@ -182,17 +236,39 @@ class StandIn:
     def _on_update_weights_from_disk(self, body: Any) -> web.Response:
         if self.refusal is not None:
             return web.json_response(self.refusal[1], status=self.refusal[0])
+        files = sorted(Path(body["model_path"]).glob("*.safetensors"))
+        loaded = {name: t for file in files for name, t in load_file(file).items()}
+        self.weights = loaded or {"all": torch.tensor(float(body["weight_version"]))}
         self._relabel(body["weight_version"])
         return web.json_response(
             {"success": True, "message": "Succeeded", "num_paused_requests": 0}
         )
 
-    def _on_init_weights_update_group(self, body: Any) -> web.Response:
+    async def _on_init_weights_update_group(self, body: Any) -> web.Response:
+        address = GroupAddress(
+            body["group_name"],
+            body["master_address"],
+            body["master_port"],
+            body["rank_offset"],
+            body["world_size"],
+            body["backend"],
+        )
+        group = await asyncio.to_thread(join_group, address, GROUP_TIMEOUT_S)
+        self.groups[body["group_name"]] = group
         return web.json_response({"success": True, "message": "joined"})
 
     def _on_destroy_weights_update_group(self, body: Any) -> web.Response:
+        group = self.groups.pop(body["group_name"], None)
+        if group is not None:
+            group.close()
+            return web.json_response({"success": True, "message": "destroyed"})
         message = "The group to be destroyed does not exist."
         return web.json_response({"success": False, "message": message}, status=400)
+
+    def _on_get_weights_by_name(self, body: Any) -> web.Response:
+        if not self.shows_weights:
+            return web.json_response({"error": "no such function"}, status=400)
+        return web.json_response(self.weights[body["name"]].tolist()[: body["truncate_size"]])
 
     def _on_begin_weight_update(self, body: Any) -> web.Response:
         if not self.has_sessions:
@@ -204,14 +280,35 @@ class StandIn:
         self.session = False
         return web.json_response({"success": True, "message": "Success"})
 
-    def _on_update_weights_from_distributed(self, body: Any) -> web.Response:
-        if self.refusal is not None:
-            return web.json_response(self.refusal[1], status=self.refusal[0])
+    async def _on_update_weights_from_distributed(self, body: Any) -> web.Response:
         if self.has_sessions and not self.session:
             message = "must run between begin_weight_update() and end_weight_update()"
             return web.json_response({"success": False, "message": message}, status=400)
-        if "weight_version" in body:
-            self._relabel(body["weight_version"])
+        assert self.paused is not None, "bytes came under running requests"
+        assert body["load_format"] == "flattened_bucket"
+        number, self.num_buckets = self.num_buckets, self.num_buckets + 1
+        if number == self.holds_at:
+            self.holding.set()
+            await self.go_on.wait()
+        specs = [
+            TensorSpec(name, dtype, tuple(shape))
+            for name, dtype, shape in zip(
+                body["names"], body["dtypes"], body["shapes"], strict=True
+            )
+        ]
+        group = self.groups[body["group_name"]]
+        try:
+            received = await asyncio.to_thread(group.receive_flattened, specs)
+        except SyncError as error:
+            message = f"Failed to receive weights: {error}"
+            return web.json_response({"success": False, "message": message}, status=400)
+        self.weights.pop("all", None)
+        self.weights |= received
+        if self.damages in received:
+            self.weights[self.damages] = received[self.damages] + 1
+        if number == self.fails_at:
+            message = "Failed to load: partially updated"
+            return web.json_response({"success": False, "message": message}, status=400)
         return web.json_response({"success": True, "message": "Succeeded"})
 
     async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

@@ -19,12 +19,7 @@ from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import BackendError, ConfigError, DataError, RequestTooLong, SyncError
 from headway.contracts.types import LLMRequest, WeightUpdateMeta
 from inference_server.backends.sglang.backend import SGLangBackend
-from inference_server.backends.sglang.updates import (
-    FolderUpdate,
-    GroupMember,
-    GroupUpdate,
-    TensorBucket,
-)
+from inference_server.backends.sglang.updates import FolderUpdate
 from tests.unit.inference_server.sglang_stand_in import StandIn
 from weight_sync.channel import ProvenVersion, StagedWeights
 from weight_sync.patience import Patience
@@ -558,50 +553,6 @@ async def test_a_swap_under_a_pause_leaves_it_paused(model_dir):
         await backend.resume()
         engine.step(9)
         assert (await task).version_runs == [(4, 0, 4), (5, 4, 6)]
-
-
-BUCKETS = (
-    TensorBucket(["a", "b"], ["bfloat16"] * 2, [[2, 2], [4]]),
-    TensorBucket(["c"], ["float32"], [(8,)], "flattened_bucket"),
-)
-
-
-@pytest.mark.parametrize("has_sessions", [True, False])
-async def test_a_broadcast_runs_in_a_session_where_there_is_one(model_dir, has_sessions):
-    engine = StandIn()
-    engine.has_sessions = has_sessions
-    async with attached(model_dir, engine) as backend:
-        await backend.init_group(GroupMember("wg", "127.0.0.1", 29500, 1, 2, "gloo"))
-        [joined] = engine.asked("/init_weights_update_group")
-        assert joined["rank_offset"] == 1
-        assert await backend.update_from_group(GroupUpdate(5, "wg", BUCKETS), "recompute") == 0
-        assert (backend.version, engine.label, engine.session) == (5, "5", False)
-        first, last = engine.asked("/update_weights_from_distributed")
-        assert "weight_version" not in first
-        assert (last["weight_version"], last["flush_cache"]) == ("5", True)
-        assert (last["shapes"], last["load_format"]) == ([[8]], "flattened_bucket")
-        ended = len(engine.asked("/end_weight_update"))
-        assert ended == has_sessions
-        with pytest.raises(SyncError, match="does not exist"):
-            await backend.destroy_group("wg")
-
-
-async def test_a_broadcast_that_stops_half_way_gives_the_engine_up(model_dir):
-    engine = StandIn()
-    async with attached(model_dir, engine) as backend:
-        engine.refusal = (400, {"success": False, "message": "partially updated"})
-        with pytest.raises(SyncError, match="torn"):
-            await backend.update_from_group(GroupUpdate(5, "wg", BUCKETS))
-        assert "received in part" in (backend.failure or "")
-
-
-async def test_an_empty_broadcast_is_refused_before_it_begins(model_dir):
-    engine = StandIn()
-    async with attached(model_dir, engine) as backend:
-        with pytest.raises(SyncError, match="no tensors"):
-            await backend.update_from_group(GroupUpdate(5, "wg", ()))
-        assert engine.asked("/begin_weight_update") == []
-        assert backend.failure is None
 
 
 # Staging.
