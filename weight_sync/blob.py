@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from headway.contracts.errors import SyncError
 from weight_sync.codecs import Encoded
-from weight_sync.manifest import TensorEntry, bytes_of, dtype_name
+from weight_sync.manifest import Manifest, TensorEntry, bytes_of, dtype_name
+from weight_sync.store import Place
 
 ALIGNMENT = 64
+MAX_HEADER_BYTES = 100 << 20
 NO_CHECKSUM = "0" * 32
 ADAPTER_NAME = "adapter_model.safetensors"
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -112,3 +115,45 @@ def _blob(
         pieces += [payload, memoryview(bytes(padding))] if padding else [payload]
         offset += payload.nbytes + padding
     return Blob(name, pieces, drafts, places)
+
+
+def by_blob(manifest: Manifest) -> dict[str, list[TensorEntry]]:
+    """The entries of each blob that is a safetensors file."""
+    blobs: dict[str, list[TensorEntry]] = {}
+    for entry in manifest.tensors:
+        if entry.blob.endswith(".safetensors"):
+            blobs.setdefault(entry.blob, []).append(entry)
+    return blobs
+
+
+def check_header(place: Place, blob: str, entries: Iterable[TensorEntry]) -> None:
+    """Whether a safetensors file says of itself what the manifest says: engines go by the file.
+
+    Raises:
+        SyncError: it does not.
+    """
+    size = int.from_bytes(bytes_of(place.read(blob, 0, 8)), "little")
+    if size > MAX_HEADER_BYTES:
+        raise SyncError(f"the header of {blob} is said to have {size} bytes")
+    try:
+        header = json.loads(bytes(bytes_of(place.read(blob, 8, size))))
+        found = {
+            name: (told["dtype"], told["shape"], [8 + size + at for at in told["data_offsets"]])
+            for name, told in header.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise SyncError(f"the header of {blob} is damaged: {error}") from error
+    wanted = {
+        entry.name: (
+            SAFETENSORS_DTYPES[entry.dtype],
+            list(entry.shape),
+            [entry.offset, entry.offset + entry.size],
+        )
+        for entry in entries
+    }
+    wrong = sorted(
+        name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)
+    )
+    if wrong:
+        raise SyncError(f"the header and the manifest disagree about {', '.join(wrong[:3])}")

@@ -24,6 +24,7 @@ from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import Fenced, SyncError
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
 from weight_sync.adapter import merge_adapter
+from weight_sync.blob import by_blob, check_header
 from weight_sync.cache import FolderCache
 from weight_sync.channel import ProvenVersion, Source, StagedWeights, WeightReader
 from weight_sync.codecs import decode
@@ -148,6 +149,9 @@ class Reader:
                 if source.announcement.kind != "full" or not incoming.prove():
                     return None
                 manifest = source.manifest()
+            with closing(LocalPlace(folder)) as place:
+                for blob, entries in by_blob(manifest).items():
+                    check_header(place, blob, entries)
         except Fenced:
             raise
         except SyncError:

@@ -35,8 +35,7 @@ WEIGHTS_ABORT = "/v1/weights/abort"
 WEIGHTS_PIN = "/v1/weights/pin"
 WEIGHTS_ROLLBACK = "/v1/weights/rollback"
 WEIGHTS_HELD = "/v1/weights/held/{version}/{blob}"
-"""What a server holds, laid out as a version directory: peers fetch from `WEIGHTS_HELD_ROOT`."""
-WEIGHTS_HELD_ROOT = "/v1/weights/held/{version}"
+"""What a server holds, laid out as a version directory: peers fetch from `held_root`."""
 SERVERS = "/v1/servers"
 MODELS = "/v1/models"
 MODEL = "/v1/models/{model}"
@@ -143,6 +142,11 @@ class DetachRequest(Config):
 class DetachResponse(Config):
     cancelled: int
     """Trajectories that were waiting, in play or unconsumed."""
+
+
+def held_root(version: PolicyVersion) -> str:
+    """The path below which a server serves the blobs of a version that it holds."""
+    return WEIGHTS_HELD.format(version=version, blob="").rstrip("/")
 
 
 WeightPath = Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]

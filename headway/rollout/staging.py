@@ -141,13 +141,25 @@ class Staging:
 
         asked = [asyncio.create_task(ask(*place)) for place in places]
         try:
-            pending = set(asked)
-            while pending and not ballot.is_lost:
-                _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            await self._until_decided(ballot, asked)
         finally:
             for task in asked:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
+
+    async def _until_decided(self, ballot: _Ballot, asked: Iterable[asyncio.Task[None]]) -> None:
+        """All have answered, or it is lost, or it was won long enough ago for who is slow."""
+        pending, left_s = set(asked), None
+        while pending and not ballot.is_lost:
+            if ballot.is_won and not ballot.change.in_group and left_s is None:
+                left_s, won = self._config.straggler_s, time.monotonic()
+            done, pending = await asyncio.wait(
+                pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if left_s is not None:
+                left_s = max(0.0, won + self._config.straggler_s - time.monotonic())
+                if not done:
+                    return
 
     def _failure(self, ballot: _Ballot, refusals: Mapping[Member, ServiceError]) -> SyncError:
         version = ballot.change.record.version

@@ -15,7 +15,6 @@ from headway.contracts.errors import BackendError, SyncError
 from headway.contracts.http import (
     WEIGHTS_ABORT,
     WEIGHTS_COMMIT,
-    WEIGHTS_HELD_ROOT,
     WEIGHTS_PREPARE,
     Seat,
     WeightAbortRequest,
@@ -24,6 +23,7 @@ from headway.contracts.http import (
     WeightPrepareResponse,
     WeightRecord,
     WeightUpdateResponse,
+    held_root,
 )
 from headway.contracts.types import PolicyVersion
 from headway.rollout.members import Member, Members
@@ -122,7 +122,7 @@ class WeightOrders:
     def _sources(self, member: Member, record: WeightRecord, seat: Seat | None) -> list[str]:
         """The path of a version, and then the servers that hold it."""
         peers = [
-            other.report.url + WEIGHTS_HELD_ROOT.format(version=record.version)
+            other.report.url + held_root(record.version)
             for other in self._members.ready()
             if other is not member and other.report.version == record.version
         ]

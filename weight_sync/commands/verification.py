@@ -6,7 +6,6 @@ before the next one is read, so memory holds one tensor per version of a chain.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ import torch
 
 from headway.contracts.errors import ConfigError, SyncError
 from headway.contracts.types import PolicyVersion
-from weight_sync.blob import SAFETENSORS_DTYPES
+from weight_sync.blob import by_blob, check_header
 from weight_sync.codecs import decode
 from weight_sync.commands.catalog import Catalog
 from weight_sync.commands.listing import state_of
@@ -26,12 +25,10 @@ from weight_sync.manifest import (
     MANIFEST_NAME,
     Manifest,
     TensorEntry,
-    bytes_of,
     tensor_checksum,
 )
 from weight_sync.store import Place, with_bases
 
-MAX_HEADER_BYTES = 100 << 20
 """What the safetensors library accepts."""
 
 
@@ -203,43 +200,11 @@ class Verification:
 
     def _check_headers(self, version: PolicyVersion) -> None:
         """An engine that reads the files goes by their headers, not by the manifest."""
-        blobs: dict[str, list[TensorEntry]] = {}
-        for entry in self._manifests[version].tensors:
-            if entry.blob.endswith(".safetensors"):
-                blobs.setdefault(entry.blob, []).append(entry)
-        for blob, entries in blobs.items():
+        for blob, entries in by_blob(self._manifests[version]).items():
             try:
-                _check_header(self._places[version], blob, entries)
+                check_header(self._places[version], blob, entries)
             except SyncError as error:
                 self._reports[version].damages.append(Damage(error.message, blob=blob, offset=0))
-
-
-def _check_header(place: Place, blob: str, entries: Iterable[TensorEntry]) -> None:
-    size = int.from_bytes(bytes_of(place.read(blob, 0, 8)), "little")
-    if size > MAX_HEADER_BYTES:
-        raise SyncError(f"its header is said to have {size} bytes")
-    try:
-        header = json.loads(bytes(bytes_of(place.read(blob, 8, size))))
-        found = {
-            name: (told["dtype"], told["shape"], [8 + size + at for at in told["data_offsets"]])
-            for name, told in header.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise SyncError(f"its header is damaged: {error}") from error
-    wanted = {
-        entry.name: (
-            SAFETENSORS_DTYPES[entry.dtype],
-            list(entry.shape),
-            [entry.offset, entry.offset + entry.size],
-        )
-        for entry in entries
-    }
-    wrong = sorted(
-        name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)
-    )
-    if wrong:
-        raise SyncError(f"its header and the manifest disagree about {', '.join(wrong[:3])}")
 
 
 def _print_reports(reports: Iterable[Report], num_bytes: int, seconds: float) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import SyncError
-from headway.contracts.http import WEIGHTS_HELD_ROOT
+from headway.contracts.http import WEIGHTS_HELD
 from headway.contracts.registry import Registry
 from headway.contracts.types import WeightUpdateMeta
 from weight_sync.channel import Source, WeightChannel, WeightPublisher
@@ -33,7 +33,7 @@ SCHEMES = {
 }
 """Of paths; every other scheme is fsspec's, and so of the transport `disk`."""
 _LOCAL = ("", "file", "shm")
-_PEER_MARK = WEIGHTS_HELD_ROOT.partition("{")[0]
+_PEER_MARK = WEIGHTS_HELD.partition("{")[0]
 
 
 def make_publisher(config: Any) -> WeightPublisher:

@@ -71,6 +71,9 @@ class FleetConfig(Config):
     quorum: float = Field(0.5, gt=0.0, le=1.0)
     """Share of the live servers that must have staged a version before it is committed; 1 asks for
     all. The others are fenced until they have caught up."""
+    straggler_s: float = Field(30.0, ge=0.0)
+    """Seconds for the others to stage a version too, once the quorum has; who takes longer is fenced
+    and catches up. Over a process group all are waited for."""
     commit_order: Literal["simultaneous", "rolling"] = "simultaneous"
     """All servers swap at once, or one after the other."""
     server_wait_s: float = Field(300.0, gt=0.0)

@@ -140,13 +140,13 @@ async def test_a_peer_stages_what_a_server_holds(tmp_path, publisher):
     meta = publisher.publish(1, TENSORS.items())
     async with serving_weights(tmp_path) as first, serving(weights={"peers": True}) as second:
         await publish(first, 1, meta)
-        url = first.url + http.WEIGHTS_HELD_ROOT.format(version=1)
+        url = first.url + http.held_root(1)
         copied = WeightUpdateMeta(1, url, meta.digest)
         assert (await publish(second, 1, copied)).digest == meta.digest
         copy = second.generator.gate.receiver.held(1)
         assert all(torch.equal(copy.tensors[name], TENSORS[name]) for name in TENSORS)
         async with serving(weights={"peers": True}) as third:  # from a copy of a copy
-            url = second.url + http.WEIGHTS_HELD_ROOT.format(version=1)
+            url = second.url + http.held_root(1)
             assert (await publish(third, 1, WeightUpdateMeta(1, url, meta.digest))).version == 1
 
 

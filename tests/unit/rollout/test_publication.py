@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from weight_server import Gateway, WeightServer, opened_gateway, until
+from weight_server import DEADLINE_S, Gateway, WeightServer, opened_gateway, until
 
 from headway.contracts.errors import BackendError, StaleVersion, SyncError
 from headway.contracts.http import WEIGHTS_COMMIT, WEIGHTS_PREPARE
@@ -183,6 +183,16 @@ async def test_a_server_that_is_too_slow_is_fenced():
         await published(gateway, 1)
         assert gateway.states() == {"s0": "ready", "s1": "fenced"}
         assert [abort.version for abort in servers[1].aborts] == [1]
+
+
+async def test_once_a_quorum_has_staged_a_version_the_others_are_not_waited_for_long():
+    servers = servers_of(3)
+    servers[2].holds_prepare()
+    async with opened_gateway(*servers, quorum=0.6, straggler_s=0.05) as gateway:
+        async with asyncio.timeout(DEADLINE_S):
+            await published(gateway, 1)
+        assert gateway.states() == {"s0": "ready", "s1": "ready", "s2": "fenced"}
+        assert [abort.version for abort in servers[2].aborts] == [1]
 
 
 async def test_servers_that_are_slow_but_there_prove_nothing():

@@ -204,7 +204,14 @@ def test_the_environment_is_no_source(monkeypatch):
 
 
 FULL = [
-    grpo("--optimizer.lr", "1e-6", "--rollout.reward.args", "{pattern: 'x: #é', list: [1, null]}"),
+    grpo(
+        "--optimizer.lr",
+        "1e-6",
+        "--weight-sync.delta.level",
+        "3",
+        "--rollout.reward.args",
+        "{pattern: 'x: #é', list: [1, null]}",
+    ),
     SFTExperiment(model={"path": "m"}, data={"path": "1e3"}, output_dir="yes"),
     load_config(GatewayConfig, ["--tokenizer", "t", "--ledger", ":memory:"]),
     server("--backend", "{type: fake, token_latency_s: 1e-3}"),
@@ -231,7 +238,7 @@ def test_any_value_survives_dump_and_load(path, lr, answer):
             "data": {"path": "d", "prompt_template": answer},
             "optimizer": {"lr": lr},
             "rollout": {"reward": {"name": "exact", "args": {answer: path}}},
-            "weight_sync": {"root": "w"},
+            "weight_sync": {"root": "w", "delta": {}},
         }
     )
     assert GRPOExperiment.model_validate(yaml.safe_load(dump_yaml(config))) == config

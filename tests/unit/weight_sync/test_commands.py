@@ -202,7 +202,7 @@ def test_a_header_that_misleads_engines_is_damage(root, capsys):
     blob = root / "v00000001" / entry_of(root, 1, "norm.weight")["blob"]
     blob.write_bytes(blob.read_bytes().replace(b'"norm.weight"', b'"norm.height"'))
     out, _ = fail(capsys, "verify", root, 1)
-    assert "its header and the manifest disagree about norm.height, norm.weight" in out
+    assert "the header and the manifest disagree about norm.height, norm.weight" in out
 
 
 def test_a_base_that_is_gone_is_damage(root, call, capsys):
