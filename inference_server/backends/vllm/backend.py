@@ -16,6 +16,9 @@ and swaps take turns (`_turn`). A swap that fails before weights are touched cha
 fails in between leaves weights of no version, so the backend has failed for good. The engine is
 resumed in any case.
 
+Every version reaches vLLM as files: its own weight transfer broadcasts tensor by tensor in a group of its
+own making, over NCCL only.
+
 Not covered: several `--api-server-count` processes (`/abort_requests` reaches one of them), and an
 engine whose weights somebody else updates too.
 """
@@ -27,7 +30,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +50,6 @@ from headway.rollout.tokenizer import TextTokenizer
 from inference_server.backends.base import Limits, Load, OnDelta, Staged, check_request
 from inference_server.backends.vllm.engine import (
     CONTROL_TIMEOUT_S,
-    BroadcastUpdate,
     BrokenUpdateError,
     PausedError,
     VLLMEngine,
@@ -255,7 +257,7 @@ class VLLMBackend:
             SyncError: not staged here, or not loaded; see `failure` whether the engine survived.
             BackendError: the engine failed, or did not pause; then nothing was changed.
         """
-        if not isinstance(staged, DirectoryUpdate | BroadcastUpdate):
+        if not isinstance(staged, DirectoryUpdate):
             raise SyncError(f"{type(staged).__name__} was not staged by this backend")
         async with self._turn:
             self._open(False)
@@ -267,18 +269,6 @@ class VLLMBackend:
                 if not self._is_paused:
                     await _finished(self._go_on())
             return running
-
-    async def join_broadcast(self, init_info: Mapping[str, Any]) -> None:
-        """Join the trainer's NCCL group, for swaps of `BroadcastUpdate`.
-
-        Args:
-            init_info: `master_address`, `master_port`, `rank_offset`, `world_size`. The engine must
-                run with `--weight-transfer-config '{"backend": "nccl"}'`.
-
-        Raises:
-            SyncError: the engine refused.
-        """
-        await self._engine.join_broadcast(init_info)
 
     def load(self) -> Load:
         gauges, asked = self._gauges, len(self._in_flight)
@@ -431,12 +421,9 @@ class VLLMBackend:
         for call in self._in_flight:
             call.num_recomputes += 1
 
-    async def _exchange(self, update: DirectoryUpdate | BroadcastUpdate) -> None:
+    async def _exchange(self, update: DirectoryUpdate) -> None:
         try:
-            if isinstance(update, BroadcastUpdate):
-                await self._engine.receive(update)
-            else:
-                await self._engine.load_directory(update.path, update.version)
+            await self._engine.load_directory(update.path, update.version)
         except BrokenUpdateError as error:
             reason = f"version {update.version} was not loaded whole: {error}"
             self._doom(reason)

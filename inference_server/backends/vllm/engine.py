@@ -1,16 +1,15 @@
 """A vLLM server's verbs as calls: generate, pause, abort, update, label.
 
 One method per verb, none of which knows what a policy is; who calls what in which order is the
-backend's business. Observed on vLLM 0.33.0, but for streams, `drop_caches` and the broadcast beyond
-its refusals, which are as its source says. Pauses and weights need its dev mode.
+backend's business. Observed on vLLM 0.33.0, but for streams and `drop_caches`, which are as its
+source says. Pauses and weights need its dev mode.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, Literal, NoReturn
 
 from headway.contracts.config.model import ModelConfig
@@ -39,18 +38,6 @@ PAUSED_TYPE = "ServiceUnavailableError"
 """What vLLM calls a refusal because of a pause; a full queue is called otherwise."""
 MAX_TOP_LOGPROBS = 64
 """What `LLMRequest.top_logprobs` allows."""
-
-
-@dataclass(frozen=True, slots=True)
-class BroadcastUpdate:
-    """A version that the trainer broadcasts (NCCL) while the engine receives it."""
-
-    version: PolicyVersion
-    names: Sequence[str]
-    dtype_names: Sequence[str]
-    shapes: Sequence[Sequence[int]]
-    digest: str = ""
-    held: None = None
 
 
 class PausedError(Exception):
@@ -181,28 +168,6 @@ class VLLMEngine:
             ("/collective_rpc", reload),
             ("/update_weight_version", {"new_version": str(version)}),
         )
-
-    async def receive(self, update: BroadcastUpdate) -> None:
-        """Receive a broadcast in the group that was joined, and label it.
-
-        Raises:
-            SyncError: the engine is not set up for it; nothing was changed.
-            BrokenUpdateError: it failed in between.
-        """
-        await self._change("/start_weight_update", None)
-        info = {
-            "names": list(update.names),
-            "dtype_names": list(update.dtype_names),
-            "shapes": [list(shape) for shape in update.shapes],
-        }
-        await self._update(
-            ("/update_weights", {"update_info": info}),
-            ("/finish_weight_update", {"weight_version": str(update.version)}),
-        )
-
-    async def join_broadcast(self, init_info: Mapping[str, Any]) -> None:
-        """Join the trainer's group; returns once it is complete."""
-        await self._change("/init_weight_transfer_engine", {"init_info": dict(init_info)})
 
     async def metrics(self) -> str:
         """The text of `/metrics`."""

@@ -27,7 +27,6 @@ from headway.contracts.errors import (
 from headway.contracts.types import LLMDelta, LLMRequest
 from inference_server.backends.base import make_backend
 from inference_server.backends.vllm.backend import DirectoryUpdate, VLLMBackend
-from inference_server.backends.vllm.engine import BroadcastUpdate
 from tests.unit.inference_server import vllm_stand_in
 from tests.unit.inference_server.vllm_stand_in import VLLMStandIn
 from weight_sync.patience import Patience
@@ -466,31 +465,13 @@ async def test_new_version_never_reads_the_prefixes_of_an_old_one(llama_dir):
         assert (await backend.generate(request())).cached_tokens == 0
 
 
-async def test_broadcast_runs_within_a_session(llama_dir):
-    names = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [(2, 3)]}
+@pytest.mark.parametrize("path", ["/collective_rpc", "/update_weight_version"])
+async def test_failure_in_an_update_is_for_good(llama_dir, path):
     async with serving(llama_dir) as (backend, engine):
-        with pytest.raises(SyncError, match="start_weight_update"):
-            await backend.swap(BroadcastUpdate(1, **names))
-        assert backend.failure is None  # the session was not open yet
-        address = {"master_address": "localhost", "master_port": 1}
-        await backend.join_broadcast({**address, "rank_offset": 1, "world_size": 2})
-        engine.calls.clear()
-        await backend.swap(BroadcastUpdate(1, **names))
-        session = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
-        assert engine.verbs()[1:] == [*session, "/resume"]
-        assert engine.label == "1"
-        assert (await backend.generate(request())).version_runs == [(1, 0, LONG)]
-
-
-@pytest.mark.parametrize("path", ["/update_weights", "/finish_weight_update"])
-async def test_failure_in_an_open_session_is_for_good(llama_dir, path):
-    async with serving(llama_dir) as (backend, engine):
-        address = {"master_address": "localhost", "master_port": 1}
-        await backend.join_broadcast({**address, "rank_offset": 1, "world_size": 2})
         (task,) = await begun(backend, engine, request())
         engine.refuse[path] = 500
         with pytest.raises(SyncError, match="not loaded whole"):
-            await backend.swap(BroadcastUpdate(1, ["w"], ["float32"], [[1]]))
+            await backend.swap(update(llama_dir))
         assert path in backend.failure
         assert engine.paused is None
         with pytest.raises(BackendError, match="not loaded whole"):

@@ -71,9 +71,6 @@ class VLLMStandIn:
         self.label = "default"
         self.weights_path: str | None = None
         self.paused: str | None = None
-        self.session: list[str] | None = None
-        """Steps of an open weight update."""
-        self.has_transfer = False
         self.running: list[Running] = []
         self.disconnected = 0
         self.calls: list[tuple[str, dict]] = []
@@ -106,10 +103,6 @@ class VLLMStandIn:
             post("/reset_prefix_cache", self._reset_prefix_cache)
             post("/update_weight_version", self._update_weight_version)
             post("/collective_rpc", self._collective_rpc)
-            post("/init_weight_transfer_engine", self._init_transfer)
-            post("/start_weight_update", self._start_update)
-            post("/update_weights", self._update_weights)
-            post("/finish_weight_update", self._finish_update)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
@@ -402,31 +395,6 @@ class VLLMStandIn:
             return web.json_response(shape("error_internal"), status=500)
         self.weights_path = path
         return web.json_response({"results": [None]})
-
-    async def _init_transfer(self, request: web.Request) -> web.Response:
-        wanted = {"master_address", "master_port", "rank_offset", "world_size"}
-        if set(request["body"]["init_info"]) != wanted:
-            return web.json_response(shape("error_internal"), status=500)
-        self.has_transfer = True
-        return web.json_response({"message": "Weight transfer initialized"})
-
-    async def _start_update(self, request: web.Request) -> web.Response:
-        if not self.has_transfer:
-            return web.json_response(shape("error_internal"), status=500)
-        self.session = []
-        return web.json_response({"message": "Weight update started"})
-
-    async def _update_weights(self, request: web.Request) -> web.Response:
-        info = request["body"]["update_info"]
-        self.session.extend(info["names"])
-        assert len(info["names"]) == len(info["dtype_names"]) == len(info["shapes"])
-        return web.json_response({"message": "Weights updated"})
-
-    async def _finish_update(self, request: web.Request) -> web.Response:
-        self.weights_path = ",".join(self.session)
-        self.session = None
-        self.label = request["body"]["weight_version"]
-        return web.json_response({"message": "Weight update finished"})
 
 
 async def _main() -> None:
