@@ -35,6 +35,8 @@ T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.25
+KEEP_ALIVE_S = 2.0
+"""For idle connections: an engine's uvicorn closes them after 5 s, maybe while we write a request."""
 STOP_GRACE_S = 15.0
 """From SIGTERM to SIGKILL."""
 
@@ -126,7 +128,7 @@ class EngineProcess:
         """
         self._failed = asyncio.get_running_loop().create_future()
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._config.health_timeout_s),
             read_bufsize=1 << 20,
         )
