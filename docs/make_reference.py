@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -16,6 +16,7 @@ from headway.contracts.config.experiment import GRPOExperiment, SFTExperiment
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.server import BackendConfig, ServerConfig
+from headway.contracts.config.weight_sync import WeightSyncConfig
 from headway.runtime.config import describe
 
 TARGET = Path(__file__).with_name("reference.md")
@@ -34,7 +35,11 @@ PAGES: dict[str, type[BaseModel]] = {
     "All on one machine: `headway run`": LaunchConfig,
 }
 NESTED = ("gateway", "server", "trainer")
-BACKEND = "backend"
+VARIANTS: dict[str, tuple[Any, str]] = {
+    "backend": (BackendConfig, "embedded_torch"),
+    "weight_sync": (WeightSyncConfig, "disk"),
+}
+"""Sections that are one of several types: the union, and which it is unless told."""
 
 YAML = {"None": "null", "True": "true", "False": "false", "()": "[]", "": "''"}
 
@@ -43,37 +48,59 @@ ENTRY = re.compile(r"^  (?P<flag>--\S+)  \((?P<default>.*)\)(?:\n      (?P<text>
 
 def render() -> str:
     """The page."""
-    parts = [HEADER]
-    for title, model in PAGES.items():
-        rows = _rows(model)
-        note, more = "", ""
-        if model is LaunchConfig:
-            rows = _without(rows, *NESTED)
-            note = (
-                "Besides these, `gateway.`, `server.` and `trainer.` hold the settings of the "
-                "gateway, the server and the GRPO trainer above.\n\n"
-            )
-        if model is ServerConfig:
-            rows = _without(rows, BACKEND)
-            note = (
-                "`--backend.type` (default `embedded_torch`) chooses the backend, whose settings "
-                "stand in tables of their own.\n\n"
-            )
-            more = "".join(_backends())
-        parts.append(f"## {title}\n\n{note}{_table(rows)}{more}")
-    return "\n".join(parts)
+    return "\n".join([HEADER, *(f"## {title}\n\n{_body(model)}" for title, model in PAGES.items())])
 
 
-def _backends() -> list[str]:
-    """A table for each kind of backend; kinds that have the same settings share one."""
-    kinds: dict[tuple[str, ...], list[str]] = {}
-    for section in get_args(get_args(BackendConfig)[0]):
-        rows = tuple(_without(_rows(section, f"{BACKEND}."), f"{BACKEND}.type"))
-        kinds.setdefault(rows, []).append(f"`{section.model_fields['type'].default}`")
-    return [
-        f"\n### `backend.type`: {' or '.join(names)}\n\n{_table(rows)}"
-        for rows, names in kinds.items()
-    ]
+def _body(model: type[BaseModel]) -> str:
+    rows = _rows(model)
+    notes, tables = "", ""
+    if model is LaunchConfig:
+        rows = _without(rows, *NESTED)
+        notes = (
+            "Besides these, `gateway.`, `server.` and `trainer.` hold the settings of the "
+            "gateway, the server and the GRPO trainer above.\n\n"
+        )
+    for section, (union, default) in VARIANTS.items():
+        if section in model.model_fields:
+            kinds = _kinds(section, union)
+            shared = [row for row in next(iter(kinds.values())) if _is_in_all(row, kinds)]
+            rows = [*_without(rows, _flag(section)), *shared]
+            notes += (
+                f"`--{_flag(section)}.type` (default `{default}`) chooses a type; what not all types "
+                "have stands in tables of their own.\n\n"
+            )
+            tables += _tables(section, kinds)
+    return f"{notes}{_table(rows)}{tables}"
+
+
+def _kinds(section: str, union: Any) -> dict[str, list[str]]:
+    """The rows of each type that a section may have."""
+    return {
+        kind.model_fields["type"].default: _without(
+            _rows(kind, f"{section}."), f"{_flag(section)}.type"
+        )
+        for kind in get_args(get_args(union)[0])
+    }
+
+
+def _is_in_all(row: str, kinds: dict[str, list[str]]) -> bool:
+    return all(row in rows for rows in kinds.values())
+
+
+def _tables(section: str, kinds: dict[str, list[str]]) -> str:
+    """A table for each type; types that have the same settings share one."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, rows in kinds.items():
+        own = tuple(row for row in rows if not _is_in_all(row, kinds))
+        names.setdefault(own, []).append(f"`{name}`")
+    return "".join(
+        f"\n### `{section}.type`: {' or '.join(named)}\n\n{_table(own)}"
+        for own, named in names.items()
+    )
+
+
+def _flag(section: str) -> str:
+    return section.replace("_", "-")
 
 
 def _rows(model: type[BaseModel], prefix: str = "") -> list[str]:
