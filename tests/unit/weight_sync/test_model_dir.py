@@ -10,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import SyncError
 from headway.contracts.types import WeightUpdateMeta
-from weight_sync.transports.disk import DiskPublisher
+from weight_sync.receiver import make_receiver
+from weight_sync.transports.disk import make_local_publisher
 from weight_sync.transports.model_dir import INDEX_NAME, ModelDirReader
 
 EMBED = "embed.weight"
@@ -21,9 +23,40 @@ Shapes = dict[str, torch.Size]
 
 
 @pytest.fixture
+def weights() -> Tensors:
+    return {
+        EMBED: torch.arange(12, dtype=torch.float32).reshape(4, 3) / 7,
+        "layer.0.bias": torch.tensor([1e-30, -0.0, 3.4e38]),
+        "scale": torch.tensor(0.1),
+        "empty": torch.empty(0, 3),
+    }
+
+
+@pytest.fixture
+def shapes(weights: Tensors) -> Shapes:
+    return {name: tensor.shape for name, tensor in weights.items()}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
 def plain(root: Path) -> ModelDirReader:
-    root.mkdir()
-    return ModelDirReader(str(root))
+    config = ReceiverConfig(allow=(str(root),))
+    return ModelDirReader(config, make_receiver(config))
+
+
+@pytest.fixture
+def published(root: Path, weights: Tensors) -> WeightUpdateMeta:
+    """Version 7 of ours."""
+    publisher = make_local_publisher(str(root))
+    meta = publisher.publish(7, weights.items())
+    publisher.close()
+    return meta
 
 
 def write(folder: Path, tensors: Tensors, name: str = "model.safetensors") -> WeightUpdateMeta:
@@ -99,9 +132,8 @@ def test_buffers_of_old_checkpoints_are_left_out(
 
 
 def test_a_version_of_ours_is_proven_and_takes_the_callers_number(
-    root: Path, published: WeightUpdateMeta, weights: Tensors, shapes: Shapes
+    plain: ModelDirReader, published: WeightUpdateMeta, shapes: Shapes
 ) -> None:
-    plain = ModelDirReader(str(root))
     meta = WeightUpdateMeta(12, published.path)
     assert plain.stage(meta, shapes).version == 12
     assert plain.verify(meta, shapes).version == 12
@@ -192,9 +224,11 @@ def test_a_path_that_is_no_allowed_directory(
 
 
 def test_a_publisher_and_a_directory_of_the_same_weights_fit_the_same_model(
-    make_publisher: Callable[..., DiskPublisher], root: Path, weights: Tensors, shapes: Shapes
+    plain: ModelDirReader,
+    published: WeightUpdateMeta,
+    root: Path,
+    weights: Tensors,
+    shapes: Shapes,
 ) -> None:
-    meta = make_publisher().publish(1, weights.items())
-    plain = ModelDirReader(str(root))
-    ours, theirs = plain.stage(meta, shapes), plain.stage(write(root / "m", weights), shapes)
+    ours, theirs = plain.stage(published, shapes), plain.stage(write(root / "m", weights), shapes)
     assert all(torch.equal(ours.tensors[name], theirs.tensors[name]) for name in shapes)
