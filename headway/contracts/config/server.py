@@ -82,8 +82,8 @@ class SGLangConfig(EngineProcessConfig):
     """How versions reach the engine. `files`: this server receives and proves them while the engine
     generates, and the engine loads them at the commit. `group`: the engine's own processes join the
     trainer's process group (one data-parallel and one pipeline rank), and the bytes flow from GPU to
-    GPU into the live weights; nothing is generated from the first bucket until the commit. Versions
-    that do not flow come as files either way."""
+    GPU into the live weights; nothing is generated from the first bucket until the commit, and the
+    server holds nothing that others could fetch. Versions that do not flow come as files either way."""
 
 
 class VLLMConfig(EngineProcessConfig):

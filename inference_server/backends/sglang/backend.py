@@ -6,18 +6,18 @@ spans that it reports per request become our runs. Three things need more than a
 - *Its pipeline.* With overlap scheduling SGLang launches a step before it has read the last one. An
   in-place pause leaves that one token of each decoding request in flight: sampled by the old weights,
   stamped with the new version (0.5.23). So before a `keep` swap, requests without a token are sent
-  back (`_send_back`): what then is in flight is one token of every request, and `wire.version_runs`
-  counts it to the version that sampled it. Where this cannot be arranged (speculative decoding, a
-  pause by the user), `keep` rebuilds the KV cache as `recompute` does. A request that the engine
-  itself retracted at that moment has its boundary one token late, so never newer than the truth.
+  back (`Traffic.send_back`): what then is in flight is one token of every request, and
+  `wire.version_runs` counts it to the version that sampled it. Where this cannot be arranged
+  (speculative decoding, a pause by the user), `keep` rebuilds the KV cache as `recompute` does. A
+  request that the engine itself retracted at that moment has its boundary one token late, so never
+  newer than the truth.
 - *Old servers* without spans know only the version at the end. There a swap under `keep` or
   `recompute` runs as `abort`: no request crosses it.
 - *What kills it.* Token ids, shapes and counts that crash SGLang are refused before it sees them.
 
-Every call is a stream, so that its first token is known; without `on_delta` two events come. New calls
-wait here (`_open`) while the engine is paused or swapped. `_turn` serialises what changes the engine's
-state; `_changed` wakes whoever waits for calls to come or go. A scheduler that hangs behind a living
-front end is SGLang's own watchdog's to end (`--watchdog-timeout`); we notice its death.
+New calls wait in `Traffic` while the engine is paused or swapped. `_turn` serialises what changes the
+engine's state. A scheduler that hangs behind a living front end is SGLang's own watchdog's to end
+(`--watchdog-timeout`); we notice its death.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -45,15 +43,15 @@ from headway.contracts.types import (
     WeightUpdateMeta,
 )
 from headway.rollout.tokenizer import TextTokenizer
-from inference_server.backends.base import Limits, Load, OnDelta, Staged, check_request
-from inference_server.backends.engine_process import Answer, EngineProcess
+from inference_server.backends.base import Limits, Load, OnDelta, Staged
+from inference_server.backends.engine_process import EngineProcess
 from inference_server.backends.sglang import updates, wire
 from inference_server.backends.sglang.answers import MISSING, body_of, expect_success, read_label
 from inference_server.backends.sglang.call import Call
-from inference_server.backends.sglang.features import Features, learn_features, sglang_command
+from inference_server.backends.sglang.features import learn_features, sglang_command
 from inference_server.backends.sglang.group import EngineGroup, GroupUpdate, Transfer
+from inference_server.backends.sglang.traffic import ABORT_AGAIN_S, Traffic
 from inference_server.backends.sglang.updates import FolderUpdate
-from inference_server.backends.sglang.wire import Output
 from weight_sync.channel import WeightObserver, WeightReader, WeightVerifier
 from weight_sync.checkpoint import checkpoint_shapes
 
@@ -62,10 +60,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEFAULT_LABEL = "default"
-ABORT_AGAIN_S = 0.5
-"""SGLang forgets an abort that overtakes its request."""
-SETTLE_S = 0.05
-"""Without an event for this long, a paused engine has said all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,45 +84,33 @@ class SGLangBackend:
     ) -> None:
         self._config = config
         self._model = model
-        self._version = version
         self._engine = EngineProcess(
             config,
             sglang_command(model, version, tokenizer is not None),
-            progress=lambda: self._num_tokens,
+            progress=lambda: self._traffic.num_tokens,
             live_path=lambda: "/ping",
         )
-        self._features = Features(Limits(0, 0))
+        self._traffic = Traffic(self._engine, version)
         self._group = EngineGroup(self._engine)
         self._serving: FolderUpdate | None = None
         """Where the version that serves can be read again, if anywhere."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._lagging: set[PolicyVersion] = set()
-        """Versions that were swapped in under one token in flight of every request."""
-        self._calls: set[Call] = set()
-        self._open = True
         self._paused: PauseMode | None = None
         self._turn = asyncio.Lock()
-        self._changed = asyncio.Event()
-        self._background: set[asyncio.Task[None]] = set()
-        self._last_event = 0.0
-        self._num_tokens = 0
-        self._prefill_tokens = 0
         self._kv_tokens: int | None = None
-        self._busy_s = 0.0
-        self._busy_since: float | None = None
         self._started = time.monotonic()
 
     @property
     def limits(self) -> Limits:
-        return self._features.limits
+        return self._traffic.features.limits
 
     @property
     def version(self) -> PolicyVersion:
-        return self._version
+        return self._traffic.version
 
     @property
     def num_ranks(self) -> int:
-        return (self._features.num_ranks or 1) if self._config.receive == "group" else 1
+        return (self._traffic.features.num_ranks or 1) if self._config.receive == "group" else 1
 
     @property
     def is_paused(self) -> bool:
@@ -161,32 +143,19 @@ class SGLangBackend:
             await self._engine.aclose()
             raise
         self._started = time.monotonic()
-        self._spawn(self._watch_memory())
+        self._traffic.spawn(self._watch_memory())
 
     async def generate(self, req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
-        check_request(req, self.limits)
-        wire.check_supported(
-            req.gconfig, self._features.is_deterministic, self._features.is_pipelined
-        )
-        call = Call(req, on_delta, time.monotonic(), [(self._version, 0)])
-        self._calls.add(call)
-        try:
-            return await self._engine.guard(self._serve(call))
-        finally:
-            self._calls.discard(call)
+        return await self._traffic.serve(req, on_delta)
 
     async def abort(self, rid: str | None) -> None:
-        doomed = [call for call in self._calls if rid is None or call.req.rid == rid]
-        for call in doomed:
-            call.is_interrupted = True
-        self._notify()
-        ending = self._spawn(self._end(doomed))
+        ending = self._traffic.interrupt(rid)
         if self._paused != "in_place":  # else it surfaces once the engine goes on
             await self._engine.guard(asyncio.wait((ending,), timeout=2 * ABORT_AGAIN_S))
 
     async def pause(self, mode: PauseMode) -> None:
         async with self._turn:
-            self._open = False
+            self._traffic.hold()
             if mode == "abort":
                 await self._end_all()
             else:
@@ -198,7 +167,7 @@ class SGLangBackend:
             if self._paused is not None:
                 await self._continue()
                 self._paused = None
-                self._admit()
+                self._traffic.admit()
 
     async def flush(self) -> bool:
         async with self._turn:
@@ -228,8 +197,8 @@ class SGLangBackend:
         if not isinstance(staged, FolderUpdate):
             raise SyncError(f"{type(staged).__name__} was not staged by this backend")
         async with self._turn:
-            self._open = False
-            running = len(self._in_engine())
+            self._traffic.hold()
+            running = len(self._traffic.in_engine())
             try:
                 quiet = await self._quiesce(policy)
                 await _whole(self._exchange(staged, quiet))
@@ -239,26 +208,23 @@ class SGLangBackend:
             return running
 
     def load(self) -> Load:
-        now = time.monotonic()
-        running = sum(call.num_tokens > 0 for call in self._in_engine())
-        busy_s = self._busy_s + (now - self._busy_since if self._busy_since is not None else 0.0)
+        traffic = self._traffic
+        running = sum(call.num_tokens > 0 for call in traffic.in_engine())
         return Load(
             running=running,
-            queued=len(self._calls) - running,
-            generated_tokens=self._num_tokens,
-            busy_s=busy_s,
-            uptime_s=now - self._started,
-            prefill_tokens=self._prefill_tokens,
+            queued=len(traffic) - running,
+            generated_tokens=traffic.num_tokens,
+            busy_s=traffic.busy_s,
+            uptime_s=time.monotonic() - self._started,
+            prefill_tokens=traffic.prefill_tokens,
             kv_tokens=self._kv_tokens or 0,
-            kv_capacity_tokens=0 if self._kv_tokens is None else self._features.kv_capacity,
+            kv_capacity_tokens=0 if self._kv_tokens is None else traffic.features.kv_capacity,
         )
 
     async def aclose(self) -> None:
         if self._engine.is_managed:
             self._engine.fail("the backend was closed")  # nothing is put in order in what ends
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._traffic.aclose()
         await self._engine.aclose()
 
     # Starting.
@@ -269,154 +235,23 @@ class SGLangBackend:
             await self._continue()  # whoever was here before may have died in a pause
         label = await read_label(self._engine)
         if label == DEFAULT_LABEL:
-            body = {"new_version": str(self._version), "abort_all_requests": False}
+            body = {"new_version": str(self._traffic.version), "abort_all_requests": False}
             body_of(await self._engine.post("/update_weight_version", body))
         elif label is not None:
-            self._version = wire.parse_label(label)
+            self._traffic.version = wire.parse_label(label)
         if self._engine.is_managed or label == DEFAULT_LABEL:
-            self._serving = FolderUpdate(self._version, self._model.path)
-        self._features = await learn_features(self._engine, self._model.path)
-        if self._config.receive == "group" and self._features.num_ranks is None:
+            self._serving = FolderUpdate(self._traffic.version, self._model.path)
+        self._traffic.features = await learn_features(self._engine, self._model.path)
+        if self._config.receive == "group" and self._traffic.features.num_ranks is None:
             raise ConfigError(
                 "an SGLang engine with --pp-size or --dp-size cannot join a trainer's group; set "
                 "backend.receive to files"
             )
 
-    # One call.
-
-    async def _serve(self, call: Call) -> LLMResponse:
-        while await self._admission(call):
-            output = await self._attempt(call)
-            if not call.is_discarded(output):
-                return self._respond(call, output)
-            call.is_sent_back = False
-        return self._respond(call, Output([], {"finish_reason": {"type": "abort"}}))
-
-    async def _admission(self, call: Call) -> bool:
-        """Wait until the engine takes requests; false if the call was interrupted before."""
-        await self._until(lambda: self._open or call.is_interrupted)
-        if call.is_interrupted:
-            return False
-        call.rid = f"{call.req.rid}~{uuid.uuid4().hex[:12]}"
-        call.boundaries = [(self._version, 0)]
-        if self._busy_since is None:
-            self._busy_since = time.monotonic()
-        return True
-
-    async def _attempt(self, call: Call) -> Output:
-        """One request to the engine; if it does not end here, it is ended there."""
-        rid, is_over = call.rid, False
-        try:
-            output = await self._exchange_request(call)
-            is_over = True
-            return output
-        finally:
-            call.rid = ""
-            if self._busy_since is not None and not self._in_engine():
-                self._busy_s += time.monotonic() - self._busy_since
-                self._busy_since = None
-            if not is_over and self._engine.failure is None:
-                self._spawn(self._forget(rid))
-            self._notify()
-
-    async def _exchange_request(self, call: Call) -> Output:
-        body = wire.generate_body(call.req, call.rid, self.limits.vocab_size)
-        # Prefixes are shared within a version: after a `keep` swap old ones lie in the cache still.
-        body["extra_key"] = str(self._version)
-        if not self._features.can_thin_streams and call.on_delta is None:
-            answer = await self._engine.post("/generate", body)
-            output = wire.parse_output(answer.content, answer.status)
-            self._take(call, output)
-            return output
-        body["stream"] = True
-        if self._features.can_thin_streams:
-            body["sampling_params"]["stream_interval"] = call.interval
-        output = Output([], {})
-        async with self._engine.stream("/generate", body) as lines:
-            if isinstance(lines, Answer):
-                return wire.parse_output(lines.content, lines.status)
-            async for line in lines:  # to the end, so that the connection serves again
-                event = wire.parse_line(line)
-                if event is not None:
-                    self._take(call, event)
-                    output = event
-        if output.finish is None:
-            raise BackendError("SGLang ended a stream before its request")
-        return output
-
-    def _take(self, call: Call, output: Output) -> None:
-        """Count what is new, and hand it on."""
-        self._last_event = time.monotonic()
-        if call.is_discarded(output):
-            return
-        seen = call.num_tokens
-        self._num_tokens += call.take(output, self._last_event)
-        if call.cut is not None and output.finish is None and not call.is_cutting:
-            call.is_cutting = True
-            self._spawn(self._end([call]))
-        call.hand_on(
-            output, seen, call.runs() if output.finish is None else self._runs(call, output)
-        )
-
-    def _runs(self, call: Call, output: Output) -> wire.Runs:
-        """The versions of a finished call."""
-        # Without spans no request crosses a swap: one version sampled it all.
-        label = output.meta.get("weight_version")
-        default = call.boundaries[0][0] if label is None else wire.parse_label(label)
-        return wire.version_runs(output, call.num_kept(output), self._lagging, default)
-
-    def _respond(self, call: Call, output: Output) -> LLMResponse:
-        req, meta = call.req, output.meta
-        count = call.num_kept(output)
-        reason, match = wire.stop_of(output, call.cut)
-        cached = meta.get("cached_tokens", 0)
-        self._prefill_tokens += max(0, meta.get("prompt_tokens", 0) - cached)
-        now = time.monotonic()
-        return LLMResponse(
-            rid=req.rid,
-            output_tokens=output.tokens[:count],
-            output_logprobs=wire.logprobs_of(output)[:count],
-            version_runs=self._runs(call, output),
-            stop_reason=reason,
-            stop_match=match,
-            latency_s=now - call.arrival,
-            ttft_s=(call.first_token or now) - call.arrival,
-            top_logprobs=wire.top_logprobs_of(output, count) if req.top_logprobs else None,
-            prompt_logprobs=wire.prompt_logprobs_of(output, req),
-            prompt_top_logprobs=wire.prompt_top_logprobs_of(output, req),
-            cached_tokens=cached,
-            num_recomputes=meta.get("num_retractions", 0),
-        )
-
-    # Ending calls.
-
-    async def _end(self, calls: Iterable[Call]) -> None:
-        """Abort until they have ended: SGLang forgets an abort that overtakes its request."""
-        rids = {call: call.rid for call in calls if call.rid}
-
-        def live() -> list[str]:
-            return [rid for call, rid in rids.items() if call.rid == rid]
-
-        while doomed := live():
-            if self._engine.is_managed and len(doomed) == len(self._in_engine()):
-                await self._engine.post("/abort_request", {"abort_all": True})
-            else:
-                for rid in doomed:
-                    await self._engine.post("/abort_request", {"rid": rid})
-            with suppress(TimeoutError):
-                async with asyncio.timeout(ABORT_AGAIN_S):
-                    await self._until(lambda: not live())
-
-    async def _forget(self, rid: str) -> None:
-        """Abort a request that nobody waits for."""
-        for _ in range(2):
-            await self._engine.post("/abort_request", {"rid": rid})
-            await asyncio.sleep(ABORT_AGAIN_S)
-
     # Halting and swapping; under `_turn`.
 
     async def _quiesce(self, policy: UpdatePolicy) -> _Quiet:
-        if policy in ("keep", "recompute") and not self._features.has_spans:
+        if policy in ("keep", "recompute") and not self._traffic.features.has_spans:
             log.warning(
                 "this SGLang reports no version per token: the swap ends what runs",
                 extra={"policy": policy},
@@ -437,13 +272,15 @@ class SGLangBackend:
         if self._paused is not None:
             self._paused = "abort"
             await self._continue()  # a frozen request cannot end
-        await self._engine.guard(self._end(self._in_engine()))  # SGLang's own loop sleeps 1 s
+        await self._engine.guard(
+            self._traffic.end(self._traffic.in_engine())
+        )  # SGLang's own loop sleeps 1 s
         await self._pause_engine("abort")
 
     async def _drain(self) -> None:
-        if self._paused is not None and self._in_engine():
+        if self._paused is not None and self._traffic.in_engine():
             raise SyncError("a paused engine does not drain; resume it or take another policy")
-        await self._engine.guard(self._until(lambda: not self._in_engine()))
+        await self._engine.guard(self._traffic.until(lambda: not self._traffic.in_engine()))
 
     async def _drop_cache(self) -> _Quiet:
         await self._pause_engine("retract")
@@ -452,49 +289,25 @@ class SGLangBackend:
     async def _keep_cache(self) -> _Quiet:
         if self._paused in ("abort", "retract"):
             return _Quiet(flushes=False)
-        if not self._features.is_pipelined:
+        if not self._traffic.features.is_pipelined:
             await self._pause_engine("in_place")
             return _Quiet(flushes=False)
         if (
             self._paused is not None
-            or self._features.is_speculative
-            or not self._features.can_thin_streams
+            or self._traffic.features.is_speculative
+            or not self._traffic.features.can_thin_streams
         ):
             log.warning("what is in flight in SGLang is not known: the swap rebuilds the KV cache")
             return await self._drop_cache()
-        await self._send_back()
+        await self._traffic.send_back()
         await self._pause_engine("in_place")
         return _Quiet(flushes=False, lag=1)
-
-    async def _send_back(self) -> None:
-        """Take requests without a token out of the engine; they come again after the swap."""
-        unstarted = [call for call in self._in_engine() if not call.num_tokens]
-        for call in unstarted:
-            call.is_sent_back = True
-        await self._engine.guard(self._end(unstarted))
 
     async def _exchange(self, update: FolderUpdate, quiet: _Quiet) -> None:
         """Change the weights of a halted engine, and the version with them."""
         await updates.load_folder(self._engine, update, quiet.flushes)
-        await self._cross(update.version, quiet)
+        await self._traffic.cross(update.version, quiet.lag)
         self._serving = update
-
-    async def _cross(self, version: PolicyVersion, quiet: _Quiet) -> None:
-        """From here on this version samples."""
-        await self._settle()
-        for call in self._in_engine():
-            call.cross(version, quiet.lag)
-        if quiet.lag:
-            self._lagging.add(version)
-        self._version = version
-
-    async def _settle(self) -> None:
-        """Let what was sent before the pause arrive, where deltas are stamped by it."""
-        while any(call.on_delta for call in self._in_engine()):
-            quiet_s = time.monotonic() - self._last_event
-            if quiet_s >= SETTLE_S:
-                break
-            await asyncio.sleep(SETTLE_S - quiet_s)
 
     async def _pause_engine(self, mode: PauseMode) -> None:
         expect_success(await self._engine.post("/pause_generation", {"mode": mode}), "status")
@@ -510,11 +323,7 @@ class SGLangBackend:
             if self._engine.failure is None:
                 await self._continue()
         finally:
-            self._admit()
-
-    def _admit(self) -> None:
-        self._open = True
-        self._notify()
+            self._traffic.admit()
 
     # A version that flows into the live weights.
 
@@ -537,13 +346,13 @@ class SGLangBackend:
             seat,
             reader.patience,
             expected,
-            self._features.dtype,
+            self._traffic.features.dtype,
         )
         return asyncio.run_coroutine_threadsafe(self._begin(transfer), self._loop).result()
 
     async def _begin(self, transfer: Transfer) -> GroupUpdate:
         update = GroupUpdate(transfer.version)
-        self._spawn(self._carry(transfer, update))
+        self._traffic.spawn(self._carry(transfer, update))
         await update.until_arrived()
         return update
 
@@ -561,12 +370,12 @@ class SGLangBackend:
     async def _carry_over(self, transfer: Transfer, update: GroupUpdate) -> int:
         try:
             first = await transfer.meet()
-            self._open = False
-            running = len(self._in_engine())
+            self._traffic.hold()
+            running = len(self._traffic.in_engine())
             quiet = await self._quiesce("keep")
             update.arrive(await transfer.receive(first))
             policy = await transfer.wanted(update.decided)
-            doomed = self._in_engine() if policy in ("abort", "drain") else []
+            doomed = self._traffic.in_engine() if policy in ("abort", "drain") else []
             await _whole(self._adopt(transfer, policy, quiet, doomed))
         except BaseException as error:
             failure = await _whole(self._take_back(transfer, error))
@@ -574,10 +383,10 @@ class SGLangBackend:
                 raise failure from error
             raise
         finally:
-            if not self._open and self._paused is None:
+            if not self._traffic.is_open and self._paused is None:
                 await _whole(self._go_on())
         if self._paused is None:  # else they end once the engine goes on
-            await self._engine.guard(self._end(doomed))
+            await self._engine.guard(self._traffic.end(doomed))
         return running
 
     async def _adopt(
@@ -592,7 +401,7 @@ class SGLangBackend:
             log.warning("the weights changed, the cache remained")
         await updates.relabel(self._engine, transfer.version)
         transfer.is_torn = False
-        await self._cross(transfer.version, quiet)
+        await self._traffic.cross(transfer.version, quiet.lag)
         self._serving = None
 
     async def _take_back(self, transfer: Transfer, error: BaseException) -> Exception:
@@ -602,27 +411,16 @@ class SGLangBackend:
             return failure
         try:
             if self._serving is None:
-                raise SyncError(f"version {self._version} lies nowhere to be read again")
+                raise SyncError(f"version {self._traffic.version} lies nowhere to be read again")
             await updates.restore_folder(self._engine, self._serving, flushes=False)
         except (SyncError, BackendError) as lost:
             self._engine.fail(
-                f"the weights are torn between versions {self._version} and {transfer.version} "
+                f"the weights are torn between versions {self._traffic.version} and {transfer.version} "
                 f"({failure}), and the old one is lost: {lost.message}"
             )
         return failure
 
     # Waiting and watching.
-
-    def _in_engine(self) -> list[Call]:
-        return [call for call in self._calls if call.rid]
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            await self._changed.wait()
 
     async def _watch_memory(self) -> None:
         """Keep at hand what only the engine knows: the tokens in its cache."""
@@ -630,18 +428,6 @@ class SGLangBackend:
             loads = body_of(answer).get("loads", [])
             self._kv_tokens = sum(int(load.get("num_used_tokens", 0)) for load in loads)
             await asyncio.sleep(self._config.health_interval_s)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._reap)
-        return task
-
-    def _reap(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            level = logging.DEBUG if isinstance(error, BackendError) else logging.ERROR
-            log.log(level, "a call to SGLang in the background failed", exc_info=error)
 
 
 async def _whole(work: Awaitable[T]) -> T:

@@ -408,7 +408,7 @@ async def swap_in_flight(model_dir, engine: StandIn, policy: str, on_delta=None)
         await until(lambda: backend.load().running == 1)
         swapping = asyncio.create_task(backend.swap(FolderUpdate(5, "/v5"), policy))
         if policy == "drain":
-            await until(lambda: not backend._open)
+            await until(lambda: not backend._traffic.is_open)
             engine.step(9)
         running = await swapping
         assert (backend.version, running) == (5, 1)

@@ -248,7 +248,7 @@ async def test_an_old_engine_ends_what_runs_before_the_first_bucket(model_dir, t
 
 async def still_serves_four(backend, engine, task) -> None:
     """The old version goes on, also in a request that was frozen meanwhile."""
-    await until(lambda: backend._open)
+    await until(lambda: backend._traffic.is_open)
     assert (backend.version, engine.label, engine.session) == (4, "4", False)
     assert (engine.sampling, engine.paused, backend.failure) == (4.0, None, None)
     engine.step(9)
@@ -303,6 +303,14 @@ async def test_a_version_that_is_not_committed_is_taken_back(model_dir, trainer)
         await prepared(gate, trainer, 6)  # in the same group
         await committed(gate, trainer, 6)
         assert len(engine.asked("/init_weights_update_group")) == 1
+
+
+async def test_a_server_that_ends_leaves_an_attached_engine_as_it_was(model_dir, trainer):
+    engine = StandIn()
+    async with receiving(model_dir, engine) as (_, gate):
+        await prepared(gate, trainer, 5)
+        assert engine.sampling == 5.0
+    assert (engine.sampling, engine.label, engine.paused) == (4.0, "4", None)
 
 
 async def test_torn_weights_that_cannot_be_brought_back_end_the_engine(model_dir, trainer):
