@@ -59,8 +59,9 @@ class Staging:
             return False
         if known.seat is not None or order.seat is not None:  # in a group, each has its own place
             return (known.epoch, known.seat) == (order.epoch, order.seat)
-        if self._staged is not None:
-            return order.digest in (None, self._staged.digest)
+        if self._staged is not None and order.digest is not None:
+            return order.digest == self._staged.digest
+        # What lies elsewhere under this number may be something else.
         return known.path == order.path and len({known.digest, order.digest} - {None}) < 2
 
     def adopt(self, order: WeightPrepareRequest) -> None:

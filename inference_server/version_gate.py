@@ -50,6 +50,8 @@ class _State:
     """What the last swap put in place."""
     served_epoch: int | None = None
     """Whose publication that was; None if it did not come through `prepare`."""
+    served_path: str | None = None
+    """Where it was published; None as above."""
     epoch: int = 0
     """The highest that was heard of."""
     staging: Staging | None = None
@@ -108,7 +110,7 @@ class VersionGate:
         staging = self._state.staging
         if staging is None or not staging.answers(order):
             self._end(f"epoch {order.epoch} came with version {order.version}")
-            if order.version == self.version and order.digest in (None, self.digest):
+            if self._serves(order):
                 self._state.served_epoch = order.epoch
                 return self.digest
             staging = self._begin(order)
@@ -171,7 +173,7 @@ class VersionGate:
             self._end(f"version {version} came by another way")
             staged = await asyncio.to_thread(load, version)
             answer = await self._swap(staged, policy)
-            self._state.served_epoch = None
+            self._state.served_epoch = self._state.served_path = None
             return answer.running
 
     def drain(self) -> None:
@@ -194,6 +196,14 @@ class VersionGate:
         if served.version == self.version:
             return served
         return WeightUpdateResponse(version=self.version)  # an attached engine brought its own
+
+    def _serves(self, order: WeightPrepareRequest) -> bool:
+        """Whether an order is for what serves: a number alone is no proof, it may have come before."""
+        if order.version != self.version:
+            return False
+        if order.digest is not None:
+            return order.digest == self.digest
+        return order.path == self._state.served_path
 
     def _heed(self, epoch: int) -> None:
         if epoch < self._state.epoch:
@@ -229,6 +239,7 @@ class VersionGate:
     ) -> WeightUpdateResponse:
         answer = await self._swap(staged, policy)
         self._state.served_epoch = staging.order.epoch  # a gateway may have asked for it again
+        self._state.served_path = staging.order.path
         self._leave(staging)
         return answer
 

@@ -89,7 +89,7 @@ def _attach(
     """
     version = 0
     if client is not None and publisher is not None:
-        newest = max(client.status().version, publisher.latest() or 0)
+        newest = max(client.status().head, publisher.latest() or 0)  # head: also while rolled back
         version = state.version if newest == state.version else max(newest, state.version) + 1
         client.attach(
             ConsumerSpec(

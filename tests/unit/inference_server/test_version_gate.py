@@ -155,15 +155,23 @@ async def test_a_version_with_another_digest_is_dropped(gate):
 
 async def test_a_number_alone_is_no_proof(shelf):
     gate = VersionGate(make_backend(version=1), shelf)
-    assert await gate.prepare(order(1, 1)) == ""  # nobody says what it should be
-    assert (await gate.commit(commit(1, 1))).digest == ""
-    assert shelf.staged == []
-    assert await gate.prepare(order(2, 1, digest=digest_of(1))) == digest_of(1)
+    assert await gate.prepare(order(1, 1)) == digest_of(1)
     assert gate.digest == ""
-    assert (await gate.commit(commit(2, 1))).digest == gate.digest == digest_of(1)
-    assert await gate.prepare(order(3, 1, digest=digest_of(1))) == digest_of(1)
+    assert (await gate.commit(commit(1, 1))).digest == gate.digest == digest_of(1)
+    assert await gate.prepare(order(2, 1)) == digest_of(1)
+    assert await gate.prepare(order(3, 1, digest=digest_of(1), path="/peer")) == digest_of(1)
     assert shelf.staged == [1]
+    assert await gate.prepare(order(4, 1, path="/elsewhere")) == digest_of(1)
+    assert shelf.staged == [1, 1]
     await gate.aclose()
+
+
+async def test_what_is_staged_is_not_taken_for_what_lies_elsewhere(gate, shelf):
+    await gate.prepare(order(1, 1))
+    assert await gate.prepare(order(2, 1, digest=digest_of(1), path="/peer")) == digest_of(1)
+    assert shelf.paths == ["/weights/v1"]
+    await gate.prepare(order(3, 1, path="/elsewhere"))
+    assert shelf.paths == ["/weights/v1", "/elsewhere"]
 
 
 async def test_an_aborted_version_is_forgotten(gate, shelf):
