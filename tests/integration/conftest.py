@@ -12,7 +12,7 @@ import pytest
 
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.model import ModelConfig
-from headway.contracts.config.weight_sync import StoredSync
+from headway.contracts.config.weight_sync import StoredSync, WeightSyncConfig
 from headway.contracts.types import WeightUpdateMeta
 from headway.launch.launchers.local import LocalRun
 from headway.launch.quickstart import task
@@ -86,6 +86,12 @@ def run_config(
         },
     }
     return validate_config(LaunchConfig, tree)
+
+
+def with_weight_sync(config: LaunchConfig, sync: WeightSyncConfig) -> LaunchConfig:
+    """The same run over another transport."""
+    trainer = config.trainer.model_copy(update={"weight_sync": sync})
+    return config.model_copy(update={"trainer": trainer})
 
 
 @contextmanager
