@@ -11,9 +11,9 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -26,12 +26,19 @@ from headway.contracts import http
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import SGLangConfig
+from headway.contracts.config.weight_sync import DeltaConfig, ReceiverConfig, StoredSync
 from headway.contracts.errors import BackendError, DataError, SyncError
+from headway.contracts.http import (
+    Seat,
+    WeightAbortRequest,
+    WeightCommitRequest,
+    WeightPrepareRequest,
+)
 from headway.contracts.types import LLMRequest, LLMResponse, WeightUpdateMeta
 from headway.rollout.tokenizer import TextTokenizer
 from headway.runtime.process import Process, ProcessSpec
 from inference_server.backends.sglang.backend import SGLangBackend
-from inference_server.backends.sglang.updates import GroupMember, GroupUpdate, TensorBucket
+from inference_server.version_gate import VersionGate
 from tests.numeric.models import (
     VOCAB_SIZE,
     load_reference,
@@ -40,7 +47,11 @@ from tests.numeric.models import (
     save_model,
     write_char_tokenizer,
 )
-from weight_sync.transports.disk import DiskPublisher, DiskReader
+from weight_sync.patience import Patience
+from weight_sync.publisher import StoredPublisher
+from weight_sync.receiver import make_receiver
+from weight_sync.transports.disk import make_local_publisher
+from weight_sync.transports.shared_memory import SharedMemoryStore
 
 VENV = Path(
     os.environ.get("HEADWAY_SGLANG_VENV", Path.home() / ".cache" / "headway" / "sglang-cpu")
@@ -58,6 +69,7 @@ pytestmark = [
 PATIENCE_S = 120.0
 TOLERANCE = 2e-4
 NUM_SLOTS = 8
+FORWARD_S = 0.02
 ENV = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
@@ -82,7 +94,7 @@ class Policies:
             write_char_tokenizer(folder)
         self.models = [load_reference(folder) for folder in self.folders]
         self.root = root / "versions"
-        self._publisher = DiskPublisher(str(self.root), keep=2, shard_bytes=1 << 14)
+        self.publisher = make_local_publisher(str(self.root))
         self.newest = 0
 
     def model(self, version: int) -> torch.nn.Module:
@@ -90,7 +102,11 @@ class Policies:
 
     def publish(self) -> WeightUpdateMeta:
         self.newest += 1
-        return self._publisher.publish(self.newest, self.model(self.newest).named_parameters())
+        return self.publisher.publish(self.newest, self.model(self.newest).named_parameters())
+
+    def reader(self):
+        receiver = make_receiver(ReceiverConfig(allow=(str(self.root),)))
+        return receiver.within(Patience(PATIENCE_S))
 
     @torch.no_grad()
     def replayed(self, asked: LLMRequest, response: LLMResponse) -> torch.Tensor:
@@ -117,14 +133,18 @@ class Policies:
 
 
 @pytest.fixture(scope="module")
-def policies(tmp_path_factory: pytest.TempPathFactory) -> Policies:
-    return Policies(tmp_path_factory.mktemp("sglang"))
+def policies(tmp_path_factory: pytest.TempPathFactory):
+    policies = Policies(tmp_path_factory.mktemp("sglang"))
+    yield policies
+    policies.publisher.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def backend(policies: Policies, tmp_path_factory: pytest.TempPathFactory):
     log = tmp_path_factory.mktemp("log") / "sglang.log"
-    config = SGLangConfig(python=str(PYTHON), args=ARGS, env=ENV, log_file=str(log))
+    config = SGLangConfig(
+        python=str(PYTHON), args=ARGS, env=ENV, log_file=str(log), receive="group"
+    )
     folder = str(policies.folders[0])
     engine = SGLangBackend(config, ModelConfig(path=folder), 0, TextTokenizer(folder))
     started = time.monotonic()
@@ -132,6 +152,14 @@ async def backend(policies: Policies, tmp_path_factory: pytest.TempPathFactory):
     show(f"SGLang answers after {time.monotonic() - started:.0f} s")
     yield engine
     await engine.aclose()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def slowly(backend):
+    """A tiny model on an idle machine would end before a swap comes, and on a busy one, too."""
+    await backend._engine.post("/slow_down", {"forward_sleep_time": FORWARD_S})
+    yield
+    await backend._engine.post("/slow_down", {"forward_sleep_time": None})
 
 
 def show(text: str) -> None:
@@ -353,11 +381,11 @@ async def test_nothing_is_sampled_in_a_pause(backend, policies, mode):
     task = asyncio.create_task(backend.generate(asked, progress))
     await ready(progress)
     await backend.pause(mode)
-    await backend._settle()
+    await backend._traffic.settle()
     seen = len(progress.tokens)
     held = asyncio.create_task(backend.generate(request(9, 5)))
     assert await backend.flush() == (mode == "retract")
-    await backend._settle()
+    await backend._traffic.settle()
     assert len(progress.tokens) == seen < 150
     assert not held.done()
     await backend.resume()
@@ -381,11 +409,12 @@ async def test_a_pause_may_end_what_runs(backend):
 # Versions.
 
 
+@pytest.mark.usefixtures("slowly")
 @pytest.mark.parametrize("policy", ["keep", "recompute", "abort", "drain", "keep"])
 async def test_each_token_has_the_version_that_sampled_it(backend, policies, policy):
     old = backend.version
     meta = policies.publish()
-    staged = await asyncio.to_thread(backend.stage, meta, DiskReader(str(policies.root)))
+    staged = await asyncio.to_thread(backend.stage, meta, policies.reader())
     asked = [request(20 + i, 160) for i in range(NUM_SLOTS + 4)]
     readers = {i: Progress(40) for i in range(0, len(asked), 3)}
     tasks = [
@@ -423,7 +452,7 @@ async def test_a_prompt_that_old_weights_read_is_read_again_after_keep(backend, 
     await backend.generate(asked)
     assert (await backend.generate(asked)).cached_tokens > 0
     meta = policies.publish()
-    await backend.swap(backend.stage(meta, DiskReader(str(policies.root))), "keep")
+    await backend.swap(backend.stage(meta, policies.reader()), "keep")
     response = await backend.generate(asked)
     assert response.cached_tokens == 0
     assert error_of(response, policies.recomputed(asked, response)) < TOLERANCE
@@ -435,7 +464,7 @@ async def test_a_swap_in_a_pause_is_true_too(backend, policies):
     await ready(progress)
     await backend.pause("in_place")
     meta = policies.publish()
-    await backend.swap(backend.stage(meta, DiskReader(str(policies.root))), "keep")
+    await backend.swap(backend.stage(meta, policies.reader()), "keep")
     assert backend.is_paused
     await backend.resume()
     response = await asyncio.wait_for(task, PATIENCE_S)
@@ -448,9 +477,11 @@ async def test_a_version_of_another_shape_is_refused_and_the_old_one_serves(
 ):
     tensors = dict(policies.models[0].named_parameters())
     tensors["lm_head.weight"] = torch.zeros(VOCAB_SIZE - 1, 32)
-    meta = DiskPublisher(str(tmp_path), 2, 1 << 20).publish(999, tensors.items())
+    with closing(make_local_publisher(str(tmp_path))) as publisher:
+        meta = publisher.publish(999, tensors.items())
+    receiver = make_receiver(ReceiverConfig(allow=(str(tmp_path),)))
     with pytest.raises(SyncError, match="another model"):
-        backend.stage(meta, DiskReader(str(tmp_path)))
+        backend.stage(meta, receiver.within(Patience(PATIENCE_S)))
     asked = request(13)
     response = await backend.generate(asked)
     assert error_of(response, policies.recomputed(asked, response)) < TOLERANCE
@@ -459,7 +490,7 @@ async def test_a_version_of_another_shape_is_refused_and_the_old_one_serves(
 async def test_a_version_that_vanished_is_refused_and_the_old_one_serves(backend, policies):
     old = backend.version
     meta = policies.publish()
-    staged = backend.stage(meta, DiskReader(str(policies.root)))
+    staged = backend.stage(meta, policies.reader())
     shutil.rmtree(meta.path)
     progress = Progress(10)
     task = asyncio.create_task(backend.generate(request(14, 60), progress))
@@ -473,48 +504,272 @@ async def test_a_version_that_vanished_is_refused_and_the_old_one_serves(backend
     policies.newest += 1  # so that the next version has other weights than the one that serves
 
 
-async def test_a_trainer_broadcasts_a_version_in_mid_flight(backend, policies):
-    version = backend.version + 1
-    policies.newest = version
-    folder = policies.folders[version % 2]
-    names = [name for name, _ in policies.model(version).named_parameters()]
-    shapes = [list(p.shape) for _, p in policies.model(version).named_parameters()]
-    half = len(names) // 2
-    buckets = [
-        TensorBucket(names[part], ["float32"] * len(names[part]), shapes[part])
-        for part in (slice(half), slice(half, None))
-    ]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    program = Path(__file__).with_name("sglang_trainer.py")
-    trainer = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(program), str(port), "wg"),
+# Transactions.
+
+BUCKET = "/update_weights_from_distributed"
+LOAD = "/update_weights_from_disk"
+
+
+class Trainer:
+    """`sglang_publisher.py` as a process, with the orders of its publications."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.epoch = 0
+
+    async def told(self, word: str) -> str:
+        self.process.stdin.write(word.encode() + b"\n")
+        return await self.heard()
+
+    async def heard(self) -> str:
+        line = await asyncio.wait_for(self.process.stdout.readline(), PATIENCE_S)
+        return line.decode().strip()
+
+    def tell(self, word: str) -> None:
+        self.process.stdin.write(word.encode() + b"\n")
+
+    async def announce(self, version: int) -> WeightPrepareRequest:
+        self.epoch += 1
+        return WeightPrepareRequest(
+            epoch=self.epoch,
+            version=version,
+            path=await self.told(f"announce {version}"),
+            seat=Seat(rank=1, world_size=2),
+        )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def trainer(policies: Policies):
+    program = Path(__file__).with_name("sglang_publisher.py")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(program), *map(str, policies.folders)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
-    try:
-        assert await trainer.stdout.readline() == b"here\n"
-        await backend.init_group(GroupMember("wg", "127.0.0.1", port, 1, 2, "gloo"), PATIENCE_S)
-        asked, progress = request(15, 150), Progress(30)
-        task = asyncio.create_task(backend.generate(asked, progress))
-        await ready(progress)
-        order = {"folder": str(folder), "names": names, "mode": "plain"}
-        trainer.stdin.write(json.dumps(order).encode() + b"\n")
-        await backend.update_from_group(GroupUpdate(version, "wg", buckets), "recompute")
-        assert await trainer.stdout.readline() == b"done\n"
-        response = await asyncio.wait_for(task, PATIENCE_S)
-        assert [run[0] for run in response.version_runs] == [version - 1, version]
-        error = error_of(response, policies.recomputed(asked, response))
-        show(f"gloo broadcast: max error {error:.1e}")
-        assert error < TOLERANCE
-        await backend.destroy_group("wg")
-        with pytest.raises(SyncError, match="does not exist"):
-            await backend.destroy_group("wg")
-    finally:
-        trainer.stdin.close()
-        trainer.kill()
-        await trainer.wait()
+    trainer = Trainer(process)
+    assert await trainer.heard() == "here"
+    yield trainer
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+
+
+def gate_of(backend: SGLangBackend, policies: Policies) -> VersionGate:
+    receiver = make_receiver(ReceiverConfig(allow=("gloo:", f"shm://{policies.root}")))
+    return VersionGate(backend, receiver, "keep", PATIENCE_S)
+
+
+class Crowd:
+    """More requests than fit, in flight."""
+
+    def __init__(self, backend: SGLangBackend, first: int) -> None:
+        self.asked = [request(first + i, 160) for i in range(NUM_SLOTS + 4)]
+        self.reader = Progress(30)
+        self._tasks = [
+            asyncio.create_task(backend.generate(one, None if i else self.reader))
+            for i, one in enumerate(self.asked)
+        ]
+
+    async def is_under_way(self) -> None:
+        await ready(self.reader)
+
+    async def assert_truthful(self, expect) -> list[LLMResponse]:
+        """Each token as probable as under the version that is said to have sampled it."""
+        responses = await asyncio.wait_for(asyncio.gather(*self._tasks), PATIENCE_S)
+        errors = [error_of(r, expect(one, r)) for one, r in zip(self.asked, responses, strict=True)]
+        runs = {tuple(version for version, _, _ in r.version_runs) for r in responses}
+        show(f"  {len(responses)} requests, versions {sorted(runs)}, max error {max(errors):.1e}")
+        assert max(errors) < TOLERANCE
+        assert self.reader.tokens == responses[0].output_tokens
+        assert self.reader.versions == responses[0].output_versions
+        return responses
+
+
+async def assert_serves(backend, policies, version: int) -> None:
+    """What a fresh prompt gets is what transformers computes from this version's files."""
+    asked = request(60, 20, logprob_start=0)
+    response = await backend.generate(asked)
+    assert response.version_runs == [(version, 0, 20)]
+    assert error_of(response, policies.recomputed(asked, response)) < TOLERANCE
+    ids = list(asked.input_ids)
+    prompt = reference_logprobs(policies.model(version), ids[:1], ids[1:])
+    got = torch.tensor(response.prompt_logprobs[1:], dtype=torch.float64)
+    assert (got - prompt).abs().max() < TOLERANCE
+
+
+@pytest.fixture
+def as_files(backend, monkeypatch):
+    """The same engine, under the other way to receive."""
+    config = backend._config.model_copy(update={"receive": "files"})
+    monkeypatch.setattr(backend, "_config", config)
+
+
+@pytest.mark.usefixtures("as_files", "slowly")
+async def test_deltas_in_shared_memory_reach_the_engine_as_files(backend, policies):
+    gate, epoch = gate_of(backend, policies), 0
+    root = policies.root.parent / "shm"
+    gate.receiver._config = ReceiverConfig(allow=(f"shm://{root}",))
+    publisher = StoredPublisher(SharedMemoryStore(str(root)), StoredSync(delta=DeltaConfig()))
+    for policy in ("keep", "recompute", "keep"):
+        policies.newest, epoch = backend.version + 1, epoch + 1
+        meta = publisher.publish(
+            policies.newest, policies.model(policies.newest).named_parameters()
+        )
+        crowd = Crowd(backend, 100)
+        await crowd.is_under_way()
+        order = WeightPrepareRequest(epoch=epoch, version=meta.version, path=meta.path)
+        started = time.monotonic()
+        assert await gate.prepare(order) == meta.digest
+        staged = time.monotonic()
+        commit = WeightCommitRequest(epoch=epoch, version=meta.version, policy=policy)
+        await gate.commit(commit)
+        show(
+            f"delta, {policy}: staged in {(staged - started) * 1e3:.0f} ms beside generation, "
+            f"committed in {(time.monotonic() - staged) * 1e3:.0f} ms"
+        )
+        expect = policies.recomputed if policy == "recompute" else policies.replayed
+        await crowd.assert_truthful(expect)
+        await assert_serves(backend, policies, meta.version)
+    publisher.close()
+    gate.receiver.close()
+
+
+@pytest.mark.usefixtures("as_files", "slowly")
+async def test_a_broadcast_reaches_the_engine_as_files_while_it_generates(
+    backend, policies, trainer
+):
+    gate = gate_of(backend, policies)
+    policies.newest = version = backend.version + 1
+    crowd = Crowd(backend, 120)
+    await crowd.is_under_way()
+    order = await trainer.announce(version)
+    trainer.tell(f"publish {version}")
+    digest = await gate.prepare(order)
+    assert await trainer.heard() == digest
+    assert not backend.is_paused
+    await gate.commit(WeightCommitRequest(epoch=order.epoch, version=version))
+    await crowd.assert_truthful(policies.replayed)
+    await assert_serves(backend, policies, version)
+    gate.receiver.close()
+
+
+@pytest.mark.usefixtures("slowly")
+@pytest.mark.parametrize("policy", ["keep", "recompute", "abort", "keep"])
+async def test_a_version_flows_into_the_live_weights(backend, policies, trainer, policy):
+    gate = gate_of(backend, policies)
+    policies.newest = version = backend.version + 1
+    crowd = Crowd(backend, 140)
+    await crowd.is_under_way()
+    order = await trainer.announce(version)
+    started = time.monotonic()
+    trainer.tell(f"publish {version}")
+    digest = await gate.prepare(order)
+    arrived = time.monotonic()
+    assert await trainer.heard() == digest
+    assert backend.version == version - 1
+    answer = await gate.commit(
+        WeightCommitRequest(epoch=order.epoch, version=version, policy=policy)
+    )
+    show(
+        f"group, {policy}: joined and received in {(arrived - started) * 1e3:.0f} ms, "
+        f"committed in {(time.monotonic() - arrived) * 1e3:.0f} ms"
+    )
+    assert (backend.version, answer.digest) == (version, digest)
+    expect = policies.recomputed if policy == "recompute" else policies.replayed
+    responses = await crowd.assert_truthful(expect)
+    assert any(r.stop_reason == "interrupt" for r in responses) == (policy == "abort")
+    await assert_serves(backend, policies, version)
+
+
+@pytest.mark.usefixtures("slowly")
+async def test_an_abort_in_the_middle_of_a_broadcast_brings_the_old_version_back(
+    backend, policies, trainer
+):
+    await as_a_file(backend, policies)
+    old = backend.version
+    gate = gate_of(backend, policies)
+    crowd = Crowd(backend, 160)
+    buckets, loads = times_asked(backend, BUCKET), times_asked(backend, LOAD)
+    await crowd.is_under_way()
+    order = await trainer.announce(old + 1)
+    trainer.tell(f"publish {old + 1} 2")
+    preparing = asyncio.create_task(gate.prepare(order))
+    assert await trainer.heard() == "stalled"
+    await is_torn(backend, buckets)
+    started = time.monotonic()
+    gate.abort(WeightAbortRequest(epoch=order.epoch, version=old + 1))
+    with pytest.raises(SyncError, match="was aborted"):
+        await preparing
+    await backend.flush()  # comes after the transfer
+    assert times_asked(backend, LOAD) == loads + 1
+    show(f"old version back after {(time.monotonic() - started) * 1e3:.0f} ms")
+    assert (await trainer.told(f"cancel {old + 1}")).startswith("failed")
+    assert (backend.version, backend.failure) == (old, None)
+    responses = await crowd.assert_truthful(policies.replayed)
+    assert {run[0] for r in responses for run in r.version_runs} == {old}
+    await assert_serves(backend, policies, old)
+
+
+@pytest.mark.usefixtures("slowly")
+async def test_what_was_received_and_not_committed_is_taken_back(backend, policies, trainer):
+    old = backend.version
+    gate = gate_of(backend, policies)
+    crowd = Crowd(backend, 180)
+    await crowd.is_under_way()
+    order = await trainer.announce(old + 1)
+    trainer.tell(f"publish {old + 1}")
+    assert await gate.prepare(order) == await trainer.heard()
+    gate.abort(WeightAbortRequest(epoch=order.epoch, version=old + 1))
+    responses = await crowd.assert_truthful(policies.replayed)
+    assert {run[0] for r in responses for run in r.version_runs} == {old}
+    await assert_serves(backend, policies, old)
+
+
+@pytest.mark.usefixtures("slowly")
+async def test_a_trainer_that_is_killed_in_the_middle_leaves_the_old_version(
+    backend, policies, trainer
+):
+    """The last one with this trainer."""
+    old = backend.version
+    gate = gate_of(backend, policies)
+    crowd = Crowd(backend, 200)
+    buckets, loads = times_asked(backend, BUCKET), times_asked(backend, LOAD)
+    await crowd.is_under_way()
+    order = await trainer.announce(old + 3)  # others are used up
+    trainer.tell(f"publish {old + 3} 2")
+    preparing = asyncio.create_task(gate.prepare(order))
+    assert await trainer.heard() == "stalled"
+    await is_torn(backend, buckets)
+    started = time.monotonic()
+    trainer.process.kill()
+    with pytest.raises(SyncError):
+        await preparing
+    assert times_asked(backend, LOAD) == loads + 1
+    show(f"old version back {(time.monotonic() - started) * 1e3:.0f} ms after the trainer's death")
+    responses = await crowd.assert_truthful(policies.replayed)
+    assert {run[0] for r in responses for run in r.version_runs} == {old}
+    await assert_serves(backend, policies, old)
+    policies.newest = old
+
+
+async def as_a_file(backend, policies) -> None:
+    """A version that can be read again, and serves."""
+    policies.newest = backend.version
+    meta = policies.publish()
+    await backend.swap(backend.stage(meta, policies.reader()), "keep")
+
+
+def times_asked(backend, path: str) -> int:
+    """What the engine's log says."""
+    return Path(backend._config.log_file).read_text().count(f"POST {path} ")
+
+
+async def is_torn(backend, buckets: int) -> None:
+    """Until the engine has received more buckets than these."""
+    async with asyncio.timeout(PATIENCE_S):
+        while times_asked(backend, BUCKET) <= buckets:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.01)
 
 
 async def test_counters_tell_what_was_done(backend):
@@ -569,7 +824,7 @@ async def test_a_server_with_sglang_behind_it_serves_updates_and_ends_with_it(po
     config = {
         "service": {"port": 0, "ready_file": str(ready_file)},
         "model": {"path": str(policies.folders[0])},
-        "weights_root": str(policies.root),
+        "weights": {"allow": [str(policies.root)]},
         "backend": {
             "type": "sglang",
             "python": str(PYTHON),
@@ -596,8 +851,8 @@ async def test_a_server_with_sglang_behind_it_serves_updates_and_ends_with_it(po
             asked = request(18, 240)
             for policy, expect in (("keep", policies.replayed), ("recompute", policies.recomputed)):
                 meta = policies.publish()
-                body = {"version": meta.version, "path": meta.path}
-                await accepted(client, http.WEIGHTS_PREPARE, body)
+                body = {"version": meta.version, "epoch": meta.version}
+                await accepted(client, http.WEIGHTS_PREPARE, {**body, "path": meta.path})
                 running = asyncio.create_task(generated(client, asked))
                 await has_tokens(client)
                 await accepted(client, http.WEIGHTS_COMMIT, {**body, "policy": policy})
