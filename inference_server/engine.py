@@ -198,9 +198,7 @@ def make_generator(config: ServerConfig) -> LocalGenerator:
     gate = VersionGate(backend, receiver, config.update_policy, config.weights.stage_timeout_s)
     admission = Admission(config.max_in_flight, config.request_timeout_s)
     model_name = config.served_model_name or Path(config.model.path).absolute().name
-    return LocalGenerator(
-        backend, gate, "local", tokenizer, admission, model_name, config.gateway
-    )
+    return LocalGenerator(backend, gate, "local", tokenizer, admission, model_name, config.gateway)
 
 
 @asynccontextmanager
