@@ -99,10 +99,11 @@ class WeightBook:
     async def next_epoch(self, num_asked: int | None = None) -> int:
         """A number above all that were used, for a transaction that asks so many servers.
 
-        A new ledger begins at the clock, so that servers obey it that a former ledger's gateway left.
+        It is not behind the clock: servers obey it even if another gateway, or one with a former
+        ledger, has sent them orders.
         """
         async with self._turning:
-            epoch = self.epoch + 1 if self.epoch else int(time.time() * 1000)
+            epoch = max(self.epoch + 1, int(time.time() * 1000))
             asked = self._page.num_asked if num_asked is None else num_asked
             await self._turn(epoch=epoch, num_asked=asked)
         return epoch
