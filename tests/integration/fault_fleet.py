@@ -16,11 +16,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
+import torch
 
 from headway.contracts.config.launch import LaunchConfig
+from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.weight_sync import ReceiverConfig
+from headway.contracts.http import (
+    SERVERS as SERVERS_PATH,
+)
 from headway.contracts.http import (
     STATUS,
     WEIGHTS,
@@ -38,11 +44,13 @@ from tests.integration.conftest import eventually
 from tests.integration.publishing_trainer import LIMIT_S, Plan, Sync, Trainer, weights
 from tests.integration.traps import Traps, is_stopped
 from weight_sync.manifest import MANIFEST_NAME, bytes_of, parse_manifest
+from weight_sync.model_dir import load_model
 
 ROOT = Path(__file__).parents[2]
 SERVERS = ("server-0", "server-1")
 LOOK_S = 0.05
 TRAFFIC_S = 0.2
+NUM_GREEDY = 12
 TOKENS = 50
 """Of every sequence in the traffic."""
 
@@ -103,6 +111,28 @@ class Sightings(threading.Thread):
         if version < self._newest.get((name, pid), 0):
             self.steps_back.append(f"{name} from {self._newest[name, pid]} to {version}")
         self._newest[name, pid] = version
+
+
+class Misled(threading.Thread):
+    """Tells a gateway of servers that belong to another one."""
+
+    def __init__(self, fleet: Fleet, url: str) -> None:
+        super().__init__(name="misled", daemon=True)
+        self._fleet = fleet
+        self._url = url
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        while not self._over.wait(LOOK_S):
+            for name in SERVERS:
+                with suppress(httpx.HTTPError):
+                    facts = self._fleet.served(name).model_dump(exclude={"state"})
+                    report = facts | {"server_id": name, "url": self._fleet.url(name)}
+                    httpx.post(self._url + SERVERS_PATH, json=report, timeout=5.0)
+
+    def end(self) -> None:
+        self._over.set()
+        self.join()
 
 
 class Traffic(threading.Thread):
@@ -179,11 +209,12 @@ class Fleet:
         yield
         self.is_whole = True
 
-    def train(self, sync: Sync, traps: str = "trainer", name: str = "trainer") -> Trainer:
+    def train(self, sync: Sync, traps: str = "trainer", **plan: Any) -> Trainer:
         """Start a trainer with weights of its own."""
         seed = len(self._trainers) + 1
         folder = str(self.folder / "traps" / traps)
-        trainer = Trainer(Plan(self.run.url, sync, seed, folder, self.model_dir, name))
+        given = {"url": self.run.url, "model_dir": self.model_dir} | plan
+        trainer = Trainer(Plan(sync=sync, seed=seed, traps=folder, **given))
         self._trainers.append(trainer)
         return trainer
 
@@ -283,13 +314,24 @@ class Fleet:
             blob = self._held(name, trainer.version, entry.blob)
             assert blob == bytes(bytes_of(published[entry.name]))
 
+    def check_tokens(self, name: str, trainer: Trainer) -> None:
+        """What a server samples greedily is what the published weights say."""
+        assert self.model_dir is not None
+        answer = self.generate(self.url(name), NUM_GREEDY)
+        wanted = greedy(trainer.plan.seed, self.model_dir, generation("same", 1).input_ids)
+        assert answer.output_tokens == wanted
+        assert answer.version_runs == [(trainer.version, 0, NUM_GREEDY)]
+
     def check_sightings(self) -> None:
         """One digest per version, one that a trainer published under this number; no step back."""
+        self.check_digests()
+        assert self.sightings.steps_back == []
+
+    def check_digests(self) -> None:
         published = {(trainer.version, trainer.digest) for trainer in self._trainers}
         for version, digests in dict(self.sightings.digests).items():
             assert len(digests) == 1, f"version {version} was seen with several weights"
             assert {(version, digest) for digest in digests} <= published
-        assert self.sightings.steps_back == []
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         eventually(condition, LIMIT_S, what)
@@ -297,6 +339,17 @@ class Fleet:
     def _held(self, name: str, version: int, blob: str) -> bytes:
         path = WEIGHTS_HELD.format(version=version, blob=blob)
         return httpx.get(self.url(name) + path, timeout=LIMIT_S).raise_for_status().content
+
+
+def greedy(seed: int, model_dir: str, prompt: tuple[int, ...]) -> list[int]:
+    """What the model of a seed goes on with, one forward per token."""
+    model = load_model(ModelConfig(path=model_dir)).eval()
+    model.load_state_dict(weights(seed, model_dir), strict=False)
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(NUM_GREEDY):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
 
 
 def _committed(status: WeightStatus) -> list[WeightRecord]:

@@ -38,6 +38,7 @@ from trainer.publication import Publication
 from weight_sync.channel import WeightPublisher
 from weight_sync.manifest import MANIFEST_NAME, content_digest, part_name
 from weight_sync.model_dir import load_model
+from weight_sync.outgoing import buckets
 from weight_sync.publisher import StoredPublisher
 from weight_sync.transports.base import make_publisher
 from weight_sync.transports.broadcast import pack
@@ -86,6 +87,8 @@ class Plan:
     traps: str
     model_dir: str | None = None
     name: str = "trainer"
+    after: int = 0
+    """A number that is used up, whatever anybody says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +165,11 @@ class Trainer:
 class _Engine:
     """Of a `TrainEngine`, what a publication needs."""
 
-    def __init__(self, publisher: WeightPublisher, plan: Plan, announced: Any) -> None:
+    def __init__(
+        self, publisher: WeightPublisher, tensors: dict[str, torch.Tensor], announced: Any
+    ) -> None:
         self._publisher = publisher
-        self._plan = plan
+        self._tensors = tensors
         self._announced = announced
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
@@ -172,17 +177,19 @@ class _Engine:
 
     def _gather(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         self._announced(version)
-        yield from weights(self._plan.seed, self._plan.model_dir).items()
+        yield from self._tensors.items()
 
 
 def publish(plan: Plan, answers: Connection) -> None:
     """Attach, publish one version, say what became of it; stay there, as trainers do, until the end."""
     torch.set_num_threads(1)
     traps = Traps(plan.traps)
-    publisher = _trapped_publisher(plan, traps)
+    tensors = weights(plan.seed, plan.model_dir)
+    num_buckets = len(list(buckets(tensors.items(), BUCKET)))
+    publisher = _trapped_publisher(plan.sync, traps, num_buckets // 2)
     client = RemoteInferenceEngine(plan.url, CONNECT_S)
     client.initialize()
-    version = max(client.status().head, publisher.latest() or 0) + 1
+    version = max(client.status().head, publisher.latest() or 0, plan.after) + 1
 
     def announced(version: int) -> None:
         deadline = time.monotonic() + LIMIT_S
@@ -190,7 +197,7 @@ def publish(plan: Plan, answers: Connection) -> None:
             assert time.monotonic() < deadline, f"the gateway never heard of version {version}"
         traps.reach("announced")
 
-    engine: Any = _Engine(publisher, plan, announced)
+    engine: Any = _Engine(publisher, tensors, announced)
     publication = Publication(engine, publisher, client)
     answers.send(version)
     try:
@@ -201,17 +208,18 @@ def publish(plan: Plan, answers: Connection) -> None:
         answers.send(Outcome(error.code, error.message))
     else:
         answers.send(Outcome())
-    with suppress(EOFError):
+    with suppress(EOFError, ConnectionResetError):
         answers.recv()
     client.destroy()
     publisher.close()
 
 
-def _trapped_publisher(plan: Plan, traps: Traps) -> WeightPublisher:
-    sync = plan.sync
-    half = len(weights(0, plan.model_dir)) if plan.model_dir is None else 2
+def _trapped_publisher(sync: Sync, traps: Traps, half: int) -> WeightPublisher:
+    """Args:
+    half: buckets after which it is reached.
+    """
     if isinstance(sync, CollectiveSync):
-        _trap_group(traps, half // 2)
+        _trap_group(traps, half)
         return make_publisher(sync)
 
     class Trapped:
@@ -219,7 +227,7 @@ def _trapped_publisher(plan: Plan, traps: Traps) -> WeightPublisher:
             if name == MANIFEST_NAME:
                 traps.reach("unmanifested")
             super().write_text(version, name, text)  # type: ignore[misc]
-            if name == part_name(half // 2 - 1):
+            if name == part_name(half - 1):
                 traps.reach("half")
 
     class OnDisk(Trapped, LocalStore):

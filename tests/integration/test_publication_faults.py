@@ -17,7 +17,8 @@ import pytest
 
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.config.launch import LaunchConfig
-from headway.contracts.config.server import FakeBackendConfig
+from headway.contracts.config.model import ModelConfig
+from headway.contracts.config.server import EmbeddedTorchConfig, FakeBackendConfig
 from headway.contracts.config.weight_sync import (
     CollectiveSync,
     DiskSync,
@@ -25,9 +26,12 @@ from headway.contracts.config.weight_sync import (
     SharedMemorySync,
 )
 from headway.contracts.errors import Conflict, Fenced
+from headway.launch.launchers.local import LocalRun
+from headway.launch.quickstart import task
 from tests.integration.conftest import run_config
-from tests.integration.fault_fleet import SERVERS, TOKENS, Fleet
+from tests.integration.fault_fleet import SERVERS, TOKENS, Fleet, Misled
 from tests.integration.publishing_trainer import BUCKET, FORKS, MODULES, Outcome, Sync, Trainer
+from weight_sync.model_dir import load_model
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -64,7 +68,7 @@ def fault_config(folder: Path, model_dir: Path) -> LaunchConfig:
     config = run_config(folder, model_dir, num_servers=2)
     fleet = FleetConfig(lease_s=2.0, update_timeout_s=8.0, commit_timeout_s=2.0)
     backend = FakeBackendConfig(token_latency_s=0.01, vocab_size=VOCABULARY)
-    weights = config.server.weights.model_copy(update={"stage_timeout_s": 2.0})
+    weights = config.server.weights.model_copy(update={"stage_timeout_s": 3.0})
     return config.model_copy(
         update={
             "max_restarts": 1000,
@@ -77,48 +81,75 @@ def fault_config(folder: Path, model_dir: Path) -> LaunchConfig:
 class Stage:
     """A fleet for case after case; one that a case has left broken is replaced."""
 
-    def __init__(self, folder: Path, model_dir: Path) -> None:
+    def __init__(self, folder: Path, model_dir: Path, memory: Path, has_model: bool) -> None:
         self._folder = folder
         self._model_dir = model_dir
-        self._memory = Path(tempfile.mkdtemp(prefix="headway-faults-", dir="/dev/shm"))
+        self._has_model = has_model
         self._fleet: Fleet | None = None
         self._num_fleets = 0
         self.syncs: dict[str, Sync] = {
-            "disk": DiskSync(root=str(folder / "disk"), shard_bytes=BUCKET),
+            "disk": self.disk("main"),
             "http": HttpSync(root=str(folder / "http"), shard_bytes=BUCKET),
-            "shared_memory": SharedMemorySync(root=str(self._memory), shard_bytes=BUCKET),
+            "shared_memory": SharedMemorySync(root=str(memory), shard_bytes=BUCKET),
             "collective": CollectiveSync(shard_bytes=BUCKET, timeout_s=3.0),
         }
 
     def fleet(self) -> Fleet:
         if self._fleet is not None and not self._fleet.is_whole:
-            self._end()
+            self.close()
         if self._fleet is None:
             self._num_fleets += 1
             folder = self._folder / f"fleet-{self._num_fleets}"
-            folder.mkdir()
-            origins = tuple(sync.origin for sync in self.syncs.values())
-            self._fleet = Fleet(fault_config(folder, self._model_dir), folder, origins)
+            config = self.config(folder)
+            if self._has_model:
+                server = config.server.model_copy(update={"backend": EmbeddedTorchConfig()})
+                config = config.model_copy(update={"server": server})
+            origins = (str(self._folder), *(sync.origin for sync in self.syncs.values()))
+            model_dir = str(self._model_dir) if self._has_model else None
+            self._fleet = Fleet(config, folder, origins, model_dir)
         return self._fleet
 
+    def config(self, folder: Path) -> LaunchConfig:
+        """Of another run."""
+        folder.mkdir()
+        return fault_config(folder, self._model_dir)
+
     def disk(self, name: str) -> DiskSync:
-        """The disk of another machine."""
+        """That of another machine."""
         return DiskSync(root=str(self._folder / "disk" / name), shard_bytes=BUCKET)
 
     def close(self) -> None:
-        self._end()
-        shutil.rmtree(self._memory)
-
-    def _end(self) -> None:
         if self._fleet is not None:
             self._fleet.close()
             self._fleet = None
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Stage]:
+def memory() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="headway-faults-", dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def stage(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: Path, memory: Path
+) -> Iterator[Stage]:
     FORKS.set_forkserver_preload(MODULES)
-    stage = Stage(tmp_path_factory.mktemp("faults"), model_dir)
+    stage = Stage(tmp_path_factory.mktemp("faults"), model_dir, memory, has_model=False)
+    yield stage
+    stage.close()
+
+
+@pytest.fixture(scope="module")
+def model_stage(tmp_path_factory: pytest.TempPathFactory, memory: Path) -> Iterator[Stage]:
+    """With a model of several buckets."""
+    FORKS.set_forkserver_preload(MODULES)
+    scratch, folder = tmp_path_factory.mktemp("scratch"), tmp_path_factory.mktemp("faults")
+    task.write_model(scratch, {})
+    model = load_model(ModelConfig(path=str(scratch), init_from_scratch=True))
+    model.save_pretrained(scratch)
+    stage = Stage(folder, scratch, memory, has_model=True)
     yield stage
     stage.close()
 
@@ -199,6 +230,8 @@ def see_served(fleet: Fleet, trainer: Trainer) -> None:
     fleet.until_served(trainer)
     for name in SERVERS:
         fleet.check_held(name, trainer)
+        if fleet.model_dir is not None:
+            fleet.check_tokens(name, trainer)
     fleet.check_sightings()
     assert fleet.generate(fleet.run.url, 8).version_runs == [(trainer.version, 0, 8)]
 
@@ -256,7 +289,7 @@ def test_an_older_incarnation_that_wakes_up_is_fenced(stage: Stage) -> None:
         old = reach(fleet, stage.disk("old"), "half_written")
         new = fleet.train(stage.disk("new"))
         assert new.outcome() == Outcome()
-        assert (new.version, new.digest) != (old.version, old.digest)
+        assert new.digest != old.digest
         assert new.version == old.version
         old.go_on()
         assert old.outcome().error == Fenced.code
@@ -290,3 +323,46 @@ def test_what_a_dead_trainer_has_staged_is_not_taken_for_its_successor_s(stage: 
         see_served(fleet, new)
         old.end()
         new.end()
+
+
+def test_a_second_gateway_by_mistake_gets_no_hold_over_the_servers(
+    stage: Stage, tmp_path: Path
+) -> None:
+    """It publishes to servers of another one, in the middle of that one's publication."""
+    fleet, other = stage.fleet(), LocalRun(stage.config(tmp_path / "other"))
+    first = reach(fleet, stage.disk("first"), "prepared")
+    other.start_gateway()
+    misled = Misled(fleet, other.url)
+    try:
+        misled.start()
+        stray = fleet.train(stage.disk("stray"), "stray", url=other.url, after=1000)
+        assert stray.outcome() == Outcome()
+        stray_facts = (stray.version, stray.digest)
+        fleet.until(
+            lambda: {(s.version, s.digest) for s in map(fleet.served, SERVERS)} == {stray_facts},
+            "the servers obey the other gateway, which came later",
+        )
+    finally:
+        misled.end()
+        other.stop()
+    fleet.go_on("gateway")
+    assert first.outcome() == Outcome()
+    fleet.until_served(first)
+    for name in SERVERS:
+        fleet.check_held(name, first)
+    fleet.check_digests()
+    # Numbers went back and forth, so no other case is played on this fleet.
+
+
+@pytest.mark.parametrize(
+    ("victim", "fault", "state"),
+    [
+        ("trainer", "killed", "half_written"),
+        ("server", "killed", "one_of_two_committed"),
+        ("gateway", "killed", "recorded"),
+    ],
+)
+def test_greedy_tokens_are_those_of_the_weights_that_serve(
+    model_stage: Stage, victim: Victim, fault: Fault, state: str
+) -> None:
+    play(model_stage.fleet(), model_stage.syncs["disk"], victim, fault, state)
