@@ -138,7 +138,10 @@ class Members:
 
     async def until_back(self, count: int) -> None:
         """Wait until so many servers are here, as long as the leases of a former process last."""
-        deadline = self._opened_at + self._lease_s
+        await self.until_present(count, self._opened_at + self._lease_s)
+
+    async def until_present(self, count: int, deadline: float) -> None:
+        """Wait until so many servers are here, or the deadline (monotonic clock) is over."""
         arrival = self.arrival.event()
         while len(self.present()) < count and (left_s := deadline - time.monotonic()) > 0:
             with suppress(TimeoutError):

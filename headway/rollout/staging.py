@@ -62,15 +62,16 @@ class Staging:
     async def stage(self, change: Change) -> Staged:
         """Stage on every server that is ready now; with none, nobody has to agree.
 
-        Until `release`, this decides what they serve.
+        What flows through a group lies nowhere afterwards: with none, it waits for one. Until `release`,
+        this decides what they serve.
 
         Raises:
             SyncError: too few could; all have forgotten it.
         """
         await self._members.until_back(self._book.num_expected)
-        members = self._announce(change)
-        quorum = max(1, math.ceil(self._config.quorum * len(members) - ROUNDING))
         deadline = time.monotonic() + self._config.update_timeout_s
+        members = await self._announce(change, deadline)
+        quorum = self._quorum_of(members)
         refusals: dict[Member, ServiceError] = {}
         while True:
             ballot = await self._attempt(change, members, quorum, deadline)
@@ -84,22 +85,31 @@ class Staging:
             is_stored = not is_group(change.record.path)
             if is_nobody_here and is_stored and self._members.is_open:
                 return Staged(change, ballot.epoch, (), refusals)
-            survivors = [member for member in members if member not in refusals]
-            is_over = len(survivors) < quorum or time.monotonic() > deadline
-            if is_over or not (change.in_group and ballot.refusals):
+            if time.monotonic() > deadline or not change.in_group:
                 raise self._failure(ballot, refusals)
-            members = survivors
+            if is_nobody_here:
+                members = await self._announce(change, deadline)
+                quorum = self._quorum_of(members)
+                continue
+            members = [member for member in members if member not in refusals]
+            if len(members) < quorum or not ballot.refusals:
+                raise self._failure(ballot, refusals)
 
     def release(self) -> None:
         """The transaction is over."""
         for member in self._members.present():
             member.is_publishing = False
 
-    def _announce(self, change: Change) -> list[Member]:
+    def _quorum_of(self, members: Sequence[Member]) -> int:
+        return max(1, math.ceil(self._config.quorum * len(members) - ROUNDING))
+
+    async def _announce(self, change: Change, deadline: float) -> list[Member]:
         """Who takes part.
 
         In a group, if none is ready, that is who waits for a version that nobody holds any more.
         """
+        if change.in_group:
+            await self._members.until_present(1, deadline)
         members = self._members.ready()
         if change.in_group and not members:
             members = self._members.present()

@@ -243,8 +243,8 @@ async def test_what_nobody_has_proven_is_retracted_when_its_publisher_gives_up()
         await only.stop()
 
 
-async def test_with_no_server_a_version_that_streams_is_lost():
-    async with opened_gateway() as gateway:
+async def test_with_no_server_a_version_that_streams_is_lost_in_the_end():
+    async with opened_gateway(update_timeout_s=0.1) as gateway:
         with pytest.raises(SyncError, match="0 of 0 ready servers"):
             await gateway.fleet.update_weights(meta(1, "gloo://trainer:1/"))
         assert gateway.fleet.weights().kept == []
@@ -255,7 +255,7 @@ async def test_servers_that_all_die_leave_only_what_is_stored(scheme: str):
     servers = servers_of(2)
     for server in servers:
         server.holds_prepare()
-    async with opened_gateway(*servers) as gateway:
+    async with opened_gateway(*servers, update_timeout_s=1.0) as gateway:
         publication = asyncio.create_task(gateway.fleet.update_weights(meta(1, scheme)))
         await until(lambda: all(server.prepares for server in servers))
         for server in servers:
@@ -474,6 +474,22 @@ async def test_a_group_takes_in_servers_that_nobody_could_bring_to_the_version_b
         go.set()
         assert await publication == 2
         assert (gateway.states(), only.version) == ({"s0": "ready"}, 2)
+
+
+async def test_a_version_that_streams_waits_for_a_server_that_is_started_again():
+    dead, successor = servers_of(2)
+    async with opened_gateway(dead) as gateway:
+        assert await gateway.fleet.update_weights(meta(1, "gloo://trainer:1/")) == 1
+        await dead.stop()  # the gateway has not noticed
+        publication = asyncio.create_task(
+            gateway.fleet.update_weights(meta(2, "gloo://trainer:1/"))
+        )
+        await until(lambda: gateway.states() == {"s0": "lost"})
+        await successor.start()
+        gateway.fleet.report(successor.report())
+        assert await publication == 2
+        assert (gateway.states()["s1"], successor.version) == ("ready", 2)
+        await successor.stop()
 
 
 @pytest.mark.parametrize("path", [WEIGHTS_PREPARE, WEIGHTS_COMMIT])
