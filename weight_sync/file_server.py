@@ -9,6 +9,7 @@ file or the version's manifest is there, or after that time.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import stat
 import threading
@@ -17,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
 from headway.contracts.errors import ConfigError
 from headway.runtime.secret import is_authorized
@@ -97,7 +99,7 @@ class FileServer:
         await self._wait(path, folder / MANIFEST_NAME, _wanted_wait(request))
         if not _is_servable(folder, path):
             return web.Response(status=404)
-        return web.FileResponse(path)
+        return _Blob(path)
 
     async def _wait(self, path: Path, manifest: Path, seconds: float) -> None:
         with suppress(TimeoutError):
@@ -111,6 +113,18 @@ class FileServer:
     def _wake(self) -> None:
         before, self._changed = self._changed, asyncio.Event()
         before.set()
+
+
+class _Blob(web.FileResponse):
+    """A file that is not written again while it is sent."""
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        with self._path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise web.HTTPNotFound from None
+            return await super().prepare(request)
 
 
 def _wanted_wait(request: web.Request) -> float:

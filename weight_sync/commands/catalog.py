@@ -28,7 +28,8 @@ from weight_sync.manifest import (
 from weight_sync.store import ANNOUNCEMENT_NAME, Announcement, Place, version_name, versions_in
 from weight_sync.transports.base import SCHEMES, local_path, scheme_of
 from weight_sync.transports.disk import LOCK_NAME, open_place
-from weight_sync.transports.shared_memory import Mappings, SharedMemoryPlace
+from weight_sync.transports.recycling import Mappings
+from weight_sync.transports.shared_memory import SharedMemoryPlace
 
 LISTED = ("disk", "shared_memory")
 """Transports whose versions lie somewhere."""

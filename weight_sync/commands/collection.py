@@ -19,7 +19,7 @@ from weight_sync.commands.output import print_json, print_line, readable_bytes
 from weight_sync.manifest import MANIFEST_NAME
 from weight_sync.store import with_bases
 from weight_sync.transports.disk import LocalStore, ObjectStore
-from weight_sync.transports.shared_memory import FREE_NAME
+from weight_sync.transports.recycling import FREE_NAME
 
 RETIRED = "retired blobs"
 

@@ -26,7 +26,7 @@ from weight_sync.manifest import TensorEntry, bytes_of
 from weight_sync.patience import Patience
 from weight_sync.publisher import StoredPublisher
 from weight_sync.store import StoredSource, version_name
-from weight_sync.transports.disk import LocalStore
+from weight_sync.transports.recycling import RecyclingStore
 
 RANGE_BYTES = 32 << 20
 """Fetched by one request."""
@@ -41,7 +41,7 @@ FALLBACK_AFTER_S = 10.0
 _Key = tuple[str, int, int]
 
 
-class HttpStore(LocalStore):
+class HttpStore(RecyclingStore):
     """`Store` in a directory that is served over HTTP."""
 
     def __init__(self, config: HttpSync) -> None:
@@ -51,7 +51,7 @@ class HttpStore(LocalStore):
                 f"weight_sync.host={config.host} is every address of this machine; set "
                 "weight_sync.advertise_url to the one under which servers reach it"
             )
-        super().__init__(config.root, is_durable=False)
+        super().__init__(config.root)
         try:
             self._server = FileServer(self.root, config.host, config.port, token)
         except ConfigError:

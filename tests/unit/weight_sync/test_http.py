@@ -184,12 +184,13 @@ def test_a_publisher_that_comes_back_is_found(publisher, tmp_path):
     first = publisher()
     path = first.announce(7).path
     port = int(path.split(":")[2].split("/")[0])
-    with ThreadPoolExecutor(1) as pool:
-        staging = pool.submit(stage, path)
+    config = ReceiverConfig(allow=("http:",))
+    meta = WeightUpdateMeta(7, path)
+    with closing(transport.CHANNEL.open_source(path, meta, config, Patience(LIMIT_S))) as source:
         first.close()
         second = publisher(port=port)
         second.publish(7, WEIGHTS.items())
-        assert_whole(staging.result(LIMIT_S))
+        assert {entry.name for entry in source.entries()} == WEIGHTS.keys()
 
 
 def test_small_tensors_are_fetched_by_the_blob(serve):

@@ -1,0 +1,164 @@
+"""Blobs that are written again: memory that was touched before is three times faster to write and to map.
+
+The blobs of deleted versions are written in place for later ones of the same size, and their mappings
+are kept. Whoever reads from a blob holds a shared lock (`flock`) on it, which ends with its process, too;
+a blob is written again only under the exclusive lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.contracts.types import PolicyVersion
+from weight_sync.manifest import MANIFEST_NAME
+from weight_sync.store import write_checked
+from weight_sync.transports.disk import LocalStore
+
+FREE_NAME = ".free"
+ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
+
+_FileId = tuple[int, int]
+
+
+class Mappings:
+    """Files that this process has mapped, by device and inode; a deleted file is let go of."""
+
+    def __init__(self, writes: bool) -> None:
+        self._flags = os.O_RDWR if writes else os.O_RDONLY
+        # Private and writable on paper for readers, too: torch knows no tensor that is read-only.
+        self._share = mmap.MAP_SHARED if writes else mmap.MAP_PRIVATE
+        self._known: dict[_FileId, tuple[int, mmap.mmap]] = {}
+        self._lock = threading.Lock()
+
+    def map(self, descriptor: int) -> mmap.mmap:
+        """The file behind a descriptor; mapped anew only if it was not, or with another size."""
+        found = os.fstat(descriptor)
+        key = (found.st_dev, found.st_ino)
+        self.prune()
+        with self._lock:
+            if key in self._known:
+                mapped = self._known[key][1]
+                if len(mapped) == found.st_size:
+                    return mapped
+                os.close(self._known.pop(key)[0])
+            # Opened anew: a lock belongs to an open file, and this one stays open.
+            file = os.open(f"/proc/self/fd/{descriptor}", self._flags)
+            try:
+                mapped = mmap.mmap(file, found.st_size, self._share, ACCESS)
+            except BaseException:
+                os.close(file)
+                raise
+            self._known[key] = (file, mapped)
+            return mapped
+
+    def close(self) -> None:
+        """Let go of all; tensors that lie there keep the memory alive."""
+        with self._lock:
+            while self._known:
+                os.close(self._known.popitem()[1][0])
+
+    def prune(self) -> None:
+        """Let go of what was deleted."""
+        with self._lock:
+            known = self._known.items()
+            gone = [key for key, (file, _) in known if os.fstat(file).st_nlink == 0]
+            for key in gone:
+                os.close(self._known.pop(key)[0])  # tensors in it keep the memory alive
+
+
+class RecyclingStore(LocalStore):
+    """`Store` in a directory, best on a tmpfs, whose blobs are written again; nothing is durable."""
+
+    def __init__(self, root: str, scheme: str = "") -> None:
+        super().__init__(root, is_durable=False, scheme=scheme)
+        self._free = self.root / FREE_NAME
+        self._free.mkdir(exist_ok=True)
+        self._mappings = Mappings(writes=True)
+
+    def write_blob(
+        self, version: PolicyVersion, name: str, pieces: Sequence[memoryview]
+    ) -> list[str]:
+        size = sum(piece.nbytes for piece in pieces)
+        path = self.folder(version) / name
+        if size == 0:  # nothing can be mapped
+            path.touch()
+            return write_checked(pieces, len)
+        descriptor = self._recycled(path, size)
+        if descriptor is None:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_size != size:
+                self._reserve(descriptor, size)
+            target = np.frombuffer(self._mappings.map(descriptor), np.uint8)
+            return write_checked(pieces, _Cursor(target).write)
+        finally:
+            os.close(descriptor)
+
+    def delete(self, version: PolicyVersion) -> None:
+        folder = self.folder(version)
+        (folder / MANIFEST_NAME).unlink(missing_ok=True)
+        blobs = list(folder.glob("*.safetensors")) + list(folder.glob("*.bin"))
+        if blobs:
+            self._forget_free()
+        for blob in blobs:
+            with suppress(FileNotFoundError):
+                blob.rename(self._free / uuid.uuid4().hex)
+        super().delete(version)
+
+    def close(self) -> None:
+        self._mappings.close()
+        super().close()
+
+    def _reserve(self, descriptor: int, size: int) -> None:
+        """A full tmpfs is an error here, and would be the end of the process when it is written."""
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError:
+            self._forget_free()
+            os.posix_fallocate(descriptor, 0, size)
+
+    def _forget_free(self) -> None:
+        for surplus in self._free.iterdir():
+            surplus.unlink(missing_ok=True)
+        self._mappings.prune()
+
+    def _recycled(self, path: Path, size: int) -> int | None:
+        """A retired blob of this size that nobody uses, at its new place."""
+        for candidate in self._free.iterdir():
+            try:
+                descriptor = os.open(candidate, os.O_RDWR)
+            except FileNotFoundError:
+                continue
+            try:
+                if os.fstat(descriptor).st_size == size:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    candidate.rename(path)
+                    return descriptor
+            except (BlockingIOError, FileNotFoundError):  # in use, or taken by another thread
+                pass
+            os.close(descriptor)
+        return None
+
+
+class _Cursor:
+    """Where the next chunk goes."""
+
+    def __init__(self, target: NDArray[np.uint8]) -> None:
+        self._target = target
+        self._at = 0
+
+    def write(self, chunk: memoryview) -> None:
+        end = self._at + chunk.nbytes
+        np.copyto(self._target[self._at : end], np.frombuffer(chunk, np.uint8))
+        self._at = end
