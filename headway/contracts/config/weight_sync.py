@@ -101,7 +101,7 @@ class HttpSync(StoredSync):
         """What a server's `weights.allow` must hold; any port of the host unless one is fixed."""
         if self.advertise_url is not None:
             return self.advertise_url
-        return f"http://{self.host}:{self.port or ''}"
+        return f"http://{_bracketed(self.host)}:{self.port or ''}"
 
 
 class CollectiveSync(PublishConfig):
@@ -120,7 +120,12 @@ class CollectiveSync(PublishConfig):
     @property
     def origin(self) -> str:
         """What a server's `weights.allow` must hold; any port of the host unless one is fixed."""
-        return f"{self.backend}://{self.host}:{self.port or ''}"
+        return f"{self.backend}://{_bracketed(self.host)}:{self.port or ''}"
+
+
+def _bracketed(host: str) -> str:
+    """As it stands in a URL."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _disk_unless_named(given: object) -> object:
