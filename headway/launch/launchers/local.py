@@ -17,6 +17,7 @@ from typing import Any, Self
 from pydantic import BaseModel
 
 from headway.contracts.config.launch import LaunchConfig
+from headway.contracts.config.weight_sync import HttpSync, ReceiverConfig
 from headway.contracts.errors import ServiceError
 from headway.runtime.config import dump_yaml
 from headway.runtime.process import Process, ProcessSpec
@@ -78,9 +79,7 @@ class LocalRun:
                 update={
                     "gateway": self.url,
                     "gateway_token_env": self._config.gateway.service.token_env,
-                    "weights": self._config.server.weights.model_copy(
-                        update={"allow": (self._config.trainer.weight_sync.origin,)}
-                    ),
+                    "weights": self._receiver(),
                 }
             )
             self._launch(name, _module("inference_server"), server)
@@ -127,6 +126,15 @@ class LocalRun:
         for name in reversed(self._processes):  # started last, stopped first
             self._processes[name].stop(GRACE_S)
         self._processes.clear()
+
+    def _receiver(self) -> ReceiverConfig:
+        """Where servers may take weights from: our trainer, and whatever else they were given."""
+        weights, sync = self._config.server.weights, self._config.trainer.weight_sync
+        allow = tuple(dict.fromkeys((*weights.allow, sync.origin)))
+        token_env = sync.token_env if isinstance(sync, HttpSync) else None
+        return weights.model_copy(
+            update={"allow": allow, "token_env": weights.token_env or token_env}
+        )
 
     def _launch(self, name: str, command: list[str], config: BaseModel) -> None:
         self._write_config(name, config)
