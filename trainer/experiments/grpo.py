@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from headway.contracts.config.experiment import GRPOExperiment
-from headway.contracts.types import ConsumerSpec, FinetuneSpec
+from headway.contracts.types import ConsumerSpec, FinetuneSpec, PolicyVersion
 from headway.runtime.config import write_resolved
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.journal import METRICS_NAME, MetricsJournal
@@ -105,6 +105,24 @@ def _attach(
         publication.begin(version)
         publication.finish()
     return replace(state, version=version)
+
+
+def first_version(
+    restored: PolicyVersion, head: PolicyVersion, latest: PolicyVersion | None
+) -> PolicyVersion:
+    """The version to begin with: 0 if nothing was ever published, else the next free number.
+
+    The restored weights are published anew even if the service has seen them: it may have gone back to
+    older ones, or know them at a place that is gone (another port, a process group), and its servers may
+    have started anew meanwhile.
+
+    Args:
+        restored: of the checkpoint; 0 for the weights that servers start with.
+        head: the highest number that the service has seen.
+        latest: the highest number in the store; None if it is empty, or is none.
+    """
+    newest = max(restored, head, latest or 0)
+    return newest + 1 if newest else 0
 
 
 def _run_id(config: GRPOExperiment, run_dir: Path, topology: Topology) -> str:
