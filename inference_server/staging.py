@@ -57,10 +57,10 @@ class Staging:
         known = self.order
         if self.ended or known.version != order.version:
             return False
+        if self._staged is not None and order.digest is not None and order.seat is None:
+            return order.digest == self._staged.digest
         if known.seat is not None or order.seat is not None:  # in a group, each has its own place
             return (known.epoch, known.seat) == (order.epoch, order.seat)
-        if self._staged is not None and order.digest is not None:
-            return order.digest == self._staged.digest
         # What lies elsewhere under this number may be something else.
         return known.path == order.path and len({known.digest, order.digest} - {None}) < 2
 

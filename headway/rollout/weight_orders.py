@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.config.server import UpdatePolicy
-from headway.contracts.errors import BackendError, SyncError
+from headway.contracts.errors import BackendError, Fenced, SyncError
 from headway.contracts.http import (
     WEIGHTS_ABORT,
     WEIGHTS_COMMIT,
@@ -84,7 +84,17 @@ class WeightOrders:
             # What is staged must not expire while others commit before it.
             timeout_s=staging_s + self._config.commit_timeout_s * self._num_turns(),
         )
-        answer = await self._members.order(member, WEIGHTS_PREPARE, order, staging_s)
+        try:
+            answer = await self._members.order(member, WEIGHTS_PREPARE, order, staging_s)
+        except Fenced:
+            raise
+        except SyncError as error:
+            if seat is not None or not is_group(path):
+                raise
+            raise SyncError(
+                f"version {record.version} came through a process group, and neither it nor a server "
+                f"that serves holds it; publish it again ({error})"
+            ) from error
         return _parsed(WeightPrepareResponse, answer).digest
 
     async def commit(
@@ -127,14 +137,9 @@ class WeightOrders:
             if other is not member and other.report.version == record.version
         ]
         peers = random.sample(peers, min(MAX_PEERS, len(peers)))
-        if seat is not None or not is_group(record.path):
-            return [record.path, *peers]
-        if not peers:
-            raise SyncError(
-                f"version {record.version} came through a process group, and no server that serves "
-                "holds it; publish it again"
-            )
-        return peers
+        is_gone = seat is None and is_group(record.path)
+        # Without peers, only this server itself can still have it: staged, when its gateway died.
+        return peers if is_gone and peers else [record.path, *peers]
 
     def _num_turns(self) -> int:
         is_rolling = self._config.commit_order == "rolling"

@@ -347,6 +347,13 @@ async def test_a_seat_in_a_group_is_taken_anew_in_each_epoch(gate, shelf):
     assert await asyncio.wait_for(other, PATIENCE_S) == digest_of(1)
 
 
+async def test_what_flowed_is_found_by_its_digest_when_it_lies_nowhere(gate, shelf):
+    await gate.prepare(order(1, 1, seat=Seat(rank=1, world_size=2)))
+    assert await gate.prepare(order(1, 1, digest=digest_of(1))) == digest_of(1)
+    assert (await gate.commit(commit(1, 1))).version == 1
+    assert shelf.staged == [1]
+
+
 # Under running requests.
 
 

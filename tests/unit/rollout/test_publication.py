@@ -462,14 +462,14 @@ async def test_a_group_takes_in_servers_that_nobody_could_bring_to_the_version_b
     only = WeightServer("s0")
     async with opened_gateway(only) as gateway:
         assert await gateway.fleet.update_weights(meta(1, "gloo://trainer:1/")) == 1
-        only.version, only.digest, only.uptime_s = 0, "", 0.5
+        only.version, only.digest, only.staged, only.uptime_s = 0, "", None, 0.5
         gateway.heartbeat()
         await until(lambda: gateway.states() == {"s0": "fenced"})
         go = only.holds_prepare()
         publication = asyncio.create_task(
             gateway.fleet.update_weights(meta(2, "gloo://trainer:1/"))
         )
-        await until(lambda: len(only.prepares) == 2)
+        await until(lambda: only.prepares[-1].version == 2)
         gateway.heartbeat()  # it is not caught up beside the publication
         go.set()
         assert await publication == 2

@@ -25,6 +25,7 @@ from headway.contracts.http import (
 from headway.rollout.fleet import Fleet
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.weight_book import WeightBook
+from headway.rollout.weight_orders import is_group
 
 DEADLINE_S = 10.0
 
@@ -131,6 +132,9 @@ class WeightServer:
             await self.on_prepare(order)
         if self.refusal is not None:
             raise self.refusal
+        known = None if self.staged is None else self.staged.version
+        if is_group(order.path) and order.seat is None and known != order.version:
+            raise SyncError(f"{order.path} is a process group, and no seat was given")
         digest = self.digests.get(order.version, f"d{order.version}")
         if order.digest not in (None, digest):
             raise SyncError(f"digest {digest}, wanted {order.digest}")
