@@ -185,7 +185,7 @@ class HttpChannel:
     def open_source(
         self, path: str, meta: WeightUpdateMeta, config: ReceiverConfig, patience: Patience
     ) -> StoredSource:
-        retry_s = FALLBACK_AFTER_S if meta.fallbacks else math.inf
+        retry_s = min(FALLBACK_AFTER_S, patience.left_s / 2) if meta.fallbacks else math.inf
         place = HttpPlace(path, config, patience, self._buffers, retry_s)
         try:
             return StoredSource(place, path, patience)
