@@ -60,6 +60,8 @@ CONTEXT = 4096
 STREAMS = 4
 """Sequences that every server generates under `--load`."""
 READY_S = 300.0
+WARM_UP = 2
+"""Versions until memory is written again: one that serves, and one that is staged."""
 STEP_S = 2.0
 """Between publications: a trainer computes for that long at least, and servers free what was replaced."""
 SPAWN = multiprocessing.get_context("spawn")
@@ -87,7 +89,7 @@ def main() -> None:
 
 
 def measure(folder: Path, options: argparse.Namespace, stack: ExitStack) -> None:
-    """Alternate raw and ours; the first round of each warms everything up and is not counted."""
+    """Alternate raw and ours; the first rounds warm everything up and are not counted."""
     state = make_model(folder / "model", options.layers)
     root = Path(options.root or default_root(folder, options.transport))
     stack.callback(shutil.rmtree, root, ignore_errors=True)
@@ -105,7 +107,7 @@ def measure(folder: Path, options: argparse.Namespace, stack: ExitStack) -> None
     raw = stack.enter_context(RAW[options.transport](state, options, root))
     load = stack.enter_context(generating(urls)) if options.load else None
     raws, ours, uploaded, pauses, tokens = [], [], [], [], []
-    for version in range(1, options.rounds + 2):
+    for version in range(1, options.rounds + WARM_UP + 1):
         time.sleep(STEP_S)
         raws.append(raw())
         state = {name: tensor.roll(1, 0) for name, tensor in state.items()}
@@ -122,14 +124,14 @@ def measure(folder: Path, options: argparse.Namespace, stack: ExitStack) -> None
             seen = load.after(version, len(urls))
             pauses.append(seen.pause_s)
             tokens.append(seen.tokens_between(before, after))
-    seconds, limit = ours[1:], raws[1:]
+    seconds, limit = ours[WARM_UP:], raws[WARM_UP:]
     more: dict[str, Any] = {}
     if load is not None:
-        share = [pause / second for pause, second in zip(pauses[1:], seconds, strict=True)]
+        share = [pause / second for pause, second in zip(pauses[WARM_UP:], seconds, strict=True)]
         more = {
-            "pause_ms": round(1e3 * statistics.median(pauses[1:]), 1),
+            "pause_ms": round(1e3 * statistics.median(pauses[WARM_UP:]), 1),
             "pause_share": round(statistics.median(share), 4),
-            "tokens_during_transfer": statistics.median(tokens[1:]),
+            "tokens_during_transfer": statistics.median(tokens[WARM_UP:]),
         }
     report(
         "weight_publication",
@@ -141,7 +143,7 @@ def measure(folder: Path, options: argparse.Namespace, stack: ExitStack) -> None
         pack_weights=options.pack_weights,
         gigabytes=round(sum(t.nbytes for t in state.values()) / 1e9, 3),
         seconds=[round(second, 4) for second in seconds],
-        upload_seconds=[round(second, 4) for second in uploaded[1:]],
+        upload_seconds=[round(second, 4) for second in uploaded[WARM_UP:]],
         raw_seconds=[round(second, 4) for second in limit],
         ratios=[round(a / b, 3) for a, b in zip(seconds, limit, strict=True)],
         **more,
