@@ -34,6 +34,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -286,7 +287,7 @@ def _load_process(connection: Connection, urls: list[str]) -> None:
         for seen in events.values():
             seen = list(seen)
             times += [when for when, _ in seen]
-            gaps = [b[0] - a[0] for a, b in zip(seen[-200:-1], seen[-199:], strict=True)]
+            gaps = [after[0] - before[0] for before, after in pairwise(seen[-200:])]
             crossing = next(i for i, (_, v) in enumerate(seen) if v >= version)
             if crossing:
                 pauses.append(
