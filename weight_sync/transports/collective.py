@@ -17,19 +17,17 @@ from __future__ import annotations
 import math
 import queue
 import threading
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import torch
 
 from headway.contracts.config.weight_sync import CollectiveSync, ReceiverConfig
 from headway.contracts.errors import SyncError
 from headway.contracts.types import GroupSeat, PolicyVersion, WeightUpdateMeta
+from weight_sync.buffers import Buffers
 from weight_sync.channel import NamedTensors
 from weight_sync.manifest import Manifest, TensorEntry, make_manifest
 from weight_sync.outgoing import buckets, outgoing
@@ -41,7 +39,6 @@ from weight_sync.transports.meeting import Host, Member, connect
 from weight_sync.transports.process_group import (
     GroupAddress,
     WeightGroup,
-    empty_bytes,
     make_group,
 )
 
@@ -170,32 +167,6 @@ class KeptGroups:
             self._groups[group.address.rank] = group
 
 
-class Memory:
-    """Memory of versions before, written again when the last tensor in it is gone.
-
-    Memory that was touched before is received into several times as fast. It costs no more than the two
-    versions that a swap needs anyway, but keeps the second one's memory until the next.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[np.ndarray[Any, Any]] = []
-        self._lock = threading.Lock()
-
-    def take(self, size: int) -> torch.Tensor:
-        """[size] uint8."""
-        with self._lock:
-            fitting = [index for index, block in enumerate(self._free) if block.nbytes == size]
-            block = self._free.pop(fitting[0]) if fitting else empty_bytes(size).numpy()
-        lent = block[:]
-        weakref.finalize(lent, self._free.append, block).atexit = False
-        return torch.from_numpy(lent)
-
-    def trim(self) -> None:
-        """Give back what the last version had no use for."""
-        with self._lock:
-            del self._free[:]
-
-
 class CollectiveSource:
     """`Source` of a version that flows; a thread of its own receives ahead of whoever reads.
 
@@ -210,7 +181,7 @@ class CollectiveSource:
         seat: GroupSeat,
         patience: Patience,
         kept: KeptGroups,
-        memory: Memory,
+        memory: Buffers,
     ) -> None:
         self._path = path
         self._seat = seat
@@ -325,7 +296,6 @@ class CollectiveSource:
             self._put(_Arrived(part.entries, payload))
             number += 1
         self._member.arrive()
-        self._memory.trim()
         return part.digest
 
 
@@ -336,7 +306,7 @@ class CollectiveChannel:
 
     def __init__(self) -> None:
         self._kept = KeptGroups()
-        self._memory = Memory()
+        self._memory = Buffers()
 
     def make_publisher(self, config: CollectiveSync) -> CollectivePublisher:
         return CollectivePublisher(config)

@@ -28,9 +28,10 @@ from tests.unit.weight_sync.collective_child import (
     receive,
     weights,
 )
+from weight_sync.buffers import Buffers
 from weight_sync.manifest import tensor_checksum
 from weight_sync.patience import Patience
-from weight_sync.transports.collective import CHANNEL, CollectivePublisher, Memory
+from weight_sync.transports.collective import CHANNEL, CollectivePublisher
 from weight_sync.transports.meeting import Member
 
 SHORT_S = 2.0
@@ -442,7 +443,7 @@ def test_a_tensor_is_read_once(publisher: CollectivePublisher, pool: ThreadPoolE
 
 
 def test_memory_is_written_again_only_when_nobody_holds_it() -> None:
-    memory = Memory()
+    memory = Buffers()
     held = memory.take(1 << 20)
     view, address = held[4:8].view(torch.float32), held.data_ptr()
     del held
