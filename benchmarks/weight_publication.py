@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import mmap
 import multiprocessing
 import os
 import shutil
@@ -304,8 +305,6 @@ def raw_shared_memory(
     state: dict[str, torch.Tensor], options: argparse.Namespace, root: Path
 ) -> Iterator[Raw]:
     """memcpy into touched shared memory; receivers map it, so their number does not matter."""
-    import mmap
-
     root.mkdir(parents=True, exist_ok=True)
     sources = [as_numpy(tensor) for tensor in state.values()]
     total = sum(source.nbytes for source in sources)
@@ -337,10 +336,7 @@ def raw_disk(
             path.unlink(missing_ok=True)
             before = time.monotonic()
             with path.open("wb", buffering=0) as file:
-                for source in sources:
-                    view = memoryview(source)
-                    while view.nbytes:
-                        view = view[file.write(view) :]
+                write_all(file, sources)
                 os.fsync(file.fileno())
             for connection in connections:
                 connection.send(str(path))
@@ -383,10 +379,7 @@ def raw_http(
         def write_and_send() -> float:
             before = time.monotonic()
             with path.open("r+b", buffering=0) as file:
-                for source in sources:
-                    view = memoryview(source)
-                    while view.nbytes:
-                        view = view[file.write(view) :]
+                write_all(file, sources)
                 threads = [threading.Thread(target=_send_file, args=(s, path)) for s in streams]
                 for thread in threads:
                     thread.start()
@@ -485,6 +478,14 @@ def receivers(count: int, target: Callable[..., None], argument: Any) -> Iterato
         for process in processes:
             process.kill()
             process.join()
+
+
+def write_all(file: Any, sources: list[Any]) -> None:
+    """Into a file without a buffer of its own."""
+    for source in sources:
+        view = memoryview(source)
+        while view.nbytes:
+            view = view[file.write(view) :]
 
 
 def as_numpy(tensor: torch.Tensor) -> Any:
