@@ -84,13 +84,11 @@ def _attach(
 ) -> RunState:
     """Become the consumer at a version that nobody has seen with other weights.
 
-    After a crash the service may hold versions newer than the checkpoint. Their numbers are not used
-    again: the restored weights are published under the next free one.
+    After a crash the service may hold versions newer than the checkpoint; see `first_version`.
     """
     version = 0
     if client is not None and publisher is not None:
-        newest = max(client.status().head, publisher.latest() or 0)  # head: also while rolled back
-        version = state.version if newest == state.version else max(newest, state.version) + 1
+        version = first_version(state.version, client.status().head, publisher.latest())
         client.attach(
             ConsumerSpec(
                 consumer=state.run_id,
