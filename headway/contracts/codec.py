@@ -2,7 +2,8 @@
 
 Columns of all trajectories are concatenated and cut by `lengths`, so a batch costs one copy:
 `input_ids` int32, `loss_mask` bool, `logprobs` float32, `versions` int32, `lengths` int64 [N],
-`rewards` float32 [N]. Identifiers and stop reasons are JSON in the header's metadata.
+`rewards` float32 [N]. Identifiers, stop reasons, verdicts and turns are JSON in the header's metadata.
+Schema 1 had no verdicts, details, turns and branches; it is read still.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from headway.contracts.errors import DataError
-from headway.contracts.types import StopReason, Trajectory, TrajectoryGroup
+from headway.contracts.types import StopReason, Trajectory, TrajectoryGroup, Turn, Verdict
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MEDIA_TYPE = "application/vnd.headway.trajectories+safetensors"
 
 _TOKEN_COLUMNS: dict[str, type[np.generic]] = {
@@ -32,6 +33,10 @@ _TOKEN_COLUMNS: dict[str, type[np.generic]] = {
 }
 
 
+_Turn = tuple[int, int, StopReason, float | None, dict[str, Any]]
+"""The fields of a `Turn`, in its order."""
+
+
 class _Header(BaseModel):
     """What is no column; [N] counts trajectories."""
 
@@ -40,6 +45,41 @@ class _Header(BaseModel):
     groups: list[tuple[str, str, NonNegativeInt]]  # rollout_id, group_id, trajectories
     sample_index: list[int]  # [N]
     stop_reason: list[StopReason]  # [N]
+    verdict: list[Verdict] | None = None  # [N]
+    details: list[dict[str, Any]] | None = None  # [N]
+    turns: list[list[_Turn]] | None = None  # [N]
+    branch: list[NonNegativeInt] | None = None  # [N]
+
+    def sizes(self) -> set[int]:
+        """Lengths of the columns that are there: one, if the header is whole."""
+        columns = (
+            self.sample_index,
+            self.stop_reason,
+            self.verdict,
+            self.details,
+            self.turns,
+            self.branch,
+        )
+        return {len(column) for column in columns if column is not None}
+
+    def notes(self, row: int, num_tokens: int) -> dict[str, Any]:
+        """What is told of one trajectory besides its columns."""
+        if (
+            self.verdict is None
+            or self.details is None
+            or self.turns is None
+            or self.branch is None
+        ):
+            return {}
+        turns = tuple(Turn(*turn) for turn in self.turns[row])
+        if any(not 0 <= turn.start <= turn.end <= num_tokens for turn in turns):
+            raise DataError(f"trajectory payload has turns beyond {num_tokens} tokens: {turns}")
+        return {
+            "verdict": self.verdict[row],
+            "details": self.details[row],
+            "turns": turns,
+            "branch": self.branch[row],
+        }
 
 
 def encode_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
@@ -61,6 +101,10 @@ def encode_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
         "groups": [[group.rollout_id, group.group_id, len(group.trajectories)] for group in groups],
         "sample_index": [row.sample_index for row in rows],
         "stop_reason": [row.stop_reason for row in rows],
+        "verdict": [row.verdict for row in rows],
+        "details": [row.details for row in rows],
+        "turns": [[_turn_fields(turn) for turn in row.turns] for row in rows],
+        "branch": [row.branch for row in rows],
     }
     metadata = {"schema_version": str(SCHEMA_VERSION), "trajectories": json.dumps(header)}
     payload: bytes = save_tensors(columns, metadata=metadata)
@@ -90,8 +134,7 @@ def decode_groups(payload: bytes) -> tuple[TrajectoryGroup, ...]:
     if (
         (num_rows and int(lengths.min()) < 1)
         or set(sizes.values()) != {num_tokens}
-        or {len(rewards), len(header.sample_index), len(header.stop_reason), sum(group_sizes)}
-        != {num_rows}
+        or {len(rewards), sum(group_sizes)} | header.sizes() != {num_rows}
     ):
         raise DataError(
             f"trajectory payload is inconsistent: {num_rows} lengths over {num_tokens} tokens, "
@@ -112,12 +155,20 @@ def decode_groups(payload: bytes) -> tuple[TrajectoryGroup, ...]:
                     sample_index=header.sample_index[index],
                     reward=float(rewards[index]),
                     stop_reason=header.stop_reason[index],
-                    **{name: column[cut] for name, column in token_columns.items()},
+                    input_ids=token_columns["input_ids"][cut],
+                    loss_mask=token_columns["loss_mask"][cut],
+                    logprobs=token_columns["logprobs"][cut],
+                    versions=token_columns["versions"][cut],
+                    **header.notes(index, int(lengths[index])),
                 )
             )
         groups.append(TrajectoryGroup(rollout_id, group_id, tuple(rows)))
         row += size
     return tuple(groups)
+
+
+def _turn_fields(turn: Turn) -> list[Any]:
+    return [turn.start, turn.end, turn.stop_reason, turn.reward, turn.note]
 
 
 def _check_row(row: Trajectory) -> None:

@@ -111,6 +111,11 @@ class Unauthorized(ServiceError):
     http_status = 401
 
 
+class Forbidden(ServiceError):
+    code = "forbidden"
+    http_status = 403
+
+
 class NotFound(ServiceError):
     code = "not_found"
     http_status = 404
@@ -159,6 +164,14 @@ class ErrorBudgetExceeded(WorkflowError):
 class RewardError(ServiceError):
     code = "reward"
     http_status = 500
+
+
+class RewardOutage(RewardError):
+    """The verifier itself failed: the answer was not judged, and is judged again."""
+
+    code = "reward_outage"
+    http_status = 503
+    retryable = True
 
 
 class SyncError(ServiceError):

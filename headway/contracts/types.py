@@ -59,6 +59,36 @@ class Prompt(Config):
         return self
 
 
+class WorkflowRef(PartConfig):
+    """A registered workflow."""
+
+    version: str | None = Field(None, max_length=64)
+    """The version that must be registered; None takes whichever is."""
+
+
+class VersionBounds(Config):
+    """Which policy versions may sample a rollout."""
+
+    min_version: PolicyVersion | None = Field(None, ge=0)
+    """The rollout waits until this version is committed."""
+    max_version: PolicyVersion | None = Field(None, ge=0)
+    """Once a newer one is committed, the rollout fails."""
+    pin: bool = False
+    """One version for all tokens of the group: a rollout that meets a swap is played anew."""
+
+    @model_validator(mode="after")
+    def _check(self) -> VersionBounds:
+        if (
+            self.min_version is not None
+            and self.max_version is not None
+            and self.min_version > self.max_version
+        ):
+            raise ValueError(
+                f"min_version={self.min_version} exceeds max_version={self.max_version}"
+            )
+        return self
+
+
 class RolloutRequest(Config):
     """One prompt group to play, idempotent by `rollout_id`."""
 
@@ -66,9 +96,16 @@ class RolloutRequest(Config):
     consumer: Identifier = "default"
     """Who will `wait` for it; the attached consumer's rollouts are bounded in staleness."""
     prompt: Prompt
-    workflow: PartConfig = PartConfig(name="single_turn")
+    workflow: WorkflowRef = WorkflowRef(name="single_turn")
     reward: PartConfig
     gconfig: SamplingConfig = SamplingConfig()
+    filter: PartConfig | None = None
+    """Registered filter that keeps or drops the finished group; None keeps all."""
+    priority: int = Field(0, ge=-1000, le=1000)
+    """Higher is played first; equal ones in the order of submission."""
+    timeout_s: float | None = Field(None, gt=0.0, le=30 * 86_400)
+    """Seconds from submission after which the rollout fails, queued or in play; None has no limit."""
+    versions: VersionBounds = VersionBounds()
 
     @model_validator(mode="after")
     def _check(self) -> RolloutRequest:
@@ -139,13 +176,44 @@ class LLMResponse(Config):
         return [version for version, start, end in self.version_runs for _ in range(start, end)]
 
 
+Verdict = Literal[
+    "scored",
+    "accepted",
+    "wrong_answer",
+    "wrong_format",
+    "runtime_error",
+    "compile_error",
+    "timeout",
+    "memory",
+    "output_limit",
+]
+"""Why a score is what it is: `scored` says no more than the number. An outage is none of these: it raises
+`RewardOutage`, is tried again, and never becomes a score."""
+
+
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """A verifier's verdict on one trajectory; an outage raises and never becomes a score."""
+    """A verifier's judgement of one answer."""
 
     score: float
     details: dict[str, Any] = field(default_factory=dict)
-    """For logs; what JSON has no word for arrives as text."""
+    """For logs and viewers; what JSON has no word for arrives as text."""
+    verdict: Verdict = "scored"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One stretch of a trajectory that the policy sampled."""
+
+    start: int
+    """Position of its first token in the row."""
+    end: int
+    """Position behind its last token."""
+    stop_reason: StopReason
+    reward: float | None = None
+    """What this turn alone earned; None where only the trajectory is scored."""
+    note: dict[str, Any] = field(default_factory=dict)
+    """For viewers: the tool calls of this turn, what came back, its messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +229,19 @@ class Trajectory:
     versions: NDArray[np.int32]  # [T] behaviour versions, -1 where loss_mask is false
     reward: float
     stop_reason: StopReason
+    verdict: Verdict = "scored"
+    details: dict[str, Any] = field(default_factory=dict)
+    """What the verifier told besides, for viewers."""
+    turns: tuple[Turn, ...] = ()
+    """The sampled stretches in order; empty where there is one and nothing to tell of it."""
+    branch: int = 0
+    """Counts the histories of one sample: a session whose history was changed forks."""
 
     @property
     def trajectory_id(self) -> str:
         """Unique over a run."""
-        return f"{self.rollout_id}/{self.sample_index}"
+        name = f"{self.rollout_id}/{self.sample_index}"
+        return f"{name}.{self.branch}" if self.branch else name
 
     @property
     def oldest_version(self) -> PolicyVersion:

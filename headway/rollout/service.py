@@ -41,19 +41,19 @@ from headway.contracts.types import (
     LLMRequest,
     LLMResponse,
     PolicyVersion,
-    RewardResult,
     RolloutRequest,
     TrajectoryGroup,
     WeightUpdateMeta,
 )
 from headway.rollout.executor import Executor
+from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox
 from headway.rollout.ledger.base import Ledger
 from headway.rollout.resume import generate_whole
 from headway.rollout.rewards.base import make_reward
 from headway.rollout.rewards.pool import RewardPool
 from headway.rollout.shared_update import SharedUpdate
 from headway.rollout.tokenizer import TextTokenizer
-from headway.rollout.workflows.base import Sample, make_workflow
+from headway.rollout.workflows.base import Sample, Stage, make_workflow
 from headway.runtime.staleness import StalenessController, StalenessSnapshot
 
 log = logging.getLogger(__name__)
@@ -326,7 +326,7 @@ class RolloutService:
 
     def _check(self, request: RolloutRequest) -> None:
         tokenizer = self._need_tokenizer()
-        make_workflow(request.workflow.name, request.workflow.args, tokenizer, request.gconfig)
+        make_workflow(request.workflow, tokenizer, request.gconfig)
         make_reward(request.reward.name, request.reward.args)
         if request.prompt.group_size > self._config.max_concurrent:
             raise ConfigError(
@@ -335,31 +335,27 @@ class RolloutService:
             )
 
     async def _play_group(self, request: RolloutRequest) -> TrajectoryGroup:
-        prompt, part = request.prompt, request.workflow
+        prompt = request.prompt
         tokenizer = self._need_tokenizer()
-        workflow = make_workflow(part.name, part.args, tokenizer, request.gconfig)
-        generate = partial(generate_whole, self.generator.agenerate, tokenizer.decode)
-
-        async def score(prompt_text: str, completion: str) -> RewardResult:
-            return await self._rewards.score(request.reward, prompt_text, completion, prompt.data)
+        workflow = make_workflow(request.workflow, tokenizer, request.gconfig)
+        stage = Stage(
+            generate=partial(generate_whole, self.generator.agenerate, tokenizer.decode),
+            score=partial(self._rewards.score, request.reward),
+            facilities=Facilities(NoSandbox(), NoOutbound()),
+        )
 
         try:
             async with asyncio.TaskGroup() as siblings:
                 tasks = [
                     siblings.create_task(
-                        workflow.run(
-                            Sample(request.rollout_id, prompt, index),
-                            generate,
-                            score,
-                        )
+                        workflow.run(Sample(request.rollout_id, prompt, index), stage)
                     )
                     for index in range(prompt.group_size)
                 ]
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from group
-        return TrajectoryGroup(
-            request.rollout_id, prompt.group_id, tuple(task.result() for task in tasks)
-        )
+        rows = tuple(row for task in tasks for row in task.result())
+        return TrajectoryGroup(request.rollout_id, prompt.group_id, rows)
 
     def _need_tokenizer(self) -> TextTokenizer:
         if self._tokenizer is None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from headway.contracts.errors import ConfigError, DataError
+from headway.rollout.rewards.base import Answer
 
 
 class ExactMatch:
@@ -25,10 +24,12 @@ class ExactMatch:
         except re.error as error:
             raise ConfigError(f"{pattern!r} is not a regular expression: {error}") from error
 
-    def __call__(self, prompt: str, completion: str, data: Mapping[str, Any]) -> float:
-        if self._answer_key not in data:
-            raise DataError(f"the row has no field {self._answer_key!r}; it has {sorted(data)}")
-        return float(self._extract(completion) == str(data[self._answer_key]).strip())
+    def __call__(self, answer: Answer) -> float:
+        if self._answer_key not in answer.data:
+            raise DataError(
+                f"the row has no field {self._answer_key!r}; it has {sorted(answer.data)}"
+            )
+        return float(self._extract(answer.completion) == str(answer.data[self._answer_key]).strip())
 
     def _extract(self, completion: str) -> str | None:
         if self._pattern is None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
-from typing import Any
 
 from headway.contracts.errors import DataError
+from headway.rollout.rewards.base import Answer
 
 _NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
 _MARKED = re.compile(rf"####\s*({_NUMBER})")
@@ -28,11 +27,11 @@ class GSM8K:
         self._answer_key = answer_key
         self._strict = strict
 
-    def __call__(self, prompt: str, completion: str, data: Mapping[str, Any]) -> float:
-        reference = _MARKED.search(str(data.get(self._answer_key, "")))
+    def __call__(self, answer: Answer) -> float:
+        reference = _MARKED.search(str(answer.data.get(self._answer_key, "")))
         if reference is None:
             raise DataError(f"field {self._answer_key!r} of the row has no '#### number'")
-        found = self._find(completion[-MAX_COMPLETION_CHARS:])
+        found = self._find(answer.completion[-MAX_COMPLETION_CHARS:])
         return float(found is not None and _value(found) == _value(reference.group(1)))
 
     def _find(self, completion: str) -> str | None:

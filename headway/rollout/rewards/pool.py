@@ -11,7 +11,7 @@ import asyncio
 import json
 import math
 import multiprocessing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from numbers import Real
 from typing import Any
@@ -20,10 +20,10 @@ from pebble import ProcessExpired, ProcessPool
 
 from headway.contracts.config.base import PartConfig
 from headway.contracts.errors import RewardError, ServiceError
-from headway.contracts.types import RewardResult
-from headway.rollout.rewards.base import REWARDS, RewardFunction, build_reward
+from headway.contracts.types import RewardResult, Verdict
+from headway.rollout.rewards.base import REWARDS, Answer, AsyncReward, Reward, build_reward
 
-Factory = Callable[..., RewardFunction]
+Factory = Callable[..., Reward]
 
 
 class RewardPool:
@@ -35,10 +35,8 @@ class RewardPool:
         self._pool = ProcessPool(max_workers=num_workers, context=context)
         self._timeout_s = timeout_s
 
-    async def score(
-        self, reward: PartConfig, prompt: str, completion: str, data: Mapping[str, Any]
-    ) -> RewardResult:
-        """The verdict on one completion.
+    async def score(self, reward: PartConfig, answer: Answer) -> RewardResult:
+        """The judgement of one answer.
 
         Raises:
             RewardError: the verifier raised, hung, died, or returned no finite number.
@@ -48,11 +46,11 @@ class RewardPool:
         future = self._pool.schedule(
             _score,
             # The factory itself: what was registered here is unknown to the registry over there.
-            args=[REWARDS.get(reward.name), reward.name, arguments, prompt, completion, dict(data)],
+            args=[REWARDS.get(reward.name), reward.name, arguments, answer],
             timeout=self._timeout_s,
         )
         try:
-            score, details = await asyncio.wrap_future(future)
+            score, details, verdict = await asyncio.wrap_future(future)
         except ServiceError:
             raise
         except TimeoutError as error:
@@ -67,7 +65,7 @@ class RewardPool:
             ) from error
         if not math.isfinite(score):
             raise RewardError(f"reward {reward.name!r} returned {score}; a finite number is wanted")
-        return RewardResult(score, details)
+        return RewardResult(score, details, verdict)
 
     def close(self) -> None:
         """End the workers at once."""
@@ -76,30 +74,29 @@ class RewardPool:
 
 
 @lru_cache(maxsize=64)
-def _reward_of(factory: Factory, name: str, arguments: str) -> RewardFunction:
+def _reward_of(factory: Factory, name: str, arguments: str) -> Reward:
     return build_reward(factory, name, json.loads(arguments))
 
 
 def _score(
-    factory: Factory,
-    name: str,
-    arguments: str,
-    prompt: str,
-    completion: str,
-    data: Mapping[str, Any],
-) -> tuple[float, dict[str, Any]]:
+    factory: Factory, name: str, arguments: str, answer: Answer
+) -> tuple[float, dict[str, Any], Verdict]:
     """Runs in the worker.
 
     What goes back is ours: an exception or detail that cannot be unpickled would end the pool.
     """
     try:
-        verdict = _reward_of(factory, name, arguments)(prompt, completion, data)
+        reward = _reward_of(factory, name, arguments)
+        if isinstance(reward, AsyncReward):
+            raise TypeError("is asynchronous, and runs on the event loop only")
+        verdict = reward(answer)
         result = verdict if isinstance(verdict, RewardResult) else RewardResult(verdict)
         if not isinstance(result.score, Real):
             raise TypeError(
                 f"returned {type(result.score).__name__}, wanted a number or RewardResult"
             )
-        return float(result.score), json.loads(json.dumps(result.details, default=str))
+        details = json.loads(json.dumps(result.details, default=str))
+        return float(result.score), details, result.verdict
     except ServiceError as error:
         raise ServiceError.from_body(error.to_body()) from None
     except BaseException as error:  # noqa: BLE001 - sys.exit() here must not end the gateway

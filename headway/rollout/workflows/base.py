@@ -1,27 +1,36 @@
 """Workflows by name: prompt -> scored trajectory.
 
 A workflow is made per rollout with the tokenizer, the sampling parameters and its own arguments
-(checked against its `Args` model), and plays each sample of the group with `run`. It sees generation
-and reward as two callables, so the same workflow runs in a test, on one server and on a fleet.
+(checked against its `Args` model), and plays each sample of the group with `run`. It sees generation,
+reward and the outside as a `Stage`, so the same workflow runs in a test, on one server and on a fleet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel
 
 from headway.contracts.config.sampling import SamplingConfig
+from headway.contracts.errors import ConfigError
 from headway.contracts.registry import Registry
-from headway.contracts.types import LLMRequest, LLMResponse, Prompt, RewardResult, Trajectory
+from headway.contracts.types import (
+    LLMRequest,
+    LLMResponse,
+    Prompt,
+    RewardResult,
+    Trajectory,
+    WorkflowRef,
+)
+from headway.rollout.facilities import Facilities
+from headway.rollout.rewards.base import Answer
 from headway.rollout.tokenizer import TextTokenizer
 from headway.runtime.config import validate_config
 
 Generate = Callable[[LLMRequest], Awaitable[LLMResponse]]
-Score = Callable[[str, str], Awaitable[RewardResult]]
-"""`(prompt_text, completion_text) -> verdict`; the row's data is bound already."""
+Score = Callable[[Answer], Awaitable[RewardResult]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +42,32 @@ class Sample:
     index: int
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a workflow plays with."""
+
+    generate: Generate
+    """Samples one sequence to its end; versions and retries are seen to."""
+    score: Score
+    """The reward that the rollout was submitted with."""
+    facilities: Facilities
+
+
 class Workflow(Protocol):
     """Plays one sample."""
 
+    version: ClassVar[str]
+    """Changes whenever the same arguments would be played differently."""
     Args: ClassVar[type[BaseModel]]
 
     def __init__(self, tokenizer: TextTokenizer, gconfig: SamplingConfig, args: Any) -> None: ...
 
-    async def run(self, sample: Sample, generate: Generate, score: Score) -> Trajectory:
-        """Play and score one sample; what it raises fails the rollout."""
+    async def run(self, sample: Sample, stage: Stage) -> Sequence[Trajectory]:
+        """Play and score one sample; what it raises fails the rollout.
+
+        Returns:
+            One trajectory, or several where its history forked, numbered by `branch`.
+        """
 
 
 WORKFLOWS: Registry[type[Workflow]] = Registry(
@@ -56,14 +82,16 @@ def register_workflow(name: str, target: str | type[Workflow]) -> None:
     WORKFLOWS.register(name, target)
 
 
-def make_workflow(
-    name: str, args: dict[str, Any], tokenizer: TextTokenizer, gconfig: SamplingConfig
-) -> Workflow:
+def make_workflow(ref: WorkflowRef, tokenizer: TextTokenizer, gconfig: SamplingConfig) -> Workflow:
     """Build a workflow.
 
     Raises:
         UnknownName: nobody registered the name.
-        ConfigError: the arguments do not fit its schema.
+        ConfigError: the arguments do not fit its schema, or another version is registered.
     """
-    workflow = WORKFLOWS.get(name)
-    return workflow(tokenizer, gconfig, validate_config(workflow.Args, args))
+    workflow = WORKFLOWS.get(ref.name)
+    if ref.version not in (None, workflow.version):
+        raise ConfigError(
+            f"workflow {ref.name!r} has version {workflow.version!r} here, {ref.version!r} is wanted"
+        )
+    return workflow(tokenizer, gconfig, validate_config(workflow.Args, ref.args))
