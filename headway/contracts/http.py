@@ -6,13 +6,21 @@ Control is JSON; trajectories travel as `codec` payloads. Bodies that fail raise
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
-from headway.contracts.config.base import Config
+from headway.contracts.config.base import Config, PartConfig
+from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import UpdatePolicy
-from headway.contracts.types import Identifier, PolicyVersion, RolloutRequest
+from headway.contracts.types import (
+    Identifier,
+    PolicyVersion,
+    RolloutRequest,
+    StopReason,
+    Verdict,
+    VersionBounds,
+)
 
 HEALTH = "/health"
 METRICS = "/metrics"
@@ -26,6 +34,22 @@ GENERATION_FLUSH = "/v1/generation/flush"
 ROLLOUTS = "/v1/rollouts"
 ROLLOUTS_WAIT = "/v1/rollouts/wait"
 ROLLOUTS_CONSUMED = "/v1/rollouts/consumed"
+ROLLOUTS_CANCEL = "/v1/rollouts/cancel"
+ROLLOUTS_STREAM = "/v1/rollouts/stream"
+ROLLOUT = "/v1/rollouts/{rollout_id}"
+WORKFLOWS = "/v1/workflows"
+REWARDS = "/v1/rewards"
+SESSIONS = "/v1/sessions"
+SESSION = "/v1/sessions/{session_id}"
+SESSION_END = "/v1/sessions/{session_id}/end"
+SESSION_OPENAI = "/v1/sessions/{session_id}/openai/v1"
+"""Base URL of an OpenAI client: `/chat/completions` and `/responses` below it."""
+SESSION_ANTHROPIC = "/v1/sessions/{session_id}/anthropic"
+"""Base URL of an Anthropic client: `/v1/messages` below it."""
+SCALE = "/v1/scale"
+SERVERS_DRAIN = "/v1/servers/drain"
+LEDGER_REQUEUE = "/v1/ledger/requeue"
+UI = "/ui"
 CONSUMER = "/v1/consumer"
 LEDGER = "/v1/ledger"
 WEIGHTS = "/v1/weights"
@@ -74,10 +98,24 @@ REQUEST_ID_HEADER = "x-request-id"
 READY_HEADER = "x-headway-ready"
 """On an empty `wait` answer (204): how many finished groups could have been given out."""
 
-ServerState = Literal["joining", "ready", "fenced", "draining", "lost"]
+ServerState = Literal["joining", "ready", "fenced", "quarantined", "draining", "lost"]
+RolloutState = Literal[
+    "queued",
+    "leased",
+    "ready",
+    "delivered",
+    "consumed",
+    "failed",
+    "filtered",
+    "stale",
+    "cancelled",
+]
 PauseMode = Literal["abort", "in_place", "retract"]
 """What a pause does to running sequences: end them with the tokens so far, freeze them with their KV
 cache, or send them back to the queue without it (SGLang's words)."""
+
+
+ResultFormat = Literal["safetensors", "json"]
 
 
 class SubmitRequest(Config):
@@ -102,6 +140,211 @@ class WaitRequest(Config):
     """Take this consumer's oldest submissions."""
     rollout_ids: tuple[Identifier, ...] | None = Field(None, max_length=65536)
     """Wait for exactly these instead, whoever submitted them."""
+    format: ResultFormat = "safetensors"
+    """`safetensors` answers with `codec` columns, `json` with a `BatchView`."""
+
+
+class TurnView(Config):
+    """See `types.Turn`."""
+
+    start: int
+    end: int
+    stop_reason: StopReason
+    reward: float | None
+    note: dict[str, Any]
+
+
+class TrajectoryView(Config):
+    """A trajectory in JSON, for people and for clients without safetensors; `[T]` as in `types`."""
+
+    trajectory_id: str
+    sample_index: int
+    branch: int
+    input_ids: list[int]  # [T]
+    loss_mask: list[bool]  # [T]
+    logprobs: list[float]  # [T]
+    versions: list[int]  # [T]
+    tokens: list[str] | None = None
+    """The text of each token, if it was asked for and the service has a tokenizer. [T]"""
+    reward: float
+    verdict: Verdict
+    details: dict[str, Any]
+    stop_reason: StopReason
+    turns: list[TurnView]
+
+
+class GroupView(Config):
+    """A finished prompt group in JSON."""
+
+    rollout_id: str
+    group_id: str
+    trajectories: list[TrajectoryView]
+
+
+class BatchView(Config):
+    """What `wait` answers in JSON."""
+
+    groups: list[GroupView]
+
+
+class CancelRequest(Config):
+    """`POST /v1/rollouts/cancel`: whatever is not consumed ends as `cancelled`."""
+
+    rollout_ids: tuple[Identifier, ...] = Field(min_length=1, max_length=65536)
+    reason: str = Field("cancelled by a request", min_length=1, max_length=1024)
+
+
+class CancelResponse(Config):
+    cancelled: int
+    """Groups that this request ended; the others had ended before, or are not known."""
+
+
+class RolloutSummary(Config):
+    """One line of `GET /v1/rollouts`."""
+
+    rollout_id: str
+    consumer: str
+    group_id: str
+    group_size: int
+    workflow: str
+    reward: str
+    state: RolloutState
+    attempt: int
+    submitted_at: float
+    """Seconds since the epoch."""
+    changed_at: float
+    oldest_version: PolicyVersion | None
+    staleness: int | None
+    mean_reward: float | None
+    step: int | None
+    """The step that consumed it."""
+    reason: str | None
+
+
+class RolloutList(Config):
+    """`GET /v1/rollouts`: newest submission first."""
+
+    rollouts: list[RolloutSummary]
+    before: str | None
+    """Ask with this for the next page; None on the last."""
+
+
+class EventView(Config):
+    event: str
+    detail: str | None
+    at: float
+
+
+class RolloutView(Config):
+    """`GET /v1/rollouts/{rollout_id}`: everything that is known of one rollout."""
+
+    summary: RolloutSummary
+    request: RolloutRequest
+    events: list[EventView]
+    group: GroupView | None
+    """The result, while it is kept."""
+
+
+class PartView(Config):
+    """A registered workflow or reward."""
+
+    name: str
+    version: str | None
+    summary: str
+    """First line of its documentation."""
+    args_schema: dict[str, Any]
+    """JSON schema of its arguments."""
+
+
+class PartList(Config):
+    """`GET /v1/workflows`, `GET /v1/rewards`."""
+
+    parts: list[PartView]
+
+
+class RequeueRequest(Config):
+    """`POST /v1/ledger/requeue`: play failed rollouts once more."""
+
+    rollout_ids: tuple[Identifier, ...] = Field(min_length=1, max_length=65536)
+
+
+class RequeueResponse(Config):
+    requeued: int
+
+
+class DrainRequest(Config):
+    """`POST /v1/servers/drain`: a server takes nothing new; what runs there goes on elsewhere."""
+
+    server_id: Identifier
+    drain: bool = True
+    """False ends the drain: the server takes traffic again."""
+
+
+class ScaleResponse(Config):
+    """`GET /v1/scale`: how many generation servers the work asks for."""
+
+    ready: int
+    """Servers that take traffic."""
+    wanted: int
+    """Servers that would keep the queue short; never more than staleness lets work."""
+    reason: str
+    queue_wait_s: float
+    """Estimated seconds until what waits now has been started."""
+    kv_usage: float
+    """Share of the key-value cache in use, mean over ready servers."""
+    headroom: int | None
+    """Trajectories that staleness lets start beyond those in play; None without a bound."""
+
+
+class SessionRequest(Config):
+    """`POST /v1/sessions`: a rollout whose turns are made by a client of this service.
+
+    Answered when the rollout is in play, so it may take as long as capacity takes; idempotent by
+    `rollout_id`. The client then uses `openai_url` or `anthropic_url` with `api_key`.
+    """
+
+    rollout_id: Identifier
+    consumer: Identifier = "default"
+    group_id: Identifier | None = None
+    """Siblings of one task share it; None takes the rollout id."""
+    data: dict[str, Any] = {}
+    """For the reward."""
+    reward: PartConfig | None = None
+    """Scores the session when it ends without a reward of its own."""
+    gconfig: SamplingConfig = SamplingConfig()
+    """Bounds and defaults of every request in the session."""
+    args: dict[str, Any] = {}
+    """Of the `session` workflow."""
+    versions: VersionBounds = VersionBounds()
+    timeout_s: float = Field(60.0, ge=0.0, le=300.0)
+    """Seconds to wait for capacity before 429."""
+
+
+class SessionResponse(Config):
+    session_id: str
+    rollout_id: str
+    api_key: str
+    openai_url: str
+    anthropic_url: str
+    expires_in_s: float
+    """The session fails unless it ends before that."""
+
+
+class SessionEndRequest(Config):
+    """`POST /v1/sessions/{session_id}/end`, with the session's key; idempotent."""
+
+    reward: float | None = None
+    """Of the whole session; None has the submitted reward judge it."""
+    turn_rewards: dict[int, float] = Field({}, max_length=65536)
+    """By turn, counted from 0."""
+    details: dict[str, Any] = {}
+    failed: str | None = Field(None, min_length=1, max_length=4096)
+    """The agent broke: the rollout is recorded as failed with this reason."""
+
+
+class SessionEndResponse(Config):
+    rollout_id: str
+    state: RolloutState
 
 
 class ConsumedRequest(Config):
@@ -305,6 +548,12 @@ class ServerReport(Config):
     uptime_s: float = Field(0.0, ge=0.0)
     digest: str = ""
     """Of the weights that serve; empty if it is not known."""
+    kv_usage: float = Field(0.0, ge=0.0, le=1.0)
+    """Share of the key-value cache in use."""
+    preemptions: int = Field(0, ge=0)
+    """Running sequences that lost their cache for want of memory, since the server started."""
+    max_running: int = Field(0, ge=0)
+    """Sequences that it decodes at once, at most; 0 if that is not known."""
     num_ranks: int = Field(1, ge=1)
     """Seats that this server takes in a process group: its engine's ranks."""
     draining: bool = False
@@ -331,6 +580,7 @@ class LedgerCounts(Config):
     delivered: int = 0
     consumed: int = 0
     failed: int = 0
+    filtered: int = 0
     stale: int = 0
     cancelled: int = 0
 

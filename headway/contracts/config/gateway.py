@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from headway.contracts.config.base import Config
 
@@ -12,11 +12,37 @@ EnvironmentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-
 """Names the variable that holds a secret: secrets never stand in a config."""
 
 
+Role = Literal["submit", "consume", "admin"]
+"""`submit` may ask for generation, rollouts and sessions; `consume` may also wait, attach and publish
+weights; `admin` may do everything, also register servers and move what serves."""
+
+
+class TokenConfig(Config):
+    """A bearer token and what it may do."""
+
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
+    """Stands in audit lines."""
+    env: EnvironmentName
+    """Environment variable that holds the token."""
+    roles: tuple[Role, ...] = Field(min_length=1)
+
+
+class TLSConfig(Config):
+    """Encrypted transport."""
+
+    cert_file: str = Field(min_length=1)
+    """Certificate chain, PEM."""
+    key_file: str = Field(min_length=1)
+    """Private key, PEM."""
+    client_ca_file: str | None = None
+    """Clients must show a certificate that this authority signed; None asks for none."""
+
+
 class ServiceConfig(Config):
     """Where a service listens."""
 
     host: str = "127.0.0.1"
-    """Address to bind; nothing is encrypted, so bind to a private network only."""
+    """Address to bind; beyond loopback, tokens are asked for unless `allow_anonymous`."""
     port: int = Field(0, ge=0, le=65535)
     """Port to bind; 0 takes a free one."""
     ready_file: str | None = None
@@ -24,7 +50,17 @@ class ServiceConfig(Config):
     max_body_bytes: int = Field(64 << 20, ge=1024)
     """Largest request body."""
     token_env: EnvironmentName | None = None
-    """Environment variable with the bearer token that every request must carry; None asks for none."""
+    """Environment variable with a bearer token that has every role; None has no such token."""
+    tokens: tuple[TokenConfig, ...] = Field((), max_length=64)
+    """Further tokens, each with its roles. Without any token, every request is let through."""
+    allow_anonymous: bool = False
+    """Listen beyond loopback without a token."""
+    tls: TLSConfig | None = None
+    """None speaks plain HTTP."""
+    header_timeout_s: float = Field(10.0, gt=0.0)
+    """A connection whose request has not arrived whole for so long is closed."""
+    max_connections: int = Field(8192, ge=1)
+    """Connections at once; more get 503."""
     drain_timeout_s: float = Field(5.0, ge=0.0)
     """After SIGTERM, seconds in which requests may end; what a generation server still generates
     then is answered with the tokens so far."""
@@ -44,6 +80,15 @@ class ExecutorConfig(Config):
     """Trajectories in play at once, at most."""
     max_queued: int = Field(65536, ge=1)
     """Trajectories waiting for their turn, at most; more submissions get 429."""
+    max_queued_each: int | None = Field(None, ge=1)
+    """The same for every one consumer; None bounds only their sum."""
+    adapt: bool = True
+    """Fewer than `max_concurrent` are in play while servers run out of cache: the bound is halved when
+    they preempt, and grows again while they do not."""
+    min_concurrent: int = Field(8, ge=1)
+    """Where halving stops."""
+    lease_s: float = Field(30.0, gt=0.0)
+    """Rollouts of a gateway that was silent for so long are played by another that shares the ledger."""
     rollout_timeout_s: float = Field(600.0, gt=0.0)
     """Seconds after which a rollout in play is cancelled and recorded as failed."""
     max_attempts: int = Field(5, ge=1)
@@ -56,6 +101,60 @@ class ExecutorConfig(Config):
     """Processes that run verifiers."""
     reward_timeout_s: float = Field(10.0, gt=0.0)
     """Seconds after which a verifier is killed."""
+    reward_attempts: int = Field(3, ge=1)
+    """Times that one answer is judged while the verifier itself fails."""
+
+
+class SandboxConfig(Config):
+    """How untrusted programs are run."""
+
+    type: Literal["auto", "bubblewrap", "landlock", "unsafe", "remote", "none"] = "auto"
+    """`auto` takes the first of bubblewrap and landlock that contains a probe, or refuses programs."""
+    allow_unsafe: bool = False
+    """`auto` may fall back to `unsafe`, resource limits only: a program can read and delete files."""
+    workers: int | None = Field(None, ge=1)
+    """Programs that run at a time; None takes one per two cores."""
+    wall_factor: float = Field(4.0, ge=1.0)
+    """Wall seconds allowed per CPU second: a machine under load is no fault of the program."""
+    url: str | None = Field(None, pattern=r"^https?://[^\s]+$")
+    """Of a remote sandbox (`POST /run_code`, as SandboxFusion has it)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> SandboxConfig:
+        if (self.type == "remote") != (self.url is not None):
+            raise ValueError(f"sandbox.type={self.type} with url={self.url}; remote needs a url")
+        return self
+
+
+class OutboundConfig(Config):
+    """Which services workflows and rewards may call."""
+
+    allow: tuple[str, ...] = Field((), max_length=64)
+    """URL prefixes, `https://rewards.example/v1/`; nothing else is called."""
+    allow_private: bool = False
+    """Also addresses of private networks, loopback and link-local."""
+    timeout_s: float = Field(60.0, gt=0.0)
+    """Seconds for one call, at most."""
+    max_response_bytes: int = Field(8 << 20, ge=1024)
+    max_connections: int = Field(256, ge=1)
+
+
+class SessionsConfig(Config):
+    """Sessions, in which a client of this service plays the turns."""
+
+    max_sessions: int = Field(1024, ge=1)
+    """Open at once; more get 429."""
+    idle_timeout_s: float = Field(600.0, gt=0.0)
+    """A session without a request for so long fails."""
+    max_turns: int = Field(256, ge=1)
+
+
+class RetentionConfig(Config):
+    """How long ended rollouts are remembered."""
+
+    ended_s: float | None = Field(None, gt=0.0)
+    """Forget what ended longer ago, but for counts; None keeps everything."""
+    interval_s: float = Field(60.0, gt=0.0)
 
 
 class FleetConfig(Config):
@@ -78,6 +177,17 @@ class FleetConfig(Config):
     """All servers swap at once, or one after the other."""
     server_wait_s: float = Field(300.0, gt=0.0)
     """A request waits this long for a ready server with room before it fails."""
+    max_failures: int = Field(3, ge=1)
+    """Failed requests in a row after which a server is quarantined."""
+    quarantine_s: float = Field(10.0, gt=0.0)
+    """How long at first; doubled each time up to 16 times, then a single request tries it."""
+    hedge_after_s: float | None = Field(None, gt=0.0)
+    """A request without an answer for so long is also sent to another server, and the first answer
+    counts; None never does."""
+    target_queue_wait_s: float = Field(30.0, gt=0.0)
+    """`/v1/scale` asks for as many servers as keep the wait below this."""
+    max_servers: int | None = Field(None, ge=1)
+    """`/v1/scale` asks for no more."""
     token_env: EnvironmentName | None = None
     """Environment variable with the bearer token that the servers ask for."""
 
@@ -87,6 +197,16 @@ class GatewayConfig(Config):
     tokenizer: str = Field(min_length=1)
     """Directory with tokenizer.json of the model that the servers run."""
     ledger: str = "ledger.sqlite"
-    """SQLite file of the trajectory ledger; `:memory:` keeps nothing."""
+    """SQLite file of the trajectory ledger; `:memory:` keeps nothing; a `redis://` or `rediss://` URL is
+    shared by several gateways."""
+    modules: tuple[str, ...] = Field((), max_length=64)
+    """Python modules to import at the start, whose `register_workflow`, `register_reward` and
+    `register_filter` calls add names. Nothing that a request carries is ever imported."""
     executor: ExecutorConfig = ExecutorConfig()
     fleet: FleetConfig = FleetConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    outbound: OutboundConfig = OutboundConfig()
+    sessions: SessionsConfig = SessionsConfig()
+    retention: RetentionConfig = RetentionConfig()
+    dashboard: bool = True
+    """Serve the dashboard at `/ui`."""

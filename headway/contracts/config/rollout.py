@@ -6,6 +6,7 @@ from pydantic import Field
 
 from headway.contracts.config.base import Config, PartConfig
 from headway.contracts.config.gateway import EnvironmentName
+from headway.contracts.types import WorkflowRef
 
 
 class RolloutConfig(Config):
@@ -13,10 +14,14 @@ class RolloutConfig(Config):
     """Gateway, or one generation server alone."""
     token_env: EnvironmentName | None = None
     """Environment variable with the bearer token that the service asks for."""
-    workflow: PartConfig = PartConfig(name="single_turn")
+    workflow: WorkflowRef = WorkflowRef(name="single_turn")
     """Registered workflow that plays a prompt."""
     reward: PartConfig
     """Registered verifier that scores a trajectory."""
+    filter: PartConfig | None = None
+    """Registered filter that keeps or drops a finished group; None keeps all."""
+    oversampling: float = Field(1.0, ge=1.0, le=16.0)
+    """Prompts submitted ahead, against those that a batch without drops needs."""
     group_size: int = Field(8, ge=1, le=1024)
     """Trajectories per prompt."""
     max_staleness: int = Field(2, ge=0)

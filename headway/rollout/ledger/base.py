@@ -1,27 +1,35 @@
 """What a trajectory ledger promises, and the states of a rollout.
 
     submit ─► queued ─lease─► leased ─complete─► ready ─deliver─► delivered ─consume─► consumed(step)
-                 ▲              │ │                │ ▲                │  ▲                │
-                 └──requeue─────┘ └─fail─► failed  │ └───give_back────┘  │                │
-                                                   └─► stale             └───(step > checkpoint)
+                 ▲              │ │ │              │ ▲                │  ▲                │
+                 └──requeue─────┘ │ └─filter─► filtered               │  │                │
+                 ▲                └─fail─► failed  │ └───give_back────┘  │                │
+                 └────────revive─────────────┘     └─► stale             └───(step > checkpoint)
 
     consumed ─replay─► queued (step > checkpoint, and the payload was forgotten with a newer one)
-    queued, ready, delivered ─cancel─► cancelled (the consumer detached)
+    queued, leased, ready, delivered ─cancel─► cancelled (by its submitter, or the consumer detached)
 
 Invariants: a rollout id is submitted once; it is in one state; every transition is one transaction
-that also appends to the event log; it ends consumed exactly once, or failed, stale
-or cancelled with a reason.
-Sizes are trajectories, so a group of 8 counts 8.
+that also appends to the event log; it ends consumed exactly once, or failed, filtered, stale or
+cancelled with a reason. Sizes are trajectories, so a group of 8 counts 8.
+
+Several gateways may share one ledger. A lease belongs to an owner and ends unless it is renewed;
+what an attempt reports after its lease went to another is refused (`Fenced`). Admission is decided
+within the transaction that leases, from the ledger's own counts, so that the bound holds for all
+owners together. Clocks are the store's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from headway.contracts.http import LedgerAudit, LedgerCounts
+from headway.contracts.http import LedgerAudit, LedgerCounts, RolloutState
 from headway.contracts.types import PolicyVersion, RolloutRequest, TrajectoryGroup
+
+OPEN_STATES: tuple[RolloutState, ...] = ("queued", "leased", "ready", "delivered")
+"""A rollout in one of these may still be consumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +38,14 @@ class Lease:
 
     request: RolloutRequest
     attempt: int
-    """1 for the first."""
+    """1 for the first. It fences: a report of an attempt that is not the newest is refused."""
+    age_s: float = 0.0
+    """Seconds since its submission."""
+
+    @property
+    def rollout_id(self) -> str:
+        """Of the request."""
+        return self.request.rollout_id
 
     @property
     def key(self) -> str:
@@ -39,15 +54,19 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseLimits:
-    """How many trajectories may start now."""
+class Admission:
+    """How many trajectories may start now, and under which version."""
 
-    consumer: str | None
-    """The attached consumer."""
-    bounded: int
-    """For the attached consumer's rollouts."""
+    version: PolicyVersion
+    """Committed; recorded as the version that a lease was admitted at."""
     free: int
-    """For all others."""
+    """Trajectories that this owner has room for, whoever consumes them."""
+    consumer: str | None = None
+    """The attached consumer, whose rollouts are bounded in staleness; the queue of the others is a line
+    of its own, and neither blocks the other."""
+    budget: int | None = None
+    """Trajectories of the attached consumer that may be leased, ready, delivered or consumed, at most:
+    what the bound allows at this version. None has no bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,56 +79,130 @@ class Delivery:
     """Groups that are ready."""
     dropped: int
     """Trajectories that this call dropped as too stale."""
+    is_held_back: bool = False
+    """A group in play can be consumed by this batch only, so the batch waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One rollout as the ledger knows it."""
+
+    request: RolloutRequest
+    state: RolloutState
+    attempt: int
+    submitted_at: float
+    """Seconds since the epoch, by the store's clock."""
+    changed_at: float
+    oldest_version: PolicyVersion | None
+    staleness: int | None
+    """At delivery, in versions."""
+    reason: str | None
+    step: int | None
+    """Which consumed it."""
+    mean_reward: float | None
+    payload: bytes | None = None
+    """The codec payload, while it is kept and if it was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of the event log."""
+
+    event: str
+    detail: str | None
+    at: float
 
 
 class Ledger(Protocol):
-    """Durable record of every rollout; one writer process."""
+    """Durable record of every rollout."""
 
-    async def open(self) -> None:
-        """Open the store; rollouts that a former process had leased go back to the queue."""
+    is_shared: bool
+    """Whether other gateways may write to it too: then `revision` tells of their changes."""
 
-    async def submit(self, requests: Sequence[RolloutRequest], max_queued: int) -> list[bool]:
+    async def open(self, owner: str, lease_s: float) -> None:
+        """Open the store as one of its owners.
+
+        A store that only one process can write to requeues at once what a former process had leased;
+        a shared one leaves that to `expire`.
+        """
+
+    async def revision(self) -> int:
+        """A number that grows with every change, whoever made it."""
+
+    async def submit(
+        self,
+        requests: Sequence[RolloutRequest],
+        max_queued: int,
+        max_queued_each: int | None = None,
+    ) -> list[bool]:
         """Queue rollouts; per request whether it was new.
 
+        Args:
+            max_queued: trajectories that may wait in all.
+            max_queued_each: trajectories that may wait for one consumer.
         Raises:
             Conflict: a known id with other content; nothing of this call is stored.
-            QueueFull: more than `max_queued` trajectories would wait.
+            QueueFull: more than `max_queued` trajectories would wait; nothing is stored.
         """
 
-    async def lease(self, limits: LeaseLimits, version: PolicyVersion) -> Lease | None:
-        """Take the oldest queued rollout that may start.
+    async def lease(self, admission: Admission) -> list[Lease]:
+        """Take queued rollouts that may start: highest priority first, then the oldest.
 
-        The attached consumer's queue and everybody else's are two lines: the head of each waits
-        until its group fits, and neither blocks the other.
+        The head of each line waits until its whole group fits.
         """
 
-    async def complete(self, group: TrajectoryGroup) -> None:
-        """Store the result of a leased rollout."""
+    async def renew(self, keys: Collection[str]) -> set[str]:
+        """Prolong leases by `lease_s`; those that are this owner's no more (expired, cancelled)."""
 
-    async def fail(self, rollout_id: str, reason: str) -> None:
-        """Record that a leased rollout ends without a result."""
+    async def expire(self) -> int:
+        """Requeue what was leased by owners that renew no more; returns the groups.
 
-    async def requeue(self, rollout_id: str, reason: str) -> None:
-        """Put a leased rollout back; it keeps its place in the order."""
+        What has overrun its `timeout_s`, queued or leased, fails.
+        """
+
+    async def complete(self, lease: Lease, group: TrajectoryGroup) -> None:
+        """Store the result.
+
+        Raises:
+            Fenced: the lease is another's by now, or was cancelled.
+        """
+
+    async def drop_filtered(self, lease: Lease, reason: str, mean_reward: float) -> None:
+        """Record that the filter dropped the finished group. Raises as `complete`."""
+
+    async def fail(self, lease: Lease, reason: str) -> None:
+        """Record that the rollout ends without a result. Raises as `complete`."""
+
+    async def requeue(self, lease: Lease, reason: str) -> None:
+        """Put the rollout back; it keeps its place in the order. Raises as `complete`."""
 
     async def deliver(
         self,
         delivery_id: str,
         count: int,
         consumer: str,
-        rollout_ids: Sequence[str] | None,
         version: PolicyVersion,
         max_staleness: int | None,
     ) -> Delivery:
-        """Give out `count` ready groups of a consumer (or exactly `rollout_ids`), or none.
+        """Give out the consumer's `count` oldest ready groups, or none.
+
+        With `max_staleness`, what has grown staler is dropped, and the batch is held back while one of
+        the consumer's leased groups was admitted at `version - max_staleness` or before.
+        """
+
+    async def deliver_exactly(
+        self, delivery_id: str, rollout_ids: Sequence[str], version: PolicyVersion
+    ) -> Delivery:
+        """Give out exactly these groups, or none.
 
         Raises:
-            WorkflowError: one of `rollout_ids` failed or was dropped.
-            NotFound: one of `rollout_ids` was never submitted.
+            WorkflowError: one of them ended without a result.
+            NotFound: one of them was never submitted.
+            Conflict: one of them was given out before.
         """
 
     async def outstanding(self, consumer: str) -> int:
-        """Groups of a consumer that are queued, in play or ready: what it may still be given."""
+        """Groups of a consumer that are queued, leased or ready: what it may still be given."""
 
     async def consume(self, rollout_ids: Sequence[str], step: int, checkpoint_step: int) -> None:
         """Record consumption by a step; idempotent.
@@ -124,14 +217,38 @@ class Ledger(Protocol):
         What `consume` was told is safe in a checkpoint, and then is not, is queued to be played again.
         """
 
-    async def cancel(self, consumer: str) -> int:
+    async def cancel(self, rollout_ids: Sequence[str], reason: str) -> int:
+        """End rollouts that are not consumed; returns the groups that were ended by this call."""
+
+    async def cancel_all(self, consumer: str, reason: str) -> int:
         """End what the consumer has not consumed; returns the trajectories."""
 
+    async def revive(self, rollout_ids: Sequence[str]) -> int:
+        """Queue failed rollouts once more, with all their attempts; returns the groups."""
+
+    async def get(self, rollout_id: str, with_payload: bool = False) -> Entry | None:
+        """One rollout."""
+
+    async def find(
+        self,
+        state: RolloutState | None = None,
+        consumer: str | None = None,
+        limit: int = 100,
+        before: str | None = None,
+    ) -> list[Entry]:
+        """Rollouts, newest submission first; `before` is the last id of the page before."""
+
+    async def events(self, rollout_id: str) -> list[Event]:
+        """The log of one rollout, oldest first."""
+
     async def counts(self, consumer: str | None = None) -> LedgerCounts:
-        """Trajectories by state, of one consumer or of all."""
+        """Trajectories by state, of one consumer or of all; cheap."""
 
     async def audit(self) -> LedgerAudit:
         """Recompute every state from the event log and compare."""
+
+    async def compact(self, older_than_s: float) -> int:
+        """Forget rollouts that ended so long ago, but for their part in counts and audit; the groups."""
 
     async def get_note(self, key: str) -> str | None:
         """A small durable value that belongs to the run."""
@@ -139,5 +256,29 @@ class Ledger(Protocol):
     async def put_note(self, key: str, value: str) -> None:
         """Store a small durable value: once this returns, it survives a power cut."""
 
+    async def swap_note(self, key: str, old: str | None, new: str) -> bool:
+        """`put_note` if the note is `old` (None: absent) still; whether it was."""
+
     async def close(self) -> None:
         """Flush and close."""
+
+
+def row_of(entry: Entry) -> dict[str, Any]:
+    """An entry as flat JSON, for exports and listings; without its payload."""
+    return {
+        "rollout_id": entry.request.rollout_id,
+        "consumer": entry.request.consumer,
+        "group_id": entry.request.prompt.group_id,
+        "group_size": entry.request.prompt.group_size,
+        "workflow": entry.request.workflow.name,
+        "reward": entry.request.reward.name,
+        "state": entry.state,
+        "attempt": entry.attempt,
+        "submitted_at": entry.submitted_at,
+        "changed_at": entry.changed_at,
+        "oldest_version": entry.oldest_version,
+        "staleness": entry.staleness,
+        "mean_reward": entry.mean_reward,
+        "step": entry.step,
+        "reason": entry.reason,
+    }
