@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from headway.contracts.errors import BackendError, Draining
 from headway.contracts.http import ServerReport, ServerState, ServerStatus
 from headway.contracts.types import LLMRequest, LLMResponse
-from headway.rollout.executor import Signal
+from headway.rollout.signal import Signal
 from headway.runtime.secret import authorization
 from headway.runtime.server_calls import post_generate, post_order
 

@@ -1,0 +1,21 @@
+"""Wakes everyone who waits for a change of some state."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Signal:
+    """Wakes everyone who took `event()` before the last `notify()`."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def event(self) -> asyncio.Event:
+        """Take this before looking at the state, wait on it after."""
+        return self._event
+
+    def notify(self) -> None:
+        """The state changed."""
+        self._event.set()
+        self._event = asyncio.Event()
