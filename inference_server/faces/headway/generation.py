@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from headway.contracts import http
 from headway.contracts.errors import ServiceError
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
-from headway.rollout.app import unless_disconnected
+from headway.runtime.disconnect import unless_disconnected
 from inference_server.engine import LocalGenerator
 
 router = APIRouter()

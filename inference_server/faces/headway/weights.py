@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from headway.contracts import http
-from headway.rollout.app import unless_disconnected
+from headway.runtime.disconnect import unless_disconnected
 from inference_server.version_gate import VersionGate
 
 router = APIRouter()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
+from headway.rollout.faces.openai.chat_request import ChatRequest
+from headway.rollout.faces.openai.logprobs import TokenNames, token_records
+from headway.rollout.text import TextStream, text_of
 from headway.rollout.tokenizer import TextTokenizer
-from inference_server.faces.openai.chat_request import ChatRequest
+from headway.rollout.tool_calls import ToolCall, ToolCallStream
 from inference_server.faces.openai.choice import Choice
-from inference_server.faces.openai.logprobs import TokenNames, token_records
-from inference_server.faces.openai.tool_calls import ToolCall, ToolCallStream
-from inference_server.faces.text import TextStream, text_of
 
 
 class ChatChoice(Choice):

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
-from inference_server.faces.text import TextStream
+from headway.rollout.text import TextStream
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "interrupt": "abort"}
 """`abort` is an extension: the request was aborted, and what it has is a prefix."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
+from headway.rollout.faces.openai.logprobs import LogprobColumns, TokenNames
+from headway.rollout.text import TextStream, text_of
 from headway.rollout.tokenizer import TextTokenizer
 from inference_server.faces.openai.choice import Choice
 from inference_server.faces.openai.completion_request import CompletionRequest
-from inference_server.faces.openai.logprobs import LogprobColumns, TokenNames
-from inference_server.faces.text import TextStream, text_of
 
 
 class CompletionChoice(Choice):

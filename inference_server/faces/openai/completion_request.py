@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag
 
 from headway.contracts.types import TokenId
-from inference_server.faces.error_shapes import InvalidField
-from inference_server.faces.openai.fields import GenerationFields, refused
+from headway.rollout.faces.error_shapes import InvalidField
+from headway.rollout.faces.openai.fields import GenerationFields, refused
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""

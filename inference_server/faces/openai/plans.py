@@ -8,14 +8,14 @@ from pydantic import ValidationError
 
 from headway.contracts.errors import NotFound
 from headway.contracts.types import LLMRequest
+from headway.rollout.faces.error_shapes import InvalidField
+from headway.rollout.faces.openai.chat_request import ChatRequest
+from headway.rollout.faces.openai.fields import GenerationFields
 from headway.rollout.tokenizer import TextTokenizer
 from inference_server.engine import LocalGenerator
-from inference_server.faces.error_shapes import InvalidField
 from inference_server.faces.openai.chat_choice import ChatChoice
-from inference_server.faces.openai.chat_request import ChatRequest
 from inference_server.faces.openai.completion_choice import CompletionChoice
 from inference_server.faces.openai.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
-from inference_server.faces.openai.fields import GenerationFields
 from inference_server.faces.openai.job import Job
 
 

@@ -17,29 +17,14 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from headway.contracts import http
 from headway.contracts.errors import ServiceError
-from headway.rollout.app import unless_disconnected
-from inference_server.faces.error_shapes import Failure, failure_of, route_in
+from headway.runtime.disconnect import unless_disconnected
+from headway.rollout.faces.error_shapes import failure_of, route_in
+from headway.rollout.faces.openai.chat_request import ChatRequest
+from headway.rollout.faces.openai.errors import openai_error
 from inference_server.faces.headway.generation import local
-from inference_server.faces.openai.chat_request import ChatRequest
 from inference_server.faces.openai.completion_request import CompletionRequest
 from inference_server.faces.openai.job import Job
 from inference_server.faces.openai.plans import check_model, plan_chat, plan_completion
-
-ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-
-
-def openai_error(failure: Failure) -> dict[str, Any]:
-    """A failure as OpenAI's clients read it."""
-    kind = "server_error" if failure.status >= 500 else "invalid_request_error"
-    return {
-        "error": {
-            "message": failure.message,
-            "type": ERROR_TYPES.get(failure.status, kind),
-            "param": failure.param,
-            "code": failure.code,
-        }
-    }
-
 
 router = APIRouter(route_class=route_in(openai_error))
 

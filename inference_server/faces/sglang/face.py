@@ -13,8 +13,8 @@ from typing import Any
 from headway import __version__
 from headway.contracts.config.server import ServerConfig
 from headway.contracts.types import LLMDelta, LLMResponse
+from headway.rollout.faces.error_shapes import InvalidField
 from inference_server.engine import LocalGenerator
-from inference_server.faces.error_shapes import InvalidField
 from inference_server.faces.headway.generation import stream_of
 from inference_server.faces.sglang.samples import Output, Renderer, Sample, Samples, read_body
 from inference_server.faces.sglang.types import GenerateBody

@@ -21,10 +21,10 @@ from headway.contracts import http
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import ServiceError
 from headway.contracts.types import LLMRequest
-from headway.rollout.app import unless_disconnected
+from headway.runtime.disconnect import unless_disconnected
+from headway.rollout.faces.error_shapes import Failure, InvalidField, route_in
 from headway.rollout.tokenizer import TextTokenizer
 from headway.runtime.logging import note_request
-from inference_server.faces.error_shapes import Failure, InvalidField, route_in
 from inference_server.faces.headway.generation import EventStream, local
 from inference_server.faces.sglang.face import SGLangFace
 from inference_server.faces.sglang.types import (

@@ -22,9 +22,9 @@ from headway.contracts.types import (
     StopReason,
     TopLogprobs,
 )
+from headway.rollout.faces.error_shapes import InvalidField
 from headway.rollout.tokenizer import TextTokenizer
 from inference_server.backends.base import Limits
-from inference_server.faces.error_shapes import InvalidField
 from inference_server.faces.sglang.types import GenerateBody, SGLangSampling
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_server.faces.openai.tool_calls import ToolCall, ToolCallStream, parse_call
+from headway.rollout.tool_calls import ToolCall, ToolCallStream, parse_call
 
 
 def block(name: str, **arguments) -> str:

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from headway.contracts.config.base import Config
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.types import TokenId
-from inference_server.faces.error_shapes import InvalidField
+from headway.rollout.faces.error_shapes import InvalidField
 
 MAX_CHOICES = 128
 SAMPLING_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}

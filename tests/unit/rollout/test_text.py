@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from headway.rollout.text import UNFINISHED, TextStream
 from headway.rollout.tokenizer import TextTokenizer
-from inference_server.faces.text import UNFINISHED, TextStream
 
 END = 256
 

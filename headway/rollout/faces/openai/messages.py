@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag
 from pydantic_core import PydanticCustomError
 
 from headway.contracts.config.base import Config
-from inference_server.faces.error_shapes import InvalidField
-from inference_server.faces.openai.fields import refused
+from headway.rollout.faces.error_shapes import InvalidField
+from headway.rollout.faces.openai.fields import refused
 
 
 class TextPart(Config):

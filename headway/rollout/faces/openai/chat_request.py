@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue
 
-from inference_server.faces.error_shapes import InvalidField
-from inference_server.faces.openai.fields import GenerationFields, refused
-from inference_server.faces.openai.messages import ChatMessage, Tool
+from headway.rollout.faces.error_shapes import InvalidField
+from headway.rollout.faces.openai.fields import GenerationFields, refused
+from headway.rollout.faces.openai.messages import ChatMessage, Tool
 
 UNCONSTRAINED = "output is not constrained to a grammar"
 OF_TEMPLATE = ("messages", "tools", "add_generation_prompt")
