@@ -94,6 +94,9 @@ class LocalGenerator:
             busy_s=load.busy_s,
             uptime_s=load.uptime_s,
             digest=self.gate.digest,
+            kv_usage=load.kv_usage,
+            preemptions=load.preemptions,
+            max_running=load.max_running,
             num_ranks=self.backend.num_ranks,
             draining=self.admission.draining.is_set(),
         )

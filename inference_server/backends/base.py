@@ -55,6 +55,12 @@ class Load:
     """Tokens whose keys and values are held."""
     kv_capacity_tokens: int = 0
     """Tokens whose keys and values fit; 0 if the backend does not say."""
+    kv_usage: float = 0.0
+    """Share of the key-value cache that running sequences hold; 0 if the backend does not say."""
+    preemptions: int = 0
+    """Running sequences that lost their cache for want of memory, since the start."""
+    max_running: int = 0
+    """Sequences decoded at once, at most; 0 if the backend does not say, or has no bound."""
 
 
 class Staged(Protocol):

@@ -166,7 +166,7 @@ class Play:
         assert all(s.row.tokens is s.tokens for s in scheduler.running)
         assert all(s.row is None for s in scheduler.waiting)
         assert all(row.is_pure for row in cache if not row.is_running)
-        assert len(scheduler.running) <= scheduler._max_sequences
+        assert len(scheduler.running) <= scheduler.max_sequences
         assert cache.used_tokens <= cache.allocated_tokens <= cache.budget_tokens
 
     async def outcomes(self) -> list[object]:

@@ -210,6 +210,9 @@ class EmbeddedTorchBackend:
             prefill_tokens=self._num_prefilled,
             kv_tokens=sum(s.computed for s in list(scheduler.running)),
             kv_capacity_tokens=cache.budget_tokens,
+            kv_usage=min(1.0, scheduler.reserved_tokens / cache.budget_tokens),
+            preemptions=scheduler.num_preemptions,
+            max_running=scheduler.max_sequences,
         )
 
     async def aclose(self) -> None:

@@ -45,7 +45,7 @@ class Scheduler:
 
     def __init__(self, cache: KVCache, max_sequences: int, max_prefill_tokens: int) -> None:
         self._cache = cache
-        self._max_sequences = max_sequences
+        self.max_sequences = max_sequences
         self._max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -53,11 +53,19 @@ class Scheduler:
         self.is_draining = False
         """Whether sequences that have not started must wait."""
         self._is_short_of_memory = False
+        self.num_preemptions = 0
+        """Rows that were taken away for want of memory."""
 
     @property
     def sequences(self) -> list[Sequence]:
         """All of them, oldest admission first."""
         return [*self.running, *self.waiting]
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Room of the rows that running sequences own."""
+        rows = [sequence.row for sequence in list(self.running)]
+        return sum(row.slab.capacity for row in rows if row is not None)
 
     @property
     def has_work(self) -> bool:
@@ -122,6 +130,7 @@ class Scheduler:
                     sequence.row = row
                     break
                 self._preempt(self.running[-1])
+                self.num_preemptions += 1
                 self._is_short_of_memory = True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -149,7 +158,7 @@ class Scheduler:
 
     def _admit(self) -> Sequence | None:
         """Give a row to the first waiting sequence that can use it now."""
-        if len(self.running) >= self._max_sequences:
+        if len(self.running) >= self.max_sequences:
             return None
         if self._is_short_of_memory and self.running:
             return None

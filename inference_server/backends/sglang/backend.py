@@ -210,6 +210,7 @@ class SGLangBackend:
     def load(self) -> Load:
         traffic = self._traffic
         running = sum(call.num_tokens > 0 for call in traffic.in_engine())
+        capacity = 0 if self._kv_tokens is None else traffic.features.kv_capacity
         return Load(
             running=running,
             queued=len(traffic) - running,
@@ -218,7 +219,10 @@ class SGLangBackend:
             uptime_s=time.monotonic() - self._started,
             prefill_tokens=traffic.prefill_tokens,
             kv_tokens=self._kv_tokens or 0,
-            kv_capacity_tokens=0 if self._kv_tokens is None else traffic.features.kv_capacity,
+            kv_capacity_tokens=capacity,
+            kv_usage=min(1.0, (self._kv_tokens or 0) / capacity) if capacity else 0.0,
+            preemptions=traffic.num_preemptions,
+            max_running=traffic.features.max_running,
         )
 
     async def aclose(self) -> None:
@@ -310,6 +314,8 @@ class SGLangBackend:
         self._serving = update
 
     async def _pause_engine(self, mode: PauseMode) -> None:
+        if mode == "retract":
+            self._traffic.note_retract()
         expect_success(await self._engine.post("/pause_generation", {"mode": mode}), "status")
 
     async def _flushes(self) -> bool:

@@ -34,6 +34,8 @@ class Call:
     is_cutting: bool = False
     is_interrupted: bool = False
     is_sent_back: bool = False
+    num_retracts: int = 0
+    """Orders of ours that retracted it."""
 
     @property
     def interval(self) -> int:

@@ -25,6 +25,7 @@ class Features:
 
     limits: Limits
     kv_capacity: int = 0
+    max_running: int = 0
     can_thin_streams: bool = True
     """It sends several tokens per event when asked to."""
     has_spans: bool = True
@@ -96,6 +97,7 @@ async def learn_features(engine: EngineProcess, model_path: str) -> Features:
     return Features(
         limits=Limits(int(config["vocab_size"]), _max_context(info, config)),
         kv_capacity=int(info.get("max_total_num_tokens") or 0),
+        max_running=int(info.get("max_running_requests") or 0),
         can_thin_streams=can_thin_streams,
         has_spans="weight_versions" in output.meta,
         is_deterministic=bool(info.get("enable_deterministic_inference")),

@@ -50,6 +50,8 @@ class Traffic:
         self.num_tokens = 0
         """Generated since the start."""
         self.prefill_tokens = 0
+        self.num_preemptions = 0
+        """Requests that the engine itself retracted, counted when they end."""
         self._busy_s = 0.0
         self._busy_since: float | None = None
 
@@ -87,6 +89,11 @@ class Traffic:
             call.is_interrupted = True
         self._notify()
         return self.spawn(self.end(doomed))
+
+    def note_retract(self) -> None:
+        """Whatever is in the engine is about to be retracted by our own order."""
+        for call in self.in_engine():
+            call.num_retracts += 1
 
     def hold(self) -> None:
         """Let new calls wait."""
@@ -260,6 +267,7 @@ class Traffic:
         reason, match = wire.stop_of(output, call.cut)
         cached = meta.get("cached_tokens", 0)
         self.prefill_tokens += max(0, meta.get("prompt_tokens", 0) - cached)
+        self.num_preemptions += max(0, meta.get("num_retractions", 0) - call.num_retracts)
         now = time.monotonic()
         return LLMResponse(
             rid=req.rid,

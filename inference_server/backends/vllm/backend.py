@@ -282,6 +282,9 @@ class VLLMBackend:
             prefill_tokens=gauges.prefilled,
             kv_tokens=gauges.kv_tokens,
             kv_capacity_tokens=gauges.kv_capacity,
+            kv_usage=gauges.kv_usage,
+            preemptions=gauges.preemptions,
+            max_running=self._engine.max_running,
         )
 
     async def aclose(self) -> None:

@@ -64,6 +64,12 @@ class VLLMEngine:
         self.max_context = 0
         self.logprobs_mode: LogprobsMode | None = None
 
+    @property
+    def max_running(self) -> int:
+        """Requests decoded at once, where the config says; 0 if only the engine knows."""
+        given = self._config.args.get("--max-num-seqs")
+        return int(given) if isinstance(given, int | str) else 0
+
     async def start(self, version: PolicyVersion) -> PolicyVersion:
         """Start or reach it, and learn what it serves.
 

@@ -14,7 +14,7 @@ class Gauges:
 
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
-        self._generated_before: float | None = None
+        self._before: dict[str, float] | None = None
         self.kv_capacity = 0
         """Tokens whose keys and values fit; 0 until it is known."""
 
@@ -32,8 +32,8 @@ class Gauges:
                 blocks = {key: int(number) for key, number in _BLOCKS.findall(labels)}
                 capacity += blocks.get("num_gpu_blocks", 0) * blocks.get("block_size", 0)
         self._values, self.kv_capacity = values, capacity
-        if self._generated_before is None:  # an engine that was attached to has a past
-            self._generated_before = values.get("vllm:generation_tokens_total", 0.0)
+        if self._before is None:  # an engine that was attached to has a past
+            self._before = values
 
     @property
     def waiting(self) -> int:
@@ -43,8 +43,12 @@ class Gauges:
     @property
     def generated(self) -> int:
         """Tokens sampled since the first look."""
-        total = self._values.get("vllm:generation_tokens_total", 0.0)
-        return int(total - (self._generated_before or 0.0))
+        return self._since("vllm:generation_tokens_total")
+
+    @property
+    def preemptions(self) -> int:
+        """Requests that lost their cache since the first look."""
+        return self._since("vllm:num_preemptions_total")
 
     @property
     def prefilled(self) -> int:
@@ -53,11 +57,19 @@ class Gauges:
         return int(total - self._values.get("vllm:prompt_tokens_cached_total", 0.0))
 
     @property
+    def kv_usage(self) -> float:
+        """Share of the cache in use, mean over the engines."""
+        engines = max(1.0, self._values.get("vllm:cache_config_info", 1.0))
+        return min(1.0, self._values.get("vllm:kv_cache_usage_perc", 0.0) / engines)
+
+    @property
     def kv_tokens(self) -> int:
         """Tokens whose keys and values are held."""
-        engines = max(1.0, self._values.get("vllm:cache_config_info", 1.0))
-        usage = self._values.get("vllm:kv_cache_usage_perc", 0.0) / engines
-        return round(usage * self.kv_capacity)
+        return round(self.kv_usage * self.kv_capacity)
+
+    def _since(self, counter: str) -> int:
+        before = (self._before or {}).get(counter, 0.0)
+        return int(self._values.get(counter, 0.0) - before)
 
 
 class Stopwatch:

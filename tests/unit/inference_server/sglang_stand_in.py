@@ -66,6 +66,7 @@ class StandIn:
             "max_req_input_len": 250,
             "context_length": None,
             "max_total_num_tokens": 4096,
+            "max_running_requests": max_running,
             "disable_overlap_schedule": False,
             "enable_deterministic_inference": False,
             "incremental_streaming_output": False,

@@ -267,7 +267,8 @@ def test_too_little_memory_costs_time_but_no_sequence_and_no_token(budget):
     engine.run()
     assert sorted(engine.finished) == [f"s{i}" for i in range(8)]
     assert outputs_are_right(sequences)
-    assert sum(s.num_recomputes for s in sequences) > 0
+    assert sum(s.num_recomputes for s in sequences) == engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.reserved_tokens == 0
     assert not any(row.is_running for row in engine.cache)
 
 
@@ -333,6 +334,7 @@ def test_retracted_sequences_go_on_in_their_order_from_their_tokens():
     assert [s.request.rid for s in engine.scheduler.waiting] == [f"s{i}" for i in range(5)]
     assert not any(row.is_running for row in engine.cache)
     assert [s.num_recomputes for s in sequences] == [1, 1, 1, 0, 0]
+    assert engine.scheduler.num_preemptions == 0
     engine.run()
     assert outputs_are_right(sequences)
 

@@ -224,7 +224,9 @@ async def test_a_response_holds_tokens_logprobs_versions_and_counts(model_dir):
         assert (load.generated_tokens, load.running, load.prefill_tokens) == (6, 0, 2)
         assert load.busy_s > 0
         await until(lambda: backend.load().kv_tokens == 17)
-        assert backend.load().kv_capacity_tokens == 4096
+        load = backend.load()
+        assert (load.kv_capacity_tokens, load.kv_usage) == (4096, 17 / 4096)
+        assert (load.preemptions, load.max_running) == (0, 64)
 
 
 async def test_the_first_token_of_a_prompt_has_no_logprob(model_dir):

@@ -590,6 +590,7 @@ async def test_figures_come_from_the_engine(llama_dir):
     assert (load.running, load.queued) == (1, 0)
     assert load.kv_capacity_tokens == 16_000
     assert load.kv_tokens == 4_000
+    assert load.kv_usage == 0.25
     assert load.prefill_tokens == 100
     assert 0.0 < load.busy_s <= load.uptime_s
     assert after.running == 0
