@@ -101,6 +101,11 @@ class ExecutorConfig(Config):
     """Processes that run verifiers."""
     reward_timeout_s: float = Field(10.0, gt=0.0)
     """Seconds after which a verifier is killed."""
+    reward_memory_bytes: int = Field(4 << 30, ge=256 << 20)
+    """Address space of each process that runs verifiers, at most."""
+    reward_wait_s: float = Field(300.0, gt=0.0)
+    """Seconds for a reward that awaits others, a sandbox or a reward model, with its wait for a turn
+    there; then it is judged again."""
     reward_attempts: int = Field(3, ge=1)
     """Times that one answer is judged while the verifier itself fails."""
 
