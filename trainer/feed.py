@@ -8,6 +8,7 @@ submits nothing twice. Rollouts that failed or were dropped as stale are replace
 from __future__ import annotations
 
 import logging
+import math
 
 from headway.contracts.codec import decode_groups, encode_groups
 from headway.contracts.config.experiment import GRPOExperiment
@@ -60,8 +61,12 @@ class Feed:
         return TrajectoryBatch(decode_groups(self._topology.broadcast_bytes(payload)))
 
     def _target(self, step: int) -> int:
-        """The service admits up to η + 1 batches beyond what was consumed; one more waits there."""
-        return (step + self._rollout.max_staleness + 2) * self._batch_size
+        """The service admits up to η + 1 batches beyond what was consumed; one more waits there.
+
+        With a filter, some of what was submitted is dropped: more than that waits.
+        """
+        batches = step + self._rollout.max_staleness + 2
+        return math.ceil(batches * self._batch_size * self._rollout.oversampling)
 
     def _submit_to(self, target: int) -> None:
         if self._engine is not None and target > self.cursor:
@@ -93,5 +98,6 @@ class Feed:
             prompt=self._data.prompt(cursor, self._rollout.group_size),
             workflow=self._rollout.workflow,
             reward=self._rollout.reward,
+            filter=self._rollout.filter,
             gconfig=validate_config(SamplingConfig, sampling),
         )

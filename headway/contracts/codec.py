@@ -111,6 +111,13 @@ def encode_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
     return payload
 
 
+def join_payloads(payloads: Sequence[bytes]) -> bytes:
+    """One payload with the groups of several, in order."""
+    if len(payloads) == 1:
+        return payloads[0]
+    return encode_groups([group for payload in payloads for group in decode_groups(payload)])
+
+
 def decode_groups(payload: bytes) -> tuple[TrajectoryGroup, ...]:
     """Decode what `encode_groups` wrote, checking every length and type.
 

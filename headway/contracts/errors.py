@@ -137,6 +137,13 @@ class StaleVersion(ServiceError):
     http_status = 409
 
 
+class VersionMoved(StaleVersion):
+    """A pinned rollout met a swap, and is played anew."""
+
+    code = "version_moved"
+    retryable = True
+
+
 class Starved(ServiceError):
     code = "starved"
     http_status = 409

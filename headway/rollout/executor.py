@@ -1,10 +1,11 @@
 """Claims queued rollouts within capacity and plays them; every claimed rollout ends exactly once.
 
-One loop claims (`_claim`), one task plays each rollout (`_play`). The claim loop sleeps on
-`changed`, which is raised by submissions, finished rollouts, new versions and a new consumer. A
-rollout whose server failed goes back to the queue; whatever else it raises is recorded as a failure
-and spends the error budget. Closing cancels what is in play and puts it back. `_claim_lock` is held
-from reading the limits until the rollout has its task, so that `unbound` sees every rollout in play.
+One loop claims (`_claim`), one task plays each rollout (`_run`), one loop renews the leases and has the
+ledger requeue those of gateways that are gone (`_keep_leases`). The claim loop sleeps on `changed`,
+which is raised by submissions, finished rollouts, new versions and a new consumer. A rollout whose
+server failed goes back to the queue; whatever else it raises is recorded as a failure and spends the
+error budget. Closing cancels what is in play and puts it back. `_claim_lock` is held from reading the
+limits until the rollouts have their tasks, so that `unbound` sees every rollout in play.
 """
 
 from __future__ import annotations
@@ -13,66 +14,104 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import TypeVarTuple
 
 from headway.contracts.config.gateway import ExecutorConfig
-from headway.contracts.errors import BackendError, ErrorBudgetExceeded, ServiceError
+from headway.contracts.errors import (
+    BackendError,
+    ErrorBudgetExceeded,
+    Fenced,
+    RewardOutage,
+    ServiceError,
+    StateError,
+    VersionMoved,
+)
 from headway.contracts.types import RolloutRequest, TrajectoryGroup
-from headway.rollout.ledger.base import Lease, LeaseLimits, Ledger
-from headway.runtime.staleness import StalenessController
+from headway.rollout.ledger.base import Admission, Lease, Ledger
+from headway.rollout.signal import Signal
 
 log = logging.getLogger(__name__)
 
-Play = Callable[[RolloutRequest], Awaitable[TrajectoryGroup]]
+Ts = TypeVarTuple("Ts")
+OUTAGE_PAUSE_S = 0.5
+"""Before a ledger that did not answer is asked again."""
 
 
-class Signal:
-    """Wakes everyone who took `event()` before the last `notify()`."""
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What came of a rollout."""
 
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
+    group: TrajectoryGroup
+    dropped_because: str | None = None
+    """Why its filter dropped it; None keeps it."""
 
-    def event(self) -> asyncio.Event:
-        """Take this before looking at the state, wait on it after."""
-        return self._event
 
-    def notify(self) -> None:
-        """The state changed."""
-        self._event.set()
-        self._event = asyncio.Event()
+Play = Callable[[RolloutRequest], Awaitable[Played]]
+Admit = Callable[[int], Admission]
+"""Room of this gateway -> what may start."""
 
 
 class Executor:
     """Bounded concurrency over the ledger's queue."""
 
     def __init__(
-        self, ledger: Ledger, staleness: StalenessController, play: Play, config: ExecutorConfig
+        self,
+        ledger: Ledger,
+        play: Play,
+        admit: Admit,
+        limit: Callable[[], int],
+        config: ExecutorConfig,
+        changed: Signal,
     ) -> None:
+        """Args:
+        ledger: where the queue is.
+        play: from request to result; what it raises is the outcome, too.
+        admit: what the staleness bound allows now.
+        limit: trajectories in play at once, at most; read anew for every claim.
+        config: bounds and budgets.
+        changed: wakes the claim loop; raised here whenever a rollout ends.
+        """
         self._ledger = ledger
-        self._staleness = staleness
         self._play = play
+        self._admit = admit
+        self._limit = limit
         self._config = config
-        self._tasks: dict[asyncio.Task[None], str] = {}
-        self._consumer: str | None = None
-        self._claiming: asyncio.Task[None] | None = None
+        self._tasks: dict[asyncio.Task[None], Lease] = {}
+        self._running = 0
+        self._loops: list[asyncio.Task[None]] = []
         self._claim_lock = asyncio.Lock()
         self._outcomes: deque[str | None] = deque(maxlen=config.error_window)
-        self.changed = Signal()
+        self._changed = changed
 
     def start(self) -> None:
         """Begin to claim."""
-        self._claiming = asyncio.create_task(self._claim(), name="claim rollouts")
+        self._loops = [
+            asyncio.create_task(self._claim(), name="claim rollouts"),
+            asyncio.create_task(self._keep_leases(), name="keep leases"),
+        ]
 
     async def stop_claiming(self) -> None:
         """Claim no more; what is in play may end."""
-        if self._claiming is not None:
-            self._claiming.cancel()
-            await asyncio.gather(self._claiming, return_exceptions=True)
+        if self._loops:
+            await _end(self._loops[:1])
 
     async def aclose(self) -> None:
         """Cancel what is in play; it goes back to the queue."""
         await self.stop_claiming()
-        await self._stop(list(self._tasks))
+        await _end(list(self._tasks))
+        await _end(self._loops)
+
+    @property
+    def running(self) -> int:
+        """Trajectories in play here, whoever waits for them."""
+        return self._running
+
+    @property
+    def free(self) -> int:
+        """Trajectories that this gateway has room for."""
+        return self._limit() - self._running
 
     @property
     def last_failures(self) -> list[str]:
@@ -92,92 +131,138 @@ class Executor:
                 f"executor.error_budget={self._config.error_budget}; latest: {failures[-1]}"
             )
 
-    def bind(self, consumer: str) -> None:
-        """The consumer whose rollouts are bounded, also those in play; it starts with a full budget."""
-        self._consumer = consumer
-        for task, owner in self._tasks.items():
-            if owner == consumer:
-                self._staleness.mark_bounded(task.get_name())
+    def forgive(self) -> None:
+        """A consumer starts with a full budget."""
         self._outcomes.clear()
-        self.changed.notify()
+        self._changed.notify()
 
     @asynccontextmanager
-    async def unbound(self) -> AsyncIterator[None]:
-        """Put the consumer's rollouts back; none is claimed until the block ends."""
+    async def unbound(self, consumer: str) -> AsyncIterator[None]:
+        """Put a consumer's rollouts back; none is claimed until the block ends."""
         async with self._claim_lock:
-            consumer, self._consumer = self._consumer, None
-            await self._stop([task for task, owner in self._tasks.items() if owner == consumer])
+            await self.stop(lambda lease: lease.request.consumer == consumer)
             yield
 
-    async def _stop(self, tasks: list[asyncio.Task[None]]) -> None:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def stop(self, is_meant: Callable[[Lease], bool]) -> None:
+        """Cancel what is in play of these; what is this gateway's still goes back to the queue."""
+        await _end([task for task, lease in self._tasks.items() if is_meant(lease)])
 
     async def _claim(self) -> None:
         while True:
-            changed = self.changed.event()
-            async with self._claim_lock:
-                is_claimed = await self._claim_one()
+            changed = self._changed.event()
+            try:
+                async with self._claim_lock:
+                    is_claimed = await self._claim_some()
+            except StateError as error:
+                log.warning("the ledger does not answer", extra={"reason": str(error)})
+                await asyncio.sleep(OUTAGE_PAUSE_S)
+                continue
             if not is_claimed:
                 await changed.wait()
 
-    async def _claim_one(self) -> bool:
-        limits = LeaseLimits(self._consumer, self._staleness.capacity(), self._staleness.free())
-        if limits.free <= 0:
+    async def _claim_some(self) -> bool:
+        if self.free <= 0:
             return False
-        lease = await self._ledger.lease(limits, self._staleness.version)
-        if lease is None:
-            return False
-        request = lease.request
-        is_bounded = request.consumer == self._consumer
-        self._staleness.start(lease.key, request.prompt.group_size, is_bounded)
-        task = asyncio.create_task(self._run(lease), name=lease.key)
-        self._tasks[task] = request.consumer
-        task.add_done_callback(self._tasks.pop)
-        # A task that is cancelled before its first step never runs, and would leave the lease behind.
-        await asyncio.sleep(0)
-        return True
+        leases = await self._ledger.lease(self._admit(self.free))
+        for lease in leases:
+            self._running += lease.request.prompt.group_size
+            task = asyncio.create_task(self._run(lease), name=lease.key)
+            self._tasks[task] = lease
+            task.add_done_callback(self._forget)
+        if leases:
+            # A task that is cancelled before its first step never runs, and leaves the lease behind.
+            await asyncio.sleep(0)
+        return bool(leases)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        lease = self._tasks.pop(task)
+        self._running -= lease.request.prompt.group_size
+        self._changed.notify()
+
+    async def _keep_leases(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.lease_s / 4)
+            try:
+                lost = await self._ledger.renew([lease.key for lease in self._tasks.values()])
+                if lost:
+                    log.warning("leases were lost", extra={"leases": sorted(lost)[:8]})
+                    await self.stop(lambda lease: lease.key in lost)
+                if await self._ledger.expire():
+                    self._changed.notify()
+            except StateError as error:
+                log.warning("leases could not be renewed", extra={"reason": str(error)})
 
     async def _run(self, lease: Lease) -> None:
-        rollout_id = lease.request.rollout_id
-        try:
-            async with asyncio.timeout(self._config.rollout_timeout_s):
-                group = await self._play(lease.request)
-            await self._ledger.complete(group)
-        except asyncio.CancelledError:
-            await self._ledger.requeue(rollout_id, "its play was cancelled")
-            self._staleness.release(lease.key)
-            raise
-        except BackendError as error:
-            await self._retry_or_fail(lease, error)
-        except TimeoutError:
-            await self._fail(lease, f"still in play after {self._config.rollout_timeout_s:g} s")
-        except ServiceError as error:
-            await self._fail(lease, f"{type(error).__name__}: {error}")
-        except Exception as error:
-            log.warning("workflow raised", exc_info=error, extra={"rollout_id": rollout_id})
-            await self._fail(lease, f"workflow raised {type(error).__name__}: {error}")
-        else:
-            self._staleness.accept(lease.key)
-            self._outcomes.append(None)
-        self.changed.notify()
+        with suppress(Fenced):  # its lease is another's by now: who has it reports
+            try:
+                await self._finish(lease, await self._play_in_time(lease))
+            except asyncio.CancelledError:
+                await self._report(self._ledger.requeue, lease, "its play was cancelled")
+                raise
+            except (BackendError, RewardOutage, VersionMoved) as error:
+                await self._retry_or_fail(lease, error)
+            except TimeoutError as error:
+                await self._fail(lease, str(error))
+            except ServiceError as error:
+                await self._fail(lease, f"{type(error).__name__}: {error}")
+            except Exception as error:
+                extra = {"rollout_id": lease.rollout_id}
+                log.warning("workflow raised", exc_info=error, extra=extra)
+                await self._fail(lease, f"workflow raised {type(error).__name__}: {error}")
 
-    async def _retry_or_fail(self, lease: Lease, error: BackendError) -> None:
-        rollout_id = lease.request.rollout_id
+    async def _play_in_time(self, lease: Lease) -> Played:
+        limit_s, whose = self._config.rollout_timeout_s, "still in play"
+        if lease.request.timeout_s is not None:
+            left_s = lease.request.timeout_s - lease.age_s
+            if left_s < limit_s:
+                limit_s, whose = left_s, f"its timeout_s={lease.request.timeout_s:g} is over"
+        try:
+            async with asyncio.timeout(limit_s) as deadline:
+                return await self._play(lease.request)
+        except TimeoutError as error:
+            if not deadline.expired():  # the workflow's own
+                raise RuntimeError(f"TimeoutError: {error}") from error
+            raise TimeoutError(f"{whose} after {max(0.0, limit_s):g} s") from None
+
+    async def _finish(self, lease: Lease, played: Played) -> None:
+        if played.dropped_because is None:
+            await self._report(self._ledger.complete, lease, played.group)
+        else:
+            rewards = [trajectory.reward for trajectory in played.group.trajectories]
+            mean = sum(rewards) / len(rewards)
+            await self._report(self._ledger.drop_filtered, lease, played.dropped_because, mean)
+        self._outcomes.append(None)
+
+    async def _retry_or_fail(self, lease: Lease, error: ServiceError) -> None:
         if lease.attempt >= self._config.max_attempts:
             await self._fail(lease, f"{lease.attempt} attempts; last: {error}")
             return
         log.info(
-            "rollout goes back to the queue", extra={"rollout_id": rollout_id, "reason": str(error)}
+            "rollout goes back to the queue",
+            extra={"rollout_id": lease.rollout_id, "reason": str(error)},
         )
-        # Queued before its capacity returns: no younger rollout may take its place in the order.
-        await self._ledger.requeue(rollout_id, str(error))
-        self._staleness.release(lease.key)
+        await self._report(self._ledger.requeue, lease, str(error))
 
     async def _fail(self, lease: Lease, reason: str) -> None:
-        rollout_id = lease.request.rollout_id
-        log.warning("rollout failed", extra={"rollout_id": rollout_id, "reason": reason})
-        self._staleness.release(lease.key)
+        extra = {"rollout_id": lease.rollout_id, "reason": reason}
+        log.warning("rollout failed", extra=extra)
         self._outcomes.append(reason)
-        await self._ledger.fail(rollout_id, reason)
+        await self._report(self._ledger.fail, lease, reason)
+
+    async def _report(
+        self, report: Callable[[Lease, *Ts], Awaitable[None]], lease: Lease, *args: *Ts
+    ) -> None:
+        """Tell the ledger what came of a lease, however long it does not answer."""
+        while True:
+            try:
+                return await report(lease, *args)
+            except StateError as error:
+                extra = {"rollout_id": lease.rollout_id, "reason": str(error)}
+                log.warning("the ledger does not answer", extra=extra)
+                await asyncio.sleep(OUTAGE_PAUSE_S)
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -26,7 +26,8 @@ from headway.contracts.types import (
     WeightUpdateMeta,
 )
 from headway.rollout.app import OpenService
-from headway.rollout.service import Publisher, RolloutService
+from headway.rollout.consumers import Publisher
+from headway.rollout.service import RolloutService
 from headway.runtime.inference_client import DEFAULT_CONSUMER, POLL_S
 
 T = TypeVar("T")

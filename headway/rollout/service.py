@@ -4,36 +4,28 @@
 server (generator = its own backend); `app.create_app` serves it, `RemoteInferenceEngine` is the
 inverse over HTTP, and `in_process.InProcessEngine` drives it from a synchronous caller.
 
-Everything runs on one event loop. Who waits: `wait` on `executor.changed`, raised whenever a
-rollout ends, a version is committed or a consumer attaches.
+Everything runs on one event loop. Who waits: `wait` on `changed`, raised whenever a
+rollout ends, a version is committed or a consumer attaches; where other gateways share the ledger,
+also whenever they changed it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from headway.contracts.config.gateway import ExecutorConfig
+from headway.contracts.config.gateway import ExecutorConfig, RetentionConfig
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.engines import Generator
-from headway.contracts.errors import (
-    BackendError,
-    ConfigError,
-    Conflict,
-    Fenced,
-    NotFound,
-    Starved,
-    SyncError,
-    WorkflowError,
-)
+from headway.contracts.errors import BackendError, Fenced, StateError, Starved
 from headway.contracts.http import (
     ConsumerRequest,
     LedgerAudit,
+    LedgerCounts,
     StatusResponse,
     WaitRequest,
 )
@@ -42,43 +34,41 @@ from headway.contracts.types import (
     LLMResponse,
     PolicyVersion,
     RolloutRequest,
-    TrajectoryGroup,
     WeightUpdateMeta,
 )
+from headway.rollout.consumers import Attachment, Consumers, Publisher
 from headway.rollout.executor import Executor
 from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox
-from headway.rollout.ledger.base import Ledger
-from headway.rollout.resume import generate_whole
-from headway.rollout.rewards.base import make_reward
-from headway.rollout.rewards.pool import RewardPool
-from headway.rollout.shared_update import SharedUpdate
+from headway.rollout.ledger.base import Admission, Ledger
+from headway.rollout.player import Player
+from headway.rollout.rewards.scoring import Scorer
+from headway.rollout.sessions.sessions import Sessions
+from headway.rollout.signal import Signal
 from headway.rollout.tokenizer import TextTokenizer
-from headway.rollout.workflows.base import Sample, Stage, make_workflow
-from headway.runtime.staleness import StalenessController, StalenessSnapshot
+from headway.rollout.weight_updates import ABANDON_S, WeightUpdates
+from headway.rollout.workflows.base import Stage
 
 log = logging.getLogger(__name__)
 
-CONSUMER_NOTE = "consumer"
-ABANDON_S = 5.0
-"""A publication that no request has waited for so long is given up: its publisher is gone."""
+WATCH_S = 0.2
+"""Between looks at a ledger that others write to, too."""
+
+
+def no_facilities() -> Facilities:
+    """Neither programs nor calls."""
+    return Facilities(NoSandbox(), NoOutbound())
 
 
 @dataclass(frozen=True, slots=True)
-class Publisher:
-    """A consumer as its attachment knows it."""
+class Surroundings:
+    """What a service plays with besides its generator; the defaults are those of one server alone."""
 
-    name: str
-    term: int
-
-
-@dataclass(frozen=True, slots=True)
-class Attachment:
-    """What a consumer learns when it attaches."""
-
-    given_back: int
-    """Groups that a former incarnation had received but not kept."""
-    term: int
-    """Number of this attachment; an older incarnation is refused."""
+    facilities: Facilities
+    sessions: Sessions | None = None
+    limit: Callable[[], int] | None = None
+    """Trajectories in play at once, at most; None takes `executor.max_concurrent`."""
+    retention: RetentionConfig = RetentionConfig()
+    abandon_s: float = ABANDON_S
 
 
 class RolloutService:
@@ -90,41 +80,52 @@ class RolloutService:
         ledger: Ledger,
         tokenizer: TextTokenizer | None,
         config: ExecutorConfig,
-        abandon_s: float = ABANDON_S,
+        surroundings: Surroundings | None = None,
     ) -> None:
+        around = surroundings or Surroundings(no_facilities())
         self.generator = generator
-        self._abandon_s = abandon_s
-        self._ledger = ledger
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+        self.ledger = ledger
+        self.sessions = around.sessions
         self._config = config
-        self._staleness = StalenessController(config.max_concurrent, generator.head)
-        self._executor = Executor(ledger, self._staleness, self._play_group, config)
-        self._rewards = RewardPool(config.reward_workers, config.reward_timeout_s)
-        self._consumer: ConsumerRequest | None = None
-        self._term = 0
+        self._retention = around.retention
+        self._facilities = around.facilities
+        self._scorer = Scorer(config, around.facilities)
+        self._consumers = Consumers(ledger)
+        self._changed = changed = Signal()
+        self._player = Player(generator, tokenizer, self._stage, changed, config.max_concurrent)
+        limit = around.limit or (lambda: config.max_concurrent)
+        self._executor = Executor(ledger, self._player.play, self._admit, limit, config, changed)
+        self._updates = WeightUpdates(generator, self._consumers, changed, around.abandon_s)
         self._attaching = asyncio.Lock()
-        self._update: SharedUpdate | None = None
-        self._updates = 0
+        self._loops: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Restore the counters of an attached consumer, then begin to play."""
-        saved = json.loads(await self._ledger.get_note(CONSUMER_NOTE) or "{}") or {}
-        self._term = saved.get("term", 0)
-        if "request" in saved:
-            await self._bind(ConsumerRequest.model_validate(saved["request"]), saved["base"])
-            self._staleness.set_version(max(self.generator.head, self._staleness.version))
+        """Find out who is attached, then begin to play."""
+        await self._consumers.refresh()
+        await self._scorer.start()
         self._executor.start()
+        self._loops = [asyncio.create_task(self._tidy(), name="forget old rollouts")]
+        if self.ledger.is_shared:
+            self._loops.append(asyncio.create_task(self._watch(), name="watch the ledger"))
 
     async def aclose(self) -> None:
         """Stop playing; rollouts in play go back to the queue."""
-        if self._update is not None:
-            await self._update.end(BackendError("the service is shutting down"))
+        await self._updates.end(BackendError("the service is shutting down"))
+        for task in self._loops:
+            task.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
         await self._executor.aclose()
-        self._rewards.close()
+        await self._scorer.aclose()
 
     async def drain(self) -> None:
         """Start no more rollouts; those in play may end."""
         await self._executor.stop_claiming()
+
+    @property
+    def version(self) -> PolicyVersion:
+        """What the bound refers to: the newest version, published or attached with."""
+        return max(self.generator.head, self._consumers.version)
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
         """Generate one sequence, outside the ledger; one that was interrupted comes back as it is."""
@@ -133,10 +134,25 @@ class RolloutService:
     async def submit(self, requests: Sequence[RolloutRequest]) -> list[bool]:
         """Queue prompt groups; names and arguments are checked before anything is stored."""
         for request in requests:
-            self._check(request)
-        new = await self._ledger.submit(requests, self._config.max_queued)
-        self._executor.changed.notify()
+            self._player.check(request)
+        config = self._config
+        new = await self.ledger.submit(requests, config.max_queued, config.max_queued_each)
+        self._changed.notify()
         return new
+
+    async def cancel(self, rollout_ids: Sequence[str], reason: str) -> int:
+        """End rollouts that are not consumed yet; returns the groups."""
+        cancelled = await self.ledger.cancel(rollout_ids, reason)
+        ids = set(rollout_ids)
+        await self._executor.stop(lambda lease: lease.rollout_id in ids)
+        self._changed.notify()
+        return cancelled
+
+    async def requeue(self, rollout_ids: Sequence[str]) -> int:
+        """Play failed rollouts once more; returns the groups."""
+        revived = await self.ledger.revive(rollout_ids)
+        self._changed.notify()
+        return revived
 
     async def wait(self, request: WaitRequest) -> tuple[tuple[bytes, ...] | None, int]:
         """Payloads of `count` finished groups, oldest first, or None and how many are ready.
@@ -147,40 +163,42 @@ class RolloutService:
         """
         deadline = time.monotonic() + request.timeout_s
         while True:
-            changed = self._executor.changed.event()
+            changed = self._changed.event()
             self._executor.check_budget()
-            num_ready = 0
-            if request.rollout_ids is not None or not self._staleness.has_due_running():
-                delivery = await self._ledger.deliver(
-                    request.delivery_id,
-                    request.count,
-                    request.consumer,
-                    request.rollout_ids,
-                    self._staleness.version,
-                    self._staleness.max_staleness,
-                )
-                if delivery.dropped:
-                    self._staleness.drop(delivery.dropped)
-                    self._executor.changed.notify()
-                if delivery.payloads is not None:
-                    return delivery.payloads, delivery.num_ready
-                num_ready = delivery.num_ready
-                if request.rollout_ids is None:
-                    await self._check_supply(request.consumer, request.count)
+            payloads, num_ready = await self._deliver(request)
             left = deadline - time.monotonic()
-            if left <= 0:
-                return None, num_ready
+            if payloads is not None or left <= 0:
+                return payloads, num_ready
             try:
                 async with asyncio.timeout(left):
                     await changed.wait()
             except TimeoutError:
                 return None, num_ready
 
+    async def _deliver(self, request: WaitRequest) -> tuple[tuple[bytes, ...] | None, int]:
+        if request.rollout_ids is not None:
+            found = await self.ledger.deliver_exactly(
+                request.delivery_id, request.rollout_ids, self.version
+            )
+            return found.payloads, found.num_ready
+        is_bounded = request.consumer == self._consumers.name
+        bound = self._consumers.bound if is_bounded else None
+        found = await self.ledger.deliver(
+            request.delivery_id,
+            request.count,
+            request.consumer,
+            self.version,
+            bound and bound.max_staleness,
+        )
+        if found.dropped:
+            self._changed.notify()
+        if found.payloads is None and is_bounded and not found.is_held_back:
+            await self._check_supply(request.consumer, request.count)
+        return found.payloads, found.num_ready
+
     async def _check_supply(self, consumer: str, count: int) -> None:
         """A consumer whose rollouts failed or were dropped must hear that it waits in vain."""
-        if self._consumer is None or self._consumer.consumer != consumer:
-            return
-        outstanding = await self._ledger.outstanding(consumer)
+        outstanding = await self.ledger.outstanding(consumer)
         if outstanding < count:
             raise Starved(
                 f"{outstanding} prompt groups of {consumer!r} are outstanding, {count} are waited for; "
@@ -195,22 +213,12 @@ class RolloutService:
         Raises:
             Conflict: another consumer is attached.
         """
-        if self._consumer is not None and self._consumer.consumer != request.consumer:
-            raise Conflict(
-                f"consumer {self._consumer.consumer!r} is attached; detach it first "
-                f"(headway detach URL {self._consumer.consumer}), or use another gateway"
-            )
+        self._consumers.check_free(request.consumer)
         async with self._attaching:
-            self._term += 1
-            if self._update is not None:
-                await self._update.end(Fenced(f"consumer {request.consumer!r} has attached anew"))
-            given_back = await self._ledger.give_back(request.consumer, request.step)
-            counts = await self._ledger.counts(request.consumer)
-            base = request.version * request.batch_size - counts.consumed
-            note = {"term": self._term, "request": request.model_dump(), "base": base}
-            await self._ledger.put_note(CONSUMER_NOTE, json.dumps(note))
-            await self._bind(request, base)
-            return Attachment(given_back, self._term)
+            await self._updates.end(Fenced(f"consumer {request.consumer!r} has attached anew"))
+            attachment = await self._consumers.attach(request)
+            self._executor.forgive()
+            return attachment
 
     async def detach(self, consumer: str) -> int:
         """End a consumer; its unconsumed trajectories are cancelled and counted.
@@ -218,21 +226,18 @@ class RolloutService:
         Raises:
             NotFound: it is not attached.
         """
-        if self._consumer is None or self._consumer.consumer != consumer:
-            raise NotFound(f"consumer {consumer!r} is not attached")
-        if self._update is not None:
-            await self._update.end(Fenced(f"consumer {consumer!r} was detached"))
-        async with self._executor.unbound():
-            cancelled = await self._ledger.cancel(consumer)
-        await self._ledger.put_note(CONSUMER_NOTE, json.dumps({"term": self._term}))
-        self._staleness.detach()
-        self._consumer = None
-        self._executor.changed.notify()
+        await self._consumers.refresh()
+        self._consumers.check_attached(consumer)
+        await self._updates.end(Fenced(f"consumer {consumer!r} was detached"))
+        async with self._executor.unbound(consumer):
+            await self._consumers.detach()
+            cancelled = await self.ledger.cancel_all(consumer, "the consumer detached")
+        self._changed.notify()
         return cancelled
 
     async def consumed(self, rollout_ids: Sequence[str], step: int, checkpoint_step: int) -> None:
         """Record that a step trained on these groups."""
-        await self._ledger.consume(rollout_ids, step, checkpoint_step)
+        await self.ledger.consume(rollout_ids, step, checkpoint_step)
 
     async def update_weights(
         self,
@@ -240,124 +245,82 @@ class RolloutService:
         policy: UpdatePolicy | None = None,
         publisher: Publisher | None = None,
     ) -> PolicyVersion:
-        """Commit a version on every server, then admit against it.
-
-        A repeat of the version that is under way waits for the same commit.
-
-        Raises:
-            Conflict: another consumer is attached.
-            Fenced: a newer incarnation of the publisher has attached.
-            SyncError: the version was refused or given up; the old one goes on serving.
-        """
-        self._check_publisher(publisher)
-        while (update := self._update) is not None and not update.is_done and update.meta != meta:
-            await update.until_done()
-            self._check_publisher(publisher)
-        if update is None or update.is_done:
-            update = self._update = SharedUpdate(meta, self._publish(meta, policy), self._abandon_s)
-        return await update.wait()
+        """Commit a version on every server, then admit against it; see `WeightUpdates.update`."""
+        return await self._updates.update(meta, policy, publisher)
 
     async def cancel_update(
         self, version: PolicyVersion, reason: str, publisher: Publisher | None = None
     ) -> PolicyVersion:
-        """The publisher gives a version up; returns the one that serves.
-
-        Raises:
-            Conflict, Fenced: as `update_weights`.
-        """
-        self._check_publisher(publisher)
-        log.warning("version given up", extra={"version": version, "reason": reason})
-        if self._update is not None and self._update.meta.version == version:
-            await self._update.end(SyncError(f"version {version} was given up: {reason}"))
-        await self.generator.cancel_update(version)
-        return self.generator.version
-
-    async def _publish(self, meta: WeightUpdateMeta, policy: UpdatePolicy | None) -> PolicyVersion:
-        before = self.generator.version
-        version = await self.generator.update_weights(meta, policy)
-        self._updates += version != before
-        self._staleness.set_version(self.generator.head)
-        self._executor.changed.notify()
-        return version
-
-    def _check_publisher(self, publisher: Publisher | None) -> None:
-        attached = self._consumer and self._consumer.consumer
-        if publisher is None:
-            if attached is not None:
-                raise Conflict(f"consumer {attached!r} is attached; only it publishes weights")
-        elif attached is None:
-            raise Fenced(f"consumer {publisher.name!r} is not attached any more")
-        elif publisher.name != attached:
-            raise Conflict(f"consumer {attached!r} is attached, and not {publisher.name!r}")
-        elif publisher.term != self._term:
-            raise Fenced(
-                f"consumer {attached!r} has attached anew: term {publisher.term} was followed by "
-                f"{self._term}; end the older process"
-            )
+        """See `WeightUpdates.cancel`."""
+        return await self._updates.cancel(version, reason, publisher)
 
     async def status(self) -> StatusResponse:
         """A picture of the service now."""
+        bound = self._consumers.bound
+        counts = await self.ledger.counts()
         return StatusResponse(
             version=self.generator.version,
             head=self.generator.head,
-            running=self._staleness.running,
-            capacity=self._staleness.capacity(),
-            max_staleness=self._staleness.max_staleness,
-            counts=await self._ledger.counts(),
+            running=self._executor.running,
+            capacity=await self.headroom(),
+            max_staleness=bound and bound.max_staleness,
+            counts=counts,
             servers=self.generator.statuses(),
-            updates=self._updates,
+            updates=self._updates.count,
             updates_in_flight=self.generator.updates_in_flight,
             generated_tokens=self.generator.generated_tokens,
             last_failures=self._executor.last_failures[-5:],
         )
 
+    async def headroom(self) -> int:
+        """Trajectories of the attached consumer that may start now; may be negative."""
+        bound, name = self._consumers.bound, self._consumers.name
+        if bound is None or name is None:
+            return self._executor.free
+        counts = await self.ledger.counts(name)
+        return min(self._executor.free, bound.budget(self.version) - _outstanding(counts))
+
     async def audit(self) -> LedgerAudit:
         """The ledger's proof."""
-        return await self._ledger.audit()
+        return await self.ledger.audit()
 
-    async def _bind(self, request: ConsumerRequest, base: int) -> None:
-        """`base + consumed + unconsumed results` is the controller's `accepted` at any moment."""
-        counts = await self._ledger.counts(request.consumer)
-        accepted = base + counts.consumed + counts.ready + counts.delivered
-        snapshot = StalenessSnapshot(request.version, accepted)
-        self._staleness.attach(request.batch_size, request.max_staleness, snapshot)
-        self._consumer = request
-        self._executor.bind(request.consumer)
+    def _admit(self, free: int) -> Admission:
+        bound = self._consumers.bound
+        budget = None if bound is None else bound.budget(self.version)
+        return Admission(self.version, free, self._consumers.name, budget)
 
-    def _check(self, request: RolloutRequest) -> None:
-        tokenizer = self._need_tokenizer()
-        make_workflow(request.workflow, tokenizer, request.gconfig)
-        make_reward(request.reward.name, request.reward.args)
-        if request.prompt.group_size > self._config.max_concurrent:
-            raise ConfigError(
-                f"group_size={request.prompt.group_size} of rollout {request.rollout_id!r} exceeds "
-                f"executor.max_concurrent={self._config.max_concurrent}: it could never start"
-            )
-
-    async def _play_group(self, request: RolloutRequest) -> TrajectoryGroup:
-        prompt = request.prompt
-        tokenizer = self._need_tokenizer()
-        workflow = make_workflow(request.workflow, tokenizer, request.gconfig)
-        stage = Stage(
-            generate=partial(generate_whole, self.generator.agenerate, tokenizer.decode),
-            score=partial(self._rewards.score, request.reward),
-            facilities=Facilities(NoSandbox(), NoOutbound()),
+    def _stage(self, request: RolloutRequest) -> Stage:
+        return Stage(
+            generate=self.generator.agenerate,
+            score=partial(self._scorer.score, request.reward),
+            facilities=self._facilities,
+            sessions=self.sessions,
         )
 
-        try:
-            async with asyncio.TaskGroup() as siblings:
-                tasks = [
-                    siblings.create_task(
-                        workflow.run(Sample(request.rollout_id, prompt, index), stage)
-                    )
-                    for index in range(prompt.group_size)
-                ]
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from group
-        rows = tuple(row for task in tasks for row in task.result())
-        return TrajectoryGroup(request.rollout_id, prompt.group_id, rows)
+    async def _tidy(self) -> None:
+        while self._retention.ended_s is not None:
+            await asyncio.sleep(self._retention.interval_s)
+            try:
+                await self.ledger.compact(self._retention.ended_s)
+            except StateError as error:
+                log.warning("old rollouts could not be forgotten", extra={"reason": str(error)})
 
-    def _need_tokenizer(self) -> TextTokenizer:
-        if self._tokenizer is None:
-            raise WorkflowError("this server has no tokenizer.json, so it plays no workflows")
-        return self._tokenizer
+    async def _watch(self) -> None:
+        """Heed what other gateways wrote."""
+        seen = -1
+        while True:
+            try:
+                revision = await self.ledger.revision()
+                if revision != seen:
+                    seen = revision
+                    if await self._consumers.refresh():
+                        self._executor.forgive()
+                    self._changed.notify()
+            except StateError as error:
+                log.warning("the ledger does not answer", extra={"reason": str(error)})
+            await asyncio.sleep(WATCH_S)
+
+
+def _outstanding(counts: LedgerCounts) -> int:
+    """What the bound counts."""
+    return counts.leased + counts.ready + counts.delivered + counts.consumed

@@ -168,6 +168,37 @@ class RemoteInferenceEngine:
         answer = self._call("POST", http.WEIGHTS_ROLLBACK, request)
         return http.WeightStatus.model_validate_json(answer.content)
 
+    def cancel(self, rollout_ids: Sequence[str], reason: str = "cancelled by its submitter") -> int:
+        """End rollouts that are not consumed yet; returns the groups that this call ended."""
+        request = http.CancelRequest(rollout_ids=tuple(rollout_ids), reason=reason)
+        answer = self._call("POST", http.ROLLOUTS_CANCEL, request)
+        return http.CancelResponse.model_validate_json(answer.content).cancelled
+
+    def get(self, rollout_id: str) -> http.RolloutView:
+        """Everything that is known of one rollout.
+
+        Raises:
+            NotFound: it was never submitted, or is forgotten.
+        """
+        path = http.ROLLOUT.format(rollout_id=rollout_id)
+        return http.RolloutView.model_validate_json(self._call("GET", path).content)
+
+    def workflows(self) -> list[http.PartView]:
+        """What can be submitted, with the schemas of the arguments."""
+        return http.PartList.model_validate_json(self._call("GET", http.WORKFLOWS).content).parts
+
+    def rewards(self) -> list[http.PartView]:
+        """What can score, with the schemas of the arguments."""
+        return http.PartList.model_validate_json(self._call("GET", http.REWARDS).content).parts
+
+    def scale(self) -> http.ScaleResponse:
+        """How many generation servers a gateway asks for."""
+        return http.ScaleResponse.model_validate_json(self._call("GET", http.SCALE).content)
+
+    def drain_server(self, server_id: str, drain: bool = True) -> None:
+        """Take traffic from a server, or give it back."""
+        self._call("POST", http.SERVERS_DRAIN, http.DrainRequest(server_id=server_id, drain=drain))
+
     def status(self) -> http.StatusResponse:
         """Version, capacity, ledger counts and servers."""
         return http.StatusResponse.model_validate_json(self._call("GET", http.STATUS).content)

@@ -1,0 +1,52 @@
+"""The workflow of `orchestration.py`: four generations, one after the other, and one verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from pydantic import BaseModel
+
+from headway.contracts.config.base import Config
+from headway.contracts.config.sampling import SamplingConfig
+from headway.contracts.types import LLMRequest, Trajectory
+from headway.rollout.rewards.base import Answer
+from headway.rollout.tokenizer import TextTokenizer
+from headway.rollout.workflows.base import Sample, Stage, register_workflow
+from headway.rollout.workflows.transcript import Transcript
+
+GENERATIONS = 4
+BRIDGE = (1, 2)
+
+
+class FourGenerations:
+    """Four turns with two tokens between them."""
+
+    version: ClassVar[str] = "1"
+    Args: ClassVar[type[BaseModel]] = Config
+
+    def __init__(self, tokenizer: TextTokenizer, gconfig: SamplingConfig, args: Any) -> None:
+        self._tokenizer = tokenizer
+        self._gconfig = gconfig
+
+    async def run(self, sample: Sample, stage: Stage) -> Sequence[Trajectory]:
+        transcript = Transcript()
+        transcript.observe(self._tokenizer.encode_prompt(sample.prompt))
+        for turn in range(GENERATIONS):
+            if turn:
+                transcript.observe(BRIDGE)
+            response = await stage.generate(
+                LLMRequest(
+                    rid=f"{sample.rollout_id}.{sample.index}.{turn}",
+                    input_ids=tuple(transcript.input_ids),
+                    gconfig=self._gconfig,
+                    metadata={"group_id": sample.prompt.group_id},
+                )
+            )
+            transcript.sample(response)
+        completion = self._tokenizer.decode(response.output_tokens)
+        result = await stage.score(Answer("", completion, sample.prompt.data))
+        return (transcript.trajectory(sample, result),)
+
+
+register_workflow("four_generations", FourGenerations)

@@ -1,0 +1,39 @@
+"""The registered workflows and rewards, with the JSON schemas of their arguments."""
+
+from __future__ import annotations
+
+import inspect
+
+from headway.contracts.http import PartView
+from headway.rollout.rewards.base import REWARDS, reward_schema
+from headway.rollout.workflows.base import WORKFLOWS, workflow_schema
+
+
+def workflow_views() -> list[PartView]:
+    """All workflows, by name."""
+    return [
+        PartView(
+            name=name,
+            version=WORKFLOWS.get(name).version,
+            summary=_first_line(WORKFLOWS.get(name)),
+            args_schema=workflow_schema(name),
+        )
+        for name in WORKFLOWS.names()
+    ]
+
+
+def reward_views() -> list[PartView]:
+    """All rewards, by name."""
+    return [
+        PartView(
+            name=name,
+            version=None,
+            summary=_first_line(REWARDS.get(name)),
+            args_schema=reward_schema(name),
+        )
+        for name in REWARDS.names()
+    ]
+
+
+def _first_line(part: object) -> str:
+    return (inspect.getdoc(part) or "").partition("\n")[0]

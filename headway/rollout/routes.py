@@ -1,0 +1,137 @@
+"""Submission of rollouts and what becomes of them, over HTTP: thin functions over `RolloutService`.
+
+```bash
+curl -s $GATEWAY/v1/rollouts -H 'content-type: application/json' -d '{"rollouts": [{"rollout_id": "r1",
+  "prompt": {"group_id": "g1", "group_size": 4, "text": "2 + 2 =", "data": {"answer": "4"}},
+  "reward": {"name": "exact"}}]}'
+curl -s $GATEWAY/v1/rollouts/wait -H 'content-type: application/json' -d '{"delivery_id": "d1",
+  "count": 1, "rollout_ids": ["r1"], "format": "json"}'
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
+
+from headway.contracts import http
+from headway.contracts.codec import MEDIA_TYPE, join_payloads
+from headway.contracts.errors import NotFound, ServiceError
+from headway.contracts.types import Identifier
+from headway.rollout.catalog import reward_views, workflow_views
+from headway.rollout.service import RolloutService
+from headway.rollout.views import batch_view, rollout_view, summary
+from headway.runtime.disconnect import unless_disconnected
+
+JSON = "application/json"
+STREAM_POLL_S = 15.0
+"""A stream without news sends a comment so often, which keeps proxies from closing it."""
+
+rollouts = APIRouter()
+
+
+def service_of(request: Request) -> RolloutService:
+    """The service behind an app."""
+    service: RolloutService = request.app.state.service
+    return service
+
+
+@rollouts.post(http.ROLLOUTS)
+async def submit(body: http.SubmitRequest, request: Request) -> http.SubmitResponse:
+    return http.SubmitResponse(new=await service_of(request).submit(body.rollouts))
+
+
+@rollouts.post(http.ROLLOUTS_WAIT, response_class=Response)
+async def wait(body: http.WaitRequest, request: Request) -> Response:
+    payloads, num_ready = await unless_disconnected(request, service_of(request).wait(body))
+    if payloads is None:
+        return Response(status_code=204, headers={http.READY_HEADER: str(num_ready)})
+    if body.format == "json":
+        return Response(batch_view(payloads).model_dump_json(), media_type=JSON)
+    return Response(join_payloads(payloads), media_type=MEDIA_TYPE)
+
+
+@rollouts.get(http.ROLLOUTS_STREAM, response_class=StreamingResponse)
+async def stream(
+    request: Request,
+    stream_id: Annotated[Identifier, Query()],
+    consumer: Annotated[Identifier, Query()] = "default",
+) -> StreamingResponse:
+    """Finished groups as server-sent events, oldest submission first, each a `GroupView`.
+
+    Event ids count from 0; a client that reconnects with the same `stream_id` and the
+    `Last-Event-ID` it saw gets what it may have missed.
+    """
+    last = request.headers.get("last-event-id", "")
+    first = int(last) + 1 if last.isdigit() and len(last) < 16 else 0
+    events = _events(service_of(request), stream_id, consumer, first)
+    return StreamingResponse(events, media_type="text/event-stream")
+
+
+async def _events(
+    service: RolloutService, stream_id: str, consumer: str, number: int
+) -> AsyncIterator[str]:
+    while True:
+        body = http.WaitRequest(
+            delivery_id=f"{stream_id[:100]}:{number}",
+            count=1,
+            timeout_s=STREAM_POLL_S,
+            consumer=consumer,
+        )
+        try:
+            payloads, _ = await service.wait(body)
+        except ServiceError as error:
+            yield f"event: error\ndata: {error.to_body().model_dump_json()}\n\n"
+            return
+        if payloads is None:
+            yield ": nothing is ready\n\n"
+            continue
+        (view,) = batch_view(payloads).groups
+        yield f"id: {number}\nevent: group\ndata: {view.model_dump_json()}\n\n"
+        number += 1
+
+
+@rollouts.post(http.ROLLOUTS_CANCEL)
+async def cancel(body: http.CancelRequest, request: Request) -> http.CancelResponse:
+    cancelled = await service_of(request).cancel(body.rollout_ids, body.reason)
+    return http.CancelResponse(cancelled=cancelled)
+
+
+@rollouts.get(http.ROLLOUTS)
+async def listing(
+    request: Request,
+    state: Annotated[http.RolloutState | None, Query()] = None,
+    consumer: Annotated[Identifier | None, Query()] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    before: Annotated[Identifier | None, Query()] = None,
+) -> http.RolloutList:
+    entries = await service_of(request).ledger.find(state, consumer, limit, before)
+    more = entries[-1].request.rollout_id if len(entries) == limit else None
+    return http.RolloutList(rollouts=[summary(entry) for entry in entries], before=more)
+
+
+@rollouts.post(http.LEDGER_REQUEUE)
+async def requeue(body: http.RequeueRequest, request: Request) -> http.RequeueResponse:
+    return http.RequeueResponse(requeued=await service_of(request).requeue(body.rollout_ids))
+
+
+@rollouts.get(http.WORKFLOWS)
+async def workflows() -> http.PartList:
+    return http.PartList(parts=workflow_views())
+
+
+@rollouts.get(http.REWARDS)
+async def rewards() -> http.PartList:
+    return http.PartList(parts=reward_views())
+
+
+@rollouts.get(http.ROLLOUT)
+async def rollout(rollout_id: Identifier, request: Request) -> http.RolloutView:
+    service = service_of(request)
+    entry = await service.ledger.get(rollout_id, with_payload=True)
+    if entry is None:
+        raise NotFound(f"no rollout {rollout_id!r} in the ledger")
+    return rollout_view(entry, await service.ledger.events(rollout_id), service.tokenizer)

@@ -1,0 +1,91 @@
+"""What the ledger and the codec hold, as JSON for people and for clients without safetensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headway.contracts.codec import decode_groups
+from headway.contracts.http import (
+    BatchView,
+    EventView,
+    GroupView,
+    RolloutSummary,
+    RolloutView,
+    TrajectoryView,
+    TurnView,
+)
+from headway.contracts.types import Trajectory, TrajectoryGroup
+from headway.rollout.ledger.base import Entry, Event
+from headway.rollout.tokenizer import TextTokenizer
+
+
+def batch_view(payloads: Sequence[bytes]) -> BatchView:
+    """Codec payloads as JSON, in their order."""
+    groups = [group for payload in payloads for group in decode_groups(payload)]
+    return BatchView(groups=[group_view(group) for group in groups])
+
+
+def group_view(group: TrajectoryGroup, tokenizer: TextTokenizer | None = None) -> GroupView:
+    """A group as JSON; with a tokenizer, also the text of each token."""
+    return GroupView(
+        rollout_id=group.rollout_id,
+        group_id=group.group_id,
+        trajectories=[_trajectory_view(row, tokenizer) for row in group.trajectories],
+    )
+
+
+def summary(entry: Entry) -> RolloutSummary:
+    """One line about a rollout."""
+    request = entry.request
+    return RolloutSummary(
+        rollout_id=request.rollout_id,
+        consumer=request.consumer,
+        group_id=request.prompt.group_id,
+        group_size=request.prompt.group_size,
+        workflow=request.workflow.name,
+        reward=request.reward.name,
+        state=entry.state,
+        attempt=entry.attempt,
+        submitted_at=entry.submitted_at,
+        changed_at=entry.changed_at,
+        oldest_version=entry.oldest_version,
+        staleness=entry.staleness,
+        mean_reward=entry.mean_reward,
+        step=entry.step,
+        reason=entry.reason,
+    )
+
+
+def rollout_view(
+    entry: Entry, events: Sequence[Event], tokenizer: TextTokenizer | None
+) -> RolloutView:
+    """Everything about a rollout."""
+    groups = [] if entry.payload is None else decode_groups(entry.payload)
+    return RolloutView(
+        summary=summary(entry),
+        request=entry.request,
+        events=[EventView(event=e.event, detail=e.detail, at=e.at) for e in events],
+        group=group_view(groups[0], tokenizer) if groups else None,
+    )
+
+
+def _trajectory_view(row: Trajectory, tokenizer: TextTokenizer | None) -> TrajectoryView:
+    ids = row.input_ids.tolist()
+    return TrajectoryView(
+        trajectory_id=row.trajectory_id,
+        sample_index=row.sample_index,
+        branch=row.branch,
+        input_ids=ids,
+        loss_mask=row.loss_mask.tolist(),
+        logprobs=row.logprobs.tolist(),
+        versions=row.versions.tolist(),
+        tokens=tokenizer and [tokenizer.token_bytes(i).decode(errors="replace") for i in ids],
+        reward=row.reward,
+        verdict=row.verdict,
+        details=row.details,
+        stop_reason=row.stop_reason,
+        turns=[
+            TurnView(start=t.start, end=t.end, stop_reason=t.stop_reason, reward=t.reward, note=t.note)
+            for t in row.turns
+        ],
+    )
