@@ -38,9 +38,11 @@ class Lease:
 
     request: RolloutRequest
     attempt: int
-    """1 for the first. It fences: a report of an attempt that is not the newest is refused."""
+    """1 for the first, and for the first after the rollout was revived."""
     age_s: float = 0.0
-    """Seconds since its submission."""
+    """Seconds since its submission, or since it was revived."""
+    fence: int = 0
+    """Grows with every lease of this rollout: a report under one that is not the newest is refused."""
 
     @property
     def rollout_id(self) -> str:
@@ -49,8 +51,8 @@ class Lease:
 
     @property
     def key(self) -> str:
-        """Names this attempt: a rollout that goes back to the queue may be leased before it is let go."""
-        return f"{self.request.rollout_id}#{self.attempt}"
+        """Names this lease: a rollout that goes back to the queue may be leased before it is let go."""
+        return f"{self.request.rollout_id}#{self.fence}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,9 @@ class Ledger(Protocol):
     is_shared: bool
     """Whether other gateways may write to it too: then `revision` tells of their changes."""
 
+    async def connect(self) -> None:
+        """Open the store as a visitor who leases nothing: for tools beside a running gateway."""
+
     async def open(self, owner: str, lease_s: float) -> None:
         """Open the store as one of its owners.
 
@@ -148,14 +153,15 @@ class Ledger(Protocol):
     async def lease(self, admission: Admission) -> list[Lease]:
         """Take queued rollouts that may start: highest priority first, then the oldest.
 
-        The head of each line waits until its whole group fits.
+        The head of each line waits until its whole group fits; what waits for a `min_version` above
+        `admission.version` is not in line yet.
         """
 
     async def renew(self, keys: Collection[str]) -> set[str]:
         """Prolong leases by `lease_s`; those that are this owner's no more (expired, cancelled)."""
 
     async def expire(self) -> int:
-        """Requeue what was leased by owners that renew no more; returns the groups.
+        """Requeue what was leased by owners that renew no more; returns the groups that changed.
 
         What has overrun its `timeout_s`, queued or leased, fails.
         """
@@ -186,8 +192,12 @@ class Ledger(Protocol):
     ) -> Delivery:
         """Give out the consumer's `count` oldest ready groups, or none.
 
-        With `max_staleness`, what has grown staler is dropped, and the batch is held back while one of
-        the consumer's leased groups was admitted at `version - max_staleness` or before.
+        With `max_staleness`, what has grown staler is dropped, what would be too stale next is given
+        out first, and the batch is held back while one of the consumer's leased groups was admitted at
+        `version - max_staleness` or before.
+
+        Raises:
+            Conflict: the delivery id was another consumer's, or its payloads were forgotten.
         """
 
     async def deliver_exactly(
@@ -198,7 +208,7 @@ class Ledger(Protocol):
         Raises:
             WorkflowError: one of them ended without a result.
             NotFound: one of them was never submitted.
-            Conflict: one of them was given out before.
+            Conflict: one of them was given out before, or the delivery id gave out others.
         """
 
     async def outstanding(self, consumer: str) -> int:
