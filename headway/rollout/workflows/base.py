@@ -8,8 +8,9 @@ reward and the outside as a `Stage`, so the same workflow runs in a test, on one
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from pydantic import BaseModel
 
@@ -29,6 +30,10 @@ from headway.rollout.rewards.base import Answer
 from headway.rollout.tokenizer import TextTokenizer
 from headway.runtime.config import validate_config
 
+if TYPE_CHECKING:  # they play with what is defined here
+    from headway.rollout.sessions.chat import Chat
+    from headway.rollout.sessions.session import Session
+
 Generate = Callable[[LLMRequest], Awaitable[LLMResponse]]
 Score = Callable[[Answer], Awaitable[RewardResult]]
 
@@ -42,6 +47,13 @@ class Sample:
     index: int
 
 
+class SessionDesk(Protocol):
+    """Opens sessions, in which a client plays the turns of a sample."""
+
+    def open(self, sample: Sample, chat: Chat) -> AbstractAsyncContextManager[Session]:
+        """Let a client in until the block ends; it waits while too many are open."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """What a workflow plays with."""
@@ -51,6 +63,8 @@ class Stage:
     score: Score
     """The reward that the rollout was submitted with."""
     facilities: Facilities
+    sessions: SessionDesk | None = None
+    """Where somebody else plays the turns; None if this service keeps no sessions."""
 
 
 class Workflow(Protocol):
@@ -72,7 +86,10 @@ class Workflow(Protocol):
 
 WORKFLOWS: Registry[type[Workflow]] = Registry(
     "workflow",
-    {"single_turn": "headway.rollout.workflows.single_turn:SingleTurn"},
+    {
+        "session": "headway.rollout.workflows.session:SessionWorkflow",
+        "single_turn": "headway.rollout.workflows.single_turn:SingleTurn",
+    },
     entry_point_group="headway.workflows",
 )
 
@@ -80,6 +97,15 @@ WORKFLOWS: Registry[type[Workflow]] = Registry(
 def register_workflow(name: str, target: str | type[Workflow]) -> None:
     """Add a workflow: a class, or `"module:attribute"` for a lazy one."""
     WORKFLOWS.register(name, target)
+
+
+def workflow_schema(name: str) -> dict[str, Any]:
+    """JSON schema of a workflow's arguments.
+
+    Raises:
+        UnknownName: nobody registered the name.
+    """
+    return WORKFLOWS.get(name).Args.model_json_schema()
 
 
 def make_workflow(ref: WorkflowRef, tokenizer: TextTokenizer, gconfig: SamplingConfig) -> Workflow:

@@ -1,10 +1,12 @@
 import numpy as np
 import pytest
+from games import NOTHING
 
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import ConfigError, RewardError, UnknownName
-from headway.contracts.types import LLMRequest, LLMResponse, Prompt, RewardResult
-from headway.rollout.workflows.base import Sample, make_workflow
+from headway.contracts.types import LLMRequest, LLMResponse, Prompt, RewardResult, WorkflowRef
+from headway.rollout.rewards.base import Answer
+from headway.rollout.workflows.base import Sample, Stage, make_workflow, workflow_schema
 
 PROMPT = Prompt(group_id="g7", group_size=4, text="hello", data={"answer": "world"})
 
@@ -28,53 +30,88 @@ class Generator:
         )
 
 
-async def score(prompt: str, completion: str) -> RewardResult:
-    assert (prompt, completion) == ("hello", "world x")
-    return RewardResult(0.75)
+async def score(answer: Answer) -> RewardResult:
+    assert (answer.prompt, answer.completion) == ("hello", "world x")
+    assert (answer.prompt_ids, answer.completion_ids) == ([1, 6], [7, 8, 2])
+    assert answer.data == {"answer": "world"}
+    return RewardResult(0.75, {"seen": "x"}, "wrong_answer")
 
 
 def workflow(tokenizer, **sampling):
-    return make_workflow("single_turn", {}, tokenizer, SamplingConfig(**sampling))
+    return make_workflow(WorkflowRef(name="single_turn"), tokenizer, SamplingConfig(**sampling))
+
+
+async def play(workflow, index=0, generate=None, score=score, rollout_id="r1"):
+    stage = Stage(generate or Generator(), score, NOTHING)
+    (row,) = await workflow.run(Sample(rollout_id, PROMPT, index), stage)
+    return row
 
 
 async def test_a_trajectory_holds_prompt_and_answer(plain_tokenizer):
     generate = Generator()
-    row = await workflow(plain_tokenizer).run(Sample("r1", PROMPT, 2), generate, score)
+    row = await play(workflow(plain_tokenizer), 2, generate)
     assert (row.rollout_id, row.group_id, row.sample_index) == ("r1", "g7", 2)
     np.testing.assert_array_equal(row.input_ids, np.array([1, 6, 7, 8, 2], np.int32))
     np.testing.assert_array_equal(row.loss_mask, [False, False, True, True, True])
     np.testing.assert_array_equal(row.logprobs, np.array([0, 0, -0.1, -0.2, -0.3], np.float32))
     np.testing.assert_array_equal(row.versions, np.array([-1, -1, 4, 5, 5], np.int32))
     assert (row.reward, row.stop_reason, row.oldest_version) == (0.75, "stop", 4)
+    assert (row.verdict, row.details, row.turns) == ("wrong_answer", {"seen": "x"}, ())
     (request,) = generate.requests
-    assert request.input_ids == (1, 6)
+    assert (request.rid, request.input_ids) == ("r1.2", (1, 6))
     assert request.metadata == {"group_id": "g7"}
 
 
 async def test_siblings_of_a_seeded_group_have_seeds_and_names_of_their_own(plain_tokenizer):
     generate = Generator()
     for index in range(3):
-        await workflow(plain_tokenizer, seed=10).run(Sample("r1", PROMPT, index), generate, score)
+        await play(workflow(plain_tokenizer, seed=10), index, generate)
     assert [request.gconfig.seed for request in generate.requests] == [10, 11, 12]
     assert len({request.rid for request in generate.requests}) == 3
 
 
+async def test_the_largest_seed_has_siblings_too(plain_tokenizer):
+    generate = Generator()
+    await play(workflow(plain_tokenizer, seed=2**63 - 1), 1, generate)
+    assert generate.requests[0].gconfig.seed == 0
+
+
+async def test_the_longest_rollout_id_leaves_each_sample_a_name(plain_tokenizer):
+    generate = Generator()
+    for index in range(2):
+        await play(workflow(plain_tokenizer), index, generate, rollout_id="r" * 128)
+    first, second = (request.rid for request in generate.requests)
+    assert first != second
+    assert len(first) == len(second) == 128
+
+
 async def test_without_a_seed_the_server_draws_one(plain_tokenizer):
     generate = Generator()
-    await workflow(plain_tokenizer).run(Sample("r1", PROMPT, 1), generate, score)
+    await play(workflow(plain_tokenizer), 1, generate)
     assert generate.requests[0].gconfig.seed is None
 
 
 async def test_a_failing_verdict_is_no_trajectory(plain_tokenizer):
-    async def fails(prompt: str, completion: str) -> RewardResult:
+    async def fails(answer: Answer) -> RewardResult:
         raise RewardError("hung")
 
     with pytest.raises(RewardError, match="hung"):
-        await workflow(plain_tokenizer).run(Sample("r1", PROMPT, 0), Generator(), fails)
+        await play(workflow(plain_tokenizer), score=fails)
 
 
-def test_unknown_names_and_arguments_are_refused(plain_tokenizer):
+def test_unknown_names_arguments_and_versions_are_refused(plain_tokenizer):
+    def make(**ref):
+        return make_workflow(WorkflowRef(**ref), plain_tokenizer, SamplingConfig())
+
     with pytest.raises(UnknownName, match="did you mean 'single_turn'"):
-        make_workflow("single_trun", {}, plain_tokenizer, SamplingConfig())
+        make(name="single_trun")
     with pytest.raises(ConfigError, match="unknown key turns"):
-        make_workflow("single_turn", {"turns": 2}, plain_tokenizer, SamplingConfig())
+        make(name="single_turn", args={"turns": 2})
+    with pytest.raises(ConfigError, match="has version '1' here, '2' is wanted"):
+        make(name="single_turn", version="2")
+    assert make(name="single_turn", version="1")
+
+
+def test_arguments_are_told_as_a_schema():
+    schema = workflow_schema("single_turn")
+    assert (schema["type"], schema["additionalProperties"]) == ("object", False)

@@ -1,0 +1,139 @@
+"""The turns of one sample: each asks with the row so far, under a name and a seed of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from headway.contracts.config.sampling import SamplingConfig
+from headway.contracts.errors import RequestTooLong
+from headway.contracts.types import LLMRequest, LLMResponse, RewardResult
+from headway.rollout.rewards.base import Answer
+from headway.rollout.tokenizer import TextTokenizer
+from headway.rollout.workflows.base import Sample, Stage
+from headway.rollout.workflows.transcript import Transcript
+
+SEEDS = 2**63
+MAX_NAME_CHARS = 128
+"""Of an `Identifier`."""
+
+
+class Game:
+    """Plays one sample, turn by turn, into one row."""
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        gconfig: SamplingConfig,
+        sample: Sample,
+        stage: Stage,
+        opening: Sequence[int],
+        max_tokens: int | None = None,
+    ) -> None:
+        """
+        Args:
+            opening: the prompt's tokens.
+            max_tokens: of the whole row; None leaves the bound to the server.
+        """
+        self._tokenizer = tokenizer
+        self._gconfig = gconfig
+        self._sample = sample
+        self._stage = stage
+        self._opening = list(opening)
+        self._max_tokens = max_tokens
+        self._requests = 0
+        self.transcript = Transcript(opening)
+
+    async def play(self) -> LLMResponse | None:
+        """Sample one turn; None if the row has no room for one, and the game is over.
+
+        Raises:
+            RequestTooLong: the prompt alone leaves no room.
+        """
+        response = await self._ask()
+        if response is not None:
+            self.transcript.sample(response)
+        return response
+
+    async def propose(self) -> LLMResponse:
+        """Sample what may become the turn: `transcript.sample` makes it so.
+
+        Raises:
+            RequestTooLong: the row leaves no room.
+        """
+        response = await self._ask()
+        if response is None:
+            raise RequestTooLong(self._no_room())
+        return response
+
+    def completion(self) -> str:
+        """The text of the last turn."""
+        return self._tokenizer.decode(self.transcript.ids_of(-1))
+
+    async def score(self) -> RewardResult:
+        """The submitted reward's judgement of the last turn."""
+        return await self.judge(self.transcript.ids_of(-1))
+
+    async def judge(self, completion_ids: list[int]) -> RewardResult:
+        """The submitted reward's judgement of an answer to the prompt."""
+        return await self._stage.score(
+            Answer(
+                prompt=self._tokenizer.decode(self._opening),
+                completion=self._tokenizer.decode(completion_ids),
+                data=self._sample.prompt.data,
+                prompt_ids=self._opening,
+                completion_ids=completion_ids,
+            )
+        )
+
+    async def _ask(self) -> LLMResponse | None:
+        is_first = not self.transcript.turns
+        gconfig = self._next_gconfig()
+        if gconfig is None:
+            if is_first:
+                raise RequestTooLong(self._no_room())
+            return None
+        request = LLMRequest(
+            rid=request_name(self._sample, self._requests),
+            input_ids=self.transcript.ids,
+            gconfig=gconfig,
+            metadata={"group_id": self._sample.prompt.group_id},
+        )
+        self._requests += 1
+        try:
+            return await self._stage.generate(request)
+        except RequestTooLong:
+            if is_first:
+                raise
+            return None
+
+    def _next_gconfig(self) -> SamplingConfig | None:
+        """The sampling of the next request; None if nothing may be sampled."""
+        gconfig = self._gconfig
+        changed: dict[str, int] = {}
+        if self._max_tokens is not None:
+            room = self._max_tokens - len(self.transcript)
+            if room < 1:
+                return None
+            if room < gconfig.max_new_tokens:
+                changed["max_new_tokens"] = room
+                changed["min_new_tokens"] = min(gconfig.min_new_tokens, room)
+        if gconfig.seed is not None:  # siblings and turns of a seeded group must differ
+            step = self._sample.index + self._requests * self._sample.prompt.group_size
+            changed["seed"] = (gconfig.seed + step) % SEEDS
+        return gconfig.model_copy(update=changed)
+
+    def _no_room(self) -> str:
+        return (
+            f"the prompt of group {self._sample.prompt.group_id!r} has {len(self._opening)} tokens, "
+            f"max_tokens={self._max_tokens} of the row leaves none to sample; raise it"
+        )
+
+
+def request_name(sample: Sample, number: int) -> str:
+    """A `rid` for one request of a sample; a long rollout id is cut, and told by its hash."""
+    name = f"{sample.rollout_id}.{sample.index}" + (f".{number}" if number else "")
+    if len(name) <= MAX_NAME_CHARS:
+        return name
+    digest = blake2b(name.encode(), digest_size=16).hexdigest()
+    return f"{name[: MAX_NAME_CHARS - len(digest) - 1]}.{digest}"

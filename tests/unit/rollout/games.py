@@ -1,0 +1,70 @@
+"""What tests of workflows play with: a policy that follows a script, and judges."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from headway.contracts.errors import RequestTooLong
+from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, RewardResult, StopReason
+from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox
+from headway.rollout.rewards.base import Answer
+
+NOTHING = Facilities(NoSandbox(), NoOutbound())
+
+
+@dataclass
+class Reply:
+    """What one request samples; its last token is of `version` + 1 if `is_swapped`."""
+
+    tokens: Sequence[int]
+    version: PolicyVersion = 0
+    is_swapped: bool = False
+    stop_reason: StopReason = "stop"
+
+
+@dataclass
+class ScriptedPolicy:
+    """`Stage.generate`: one reply after the other, cut where `max_new_tokens` says.
+
+    The logprob of a token is minus its id over 1000, so a column that is shifted shows.
+    """
+
+    replies: Sequence[Reply]
+    max_context: int | None = None
+    requests: list[LLMRequest] = field(default_factory=list)
+
+    async def __call__(self, req: LLMRequest) -> LLMResponse:
+        if self.max_context and len(req.input_ids) + req.gconfig.max_new_tokens > self.max_context:
+            raise RequestTooLong(f"more than {self.max_context} tokens")
+        reply = self.replies[len(self.requests)]
+        self.requests.append(LLMRequest.model_validate(req.model_dump()))
+        limit = req.gconfig.max_new_tokens
+        tokens = list(reply.tokens[:limit])
+        last = len(tokens) - 1
+        runs = [(reply.version, 0, len(tokens))]
+        if reply.is_swapped:
+            runs = [(reply.version, 0, last), (reply.version + 1, last, last + 1)]
+        return LLMResponse(
+            rid=req.rid,
+            output_tokens=tokens,
+            output_logprobs=[logprob_of(token) for token in tokens],
+            version_runs=runs,
+            stop_reason="length" if len(reply.tokens) > limit else reply.stop_reason,
+            latency_s=0.0,
+            ttft_s=0.0,
+        )
+
+
+def logprob_of(token: int) -> float:
+    return -token / 1000
+
+
+@dataclass
+class Judge:
+    """`Stage.score`: the result that a function gives for an answer's text."""
+
+    decide: Callable[[str], RewardResult]
+    answers: list[Answer] = field(default_factory=list)
+
+    async def __call__(self, answer: Answer) -> RewardResult:
+        self.answers.append(answer)
+        return self.decide(answer.completion)
