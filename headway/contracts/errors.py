@@ -9,6 +9,7 @@ ServiceError
 ├── Unauthorized         no token, or a wrong one                          401
 ├── NotFound             no such rollout, server or version                404
 ├── Conflict             the same id with other content, or a second owner 409
+├── SessionEnded         nothing is played in this session any more        410
 ├── QueueFull            try again later                                   429  retryable
 ├── StaleVersion         a version behind the one that was asked for       409
 ├── Starved              fewer rollouts are outstanding than waited for    409
@@ -124,6 +125,11 @@ class NotFound(ServiceError):
 class Conflict(ServiceError):
     code = "conflict"
     http_status = 409
+
+
+class SessionEnded(ServiceError):
+    code = "session_ended"
+    http_status = 410
 
 
 class QueueFull(ServiceError):
