@@ -2,7 +2,8 @@
 
 Every call is idempotent on the server (by rollout id, delivery id, step or version), so all of them
 are retried with jitter until the service was out of reach for `connect_timeout_s`: a gateway may
-restart under a trainer. One thread may call the blocking methods at a time; `agenerate` belongs to the
+restart under a trainer. Where several gateways share a ledger, whoever does not answer is followed by the
+next. One thread may call the blocking methods at a time; `agenerate` belongs to the
 caller's event loop.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -50,17 +52,18 @@ class RemoteInferenceEngine:
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         connect_timeout_s: float = 60.0,
         request_timeout_s: float = 600.0,
         token: str | None = None,
     ) -> None:
-        self._url = url.rstrip("/")
+        urls = [url] if isinstance(url, str) else list(url)
+        self._urls = deque(each.rstrip("/") for each in urls)
+        """The one that is asked comes first."""
         self._connect_timeout_s = connect_timeout_s
         self._request_timeout_s = request_timeout_s
         self._headers = authorization(token)
         self._client = httpx.Client(
-            base_url=self._url,
             timeout=httpx.Timeout(request_timeout_s, connect=5.0),
             headers=self._headers,
         )
@@ -73,8 +76,7 @@ class RemoteInferenceEngine:
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         """Wait until the service answers; `addr` replaces the URL given at construction."""
         if addr is not None:
-            self._client.base_url = httpx.URL(addr.rstrip("/"))
-            self._url = addr.rstrip("/")
+            self._urls = deque([addr.rstrip("/")])
         self.status()
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
@@ -218,6 +220,10 @@ class RemoteInferenceEngine:
             await self._session.close()
             self._session = None
 
+    @property
+    def _url(self) -> str:
+        return self._urls[0]
+
     def _update_weights(self, request: http.WeightUpdateRequest) -> PolicyVersion:
         answer = self._call("POST", http.WEIGHTS, request)
         return http.WeightUpdateResponse.model_validate_json(answer.content).version
@@ -263,7 +269,13 @@ class RemoteInferenceEngine:
     def _call_once(self, method: str, path: str, body: BaseModel | None) -> httpx.Response:
         content = None if body is None else body.model_dump_json()
         headers = {} if body is None else {"content-type": "application/json"}
-        answer = self._client.request(method, path, content=content, headers=headers)
+        try:
+            answer = self._client.request(
+                method, self._url + path, content=content, headers=headers
+            )
+        except httpx.TransportError:
+            self._urls.rotate(-1)
+            raise
         if answer.is_error:
             raise error_of(answer.status_code, answer.content, f"{self._url}{path}")
         return answer

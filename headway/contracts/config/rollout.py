@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
+
+from pydantic import Field, StringConstraints
 
 from headway.contracts.config.base import Config, PartConfig
 from headway.contracts.config.gateway import EnvironmentName
 from headway.contracts.types import WorkflowRef
 
+Url = Annotated[str, StringConstraints(pattern=r"^https?://[^\s/]+$")]
+
 
 class RolloutConfig(Config):
-    url: str = Field("http://127.0.0.1:8000", pattern=r"^https?://[^\s/]+$")
-    """Gateway, or one generation server alone."""
+    url: Url | Annotated[tuple[Url, ...], Field(min_length=1, max_length=16)] = (
+        "http://127.0.0.1:8000"
+    )
+    """Gateway, or one generation server alone; several are gateways that share a ledger, of which one
+    after the other is asked until one answers."""
     token_env: EnvironmentName | None = None
     """Environment variable with the bearer token that the service asks for."""
     workflow: WorkflowRef = WorkflowRef(name="single_turn")
