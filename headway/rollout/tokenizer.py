@@ -18,6 +18,9 @@ from tokenizers import Tokenizer
 from headway.contracts.errors import ConfigError, DataError
 from headway.contracts.types import Prompt
 
+STAND_IN = "STANDIN"
+"""Written where a sampled message stands, to see what a template puts behind it."""
+
 
 class TextTokenizer:
     """The tokenizer of a model directory."""
@@ -92,6 +95,55 @@ class TextTokenizer:
             raise DataError("the chat template made no tokens of these messages")
         return ids
 
+    def encode_bridge(
+        self,
+        sampled: Sequence[int],
+        history: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_args: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids between a sampled assistant message and where the assistant writes again.
+
+        The sampled tokens stay as they are: the template is rendered with a stand-in for them, and what
+        follows the stand-in is encoded. What they closed themselves (`<|im_end|>`) is not closed twice.
+        Thinking stays in the row where a template would drop it from the history: it is what the policy
+        saw.
+
+        Args:
+            sampled: tokens of the assistant's message.
+            history: messages in front of it; earlier sampled ones may be stand-ins too.
+            messages: what follows it, at least one.
+            tools: as in `encode_chat`, and as in the prompt.
+            template_args: likewise.
+
+        Raises:
+            DataError: the template rewrites earlier messages, or does not write what the assistant said
+                as it is.
+        """
+        variables = {**(template_args or {}), **({"tools": list(tools)} if tools else {})}
+        said = [*history, {"role": "assistant", "content": STAND_IN}]
+        before = self._render(history, variables, opens=False)
+        closing = _behind_stand_in(before, self._render(said, variables, opens=False))
+        bridge = _behind_stand_in(before, self._render([*said, *messages], variables))
+        ids = self._encode_behind_stand_in(bridge)
+        num_closing = len(self._encode_behind_stand_in(_shared_start(closing, bridge)))
+        for length in range(min(num_closing, len(sampled)), 0, -1):
+            if list(sampled[-length:]) == ids[:length]:
+                return ids[length:]
+        return ids
+
+    def _encode_behind_stand_in(self, text: str) -> list[int]:
+        """Token ids of a text inside another: some tokenizers put a blank in front of a whole one."""
+        alone = self.encode(STAND_IN, add_special_tokens=False)
+        joined = self.encode(STAND_IN + text, add_special_tokens=False)
+        if joined[: len(alone)] != alone:
+            raise DataError(
+                f"the chat template writes {text[:40]!r} behind an assistant's message, and the "
+                "tokenizer joins the two; this model cannot be played over several turns"
+            )
+        return joined[len(alone) :]
+
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -134,8 +186,13 @@ class TextTokenizer:
         return environment.from_string(self._chat_source)
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], where: str = ""
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        where: str = "",
+        opens: bool = True,
     ) -> str:
+        """A chat as text; it `opens` the assistant's next message."""
         special = {
             name: value["content"] if isinstance(value, dict) else value
             for name, value in self._settings.items()
@@ -143,7 +200,7 @@ class TextTokenizer:
         }
         try:
             return self._template.render(
-                **{**special, **variables, "messages": messages, "add_generation_prompt": True}
+                **{**special, **variables, "messages": messages, "add_generation_prompt": opens}
             )
         except DataError:
             raise
@@ -159,6 +216,31 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _behind_stand_in(before: str, whole: str) -> str:
+    """What a rendered chat says behind the stand-in, which follows `before`."""
+    if not whole.startswith(before):
+        seam = len(_shared_start(before, whole))
+        raise DataError(
+            "the chat template rewrites earlier messages when others follow: "
+            f"{before[seam : seam + 80]!r} became {whole[seam : seam + 80]!r}; turns of one rollout need "
+            "a template that only appends"
+        )
+    _, stand_in, behind = whole[len(before) :].partition(STAND_IN)
+    if not stand_in:
+        raise DataError(
+            "the chat template does not write an assistant's content as it is: "
+            f"{STAND_IN!r} is missing from {whole[len(before) :][:200]!r}"
+        )
+    return behind
+
+
+def _shared_start(first: str, second: str) -> str:
+    for place, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return first[:place]
+    return min(first, second, key=len)
 
 
 def _raise_template_error(message: str) -> None:

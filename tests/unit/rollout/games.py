@@ -2,11 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from headway.contracts.errors import RequestTooLong
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, RewardResult, StopReason
 from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox
 from headway.rollout.rewards.base import Answer
+from headway.rollout.tokenizer import TextTokenizer
 
 NOTHING = Facilities(NoSandbox(), NoOutbound())
 
@@ -68,3 +75,27 @@ class Judge:
     async def __call__(self, answer: Answer) -> RewardResult:
         self.answers.append(answer)
         return self.decide(answer.completion)
+
+
+CHATML = """{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def byte_tokenizer(folder: Path, template: str | None = CHATML) -> TextTokenizer:
+    """One token per byte, besides ChatML's special tokens."""
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({name: place for place, name in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens([AddedToken(name) for name in ("<|im_start|>", "<|im_end|>")])
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return TextTokenizer(str(folder))
