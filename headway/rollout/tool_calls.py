@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import uuid
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
@@ -24,6 +24,11 @@ class ToolCall:
     arguments: str
     """A JSON object, as text."""
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}", compare=False)
+
+    def rendered(self) -> dict[str, Any]:
+        """What a chat template sees: arguments as an object, since templates write the JSON."""
+        function = {"name": self.name, "arguments": json.loads(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 class ToolCallStream:

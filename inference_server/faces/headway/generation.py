@@ -8,30 +8,17 @@ from contextlib import aclosing
 
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from headway.contracts import http
 from headway.contracts.errors import ServiceError
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
 from headway.runtime.disconnect import unless_disconnected
+from headway.runtime.event_stream import EventStream
 from inference_server.engine import LocalGenerator
 
 router = APIRouter()
 
 Part = LLMDelta | LLMResponse
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events whose source is closed with the connection, whoever ends it."""
-
-    media_type = "text/event-stream"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            if isinstance(self.body_iterator, AsyncGenerator):
-                await self.body_iterator.aclose()
 
 
 @router.post(http.GENERATE_STREAM, response_class=StreamingResponse)

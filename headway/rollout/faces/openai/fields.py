@@ -99,14 +99,21 @@ class GenerationFields(Config):
         Raises:
             InvalidField: a value is out of bounds.
         """
-        given: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
+        given = {name: value for name, value in self.given(index).items() if value is not None}
+        try:
+            return SamplingConfig(**{**given, "max_new_tokens": max_new_tokens})
+        except ValidationError as error:
+            raise InvalidField.of(error, SAMPLING_NAMES) from error
+
+    def given(self, index: int = 0) -> dict[str, Any]:
+        """Parameters of one choice by our names; None where the request is silent."""
+        return {
             "min_new_tokens": self.min_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": None if self.top_k is None or self.top_k < 1 else self.top_k,
             "min_p": self.min_p,
-            "stop": self.stops,
+            "stop": None if self.stop is None else self.stops,
             "stop_token_ids": self.stop_token_ids,
             "ignore_eos": self.ignore_eos,
             "presence_penalty": self.presence_penalty,
@@ -115,10 +122,6 @@ class GenerationFields(Config):
             "logit_bias": self.logit_bias,
             "seed": None if self.seed is None else self.seed + index,
         }
-        try:
-            return SamplingConfig(**{k: v for k, v in given.items() if v is not None})
-        except ValidationError as error:
-            raise InvalidField.of(error, SAMPLING_NAMES) from error
 
     def check(self) -> None:
         """Refuse fields that contradict each other.
