@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, FiniteFloat, StringConstraints
 
 from headway.contracts.config.base import Config, PartConfig
 from headway.contracts.config.sampling import SamplingConfig
@@ -333,10 +333,10 @@ class SessionResponse(Config):
 class SessionEndRequest(Config):
     """`POST /v1/sessions/{session_id}/end`, with the session's key; idempotent."""
 
-    reward: float | None = None
-    """Of the whole session; None has the submitted reward judge it."""
-    turn_rewards: dict[int, float] = Field({}, max_length=65536)
-    """By turn, counted from 0."""
+    reward: FiniteFloat | None = None
+    """Of the whole session; None has the submitted reward judge the last answer."""
+    turn_rewards: dict[int, FiniteFloat] = Field({}, max_length=65536)
+    """By turn, counted from 0 in the order of the answers (`metadata.turn` of each)."""
     details: dict[str, Any] = {}
     failed: str | None = Field(None, min_length=1, max_length=4096)
     """The agent broke: the rollout is recorded as failed with this reason."""

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import ConfigError
+from headway.contracts.http import SessionResponse
 from headway.contracts.registry import Registry
 from headway.contracts.types import (
     LLMRequest,
@@ -52,6 +53,13 @@ class SessionDesk(Protocol):
 
     def open(self, sample: Sample, chat: Chat) -> AbstractAsyncContextManager[Session]:
         """Let a client in until the block ends; it waits while too many are open."""
+
+    def describe(self, session: Session, base_url: str | None = None) -> SessionResponse:
+        """Where a session is played, and its key.
+
+        Args:
+            base_url: what the client reached this service by; None takes its own address.
+        """
 
 
 @dataclass(frozen=True, slots=True)
