@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from headway.contracts.config.base import Config, PartConfig
 from headway.contracts.config.sampling import SamplingConfig
@@ -29,6 +29,17 @@ class Message(Config):
 
     role: str = Field(min_length=1, max_length=64)
     content: str
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _refuse_parts(cls, content: Any) -> Any:
+        if not isinstance(content, list | tuple):
+            return content
+        kinds = {str(part.get("type")) if isinstance(part, dict) else "?" for part in content}
+        raise ValueError(
+            f"content is a list with parts of type {', '.join(sorted(kinds))}; workflows play text "
+            "only: send the content as one string, without images or audio"
+        )
 
 
 class Prompt(Config):
