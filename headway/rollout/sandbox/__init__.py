@@ -1,0 +1,1 @@
+"""Untrusted programs, run where they can harm nobody: `choice.make_sandbox`."""

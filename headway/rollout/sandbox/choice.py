@@ -1,0 +1,107 @@
+"""Which sandbox this service has: `make_sandbox`.
+
+`auto` takes the first back-end that contains a probe program, and refuses programs where none does;
+a back-end that is asked for by name and does not contain it keeps the service from starting.
+
+| back-end | covers | a program can still |
+| bubblewrap | files, network, processes, signals, memory, CPU, output, leftovers | read /usr; fill kernel memory that no limit counts |
+| landlock | content of files, network, processes (refused), signals, memory, CPU, output | see names and sizes of files; fill the disk of the scratch folder |
+| unsafe | memory of one process, CPU, size of one file, output | read and delete files, use the network, start processes |
+| remote | what the service at the other end covers | what that service lets it |
+
+None covers flaws of the kernel. Only the standard library of Python is there to import.
+"""  # noqa: E501 - a table
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+from headway.contracts.config.gateway import SandboxConfig
+from headway.contracts.errors import ConfigError
+from headway.rollout.facilities import NoSandbox, Outbound, Outcome, Program, Sandbox
+from headway.rollout.sandbox.backends import BUBBLEWRAP, LANDLOCK, UNSAFE, Backend, Unavailable
+from headway.rollout.sandbox.pool import SandboxPool
+from headway.rollout.sandbox.probe import probe
+from headway.rollout.sandbox.remote import RemoteSandbox
+
+CORES_PER_WORKER = 2
+
+logger = logging.getLogger(__name__)
+
+
+class ManagedSandbox(Sandbox, Protocol):
+    """A sandbox with a beginning and an end."""
+
+    async def start(self) -> None:
+        """Raises ConfigError: it cannot hold programs on this machine."""
+
+    async def aclose(self) -> None:
+        """End everything that it started."""
+
+
+def make_sandbox(config: SandboxConfig, outbound: Outbound) -> ManagedSandbox:
+    """The sandbox that a config asks for, not started yet."""
+    if config.type == "remote":
+        return RemoteSandbox(str(config.url), outbound, config.wall_factor)
+    return LocalSandbox(config)
+
+
+class LocalSandbox:
+    """Chooses among the back-ends of this machine when it starts."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self._config = config
+        self._chosen: SandboxPool | NoSandbox = NoSandbox("the sandbox has not been started")
+
+    async def start(self) -> None:
+        """Choose, and start the workers."""
+        if self._config.type == "none":
+            self._chosen = NoSandbox("`sandbox.type` of the config is none")
+            return
+        reasons = []
+        for backend in self._candidates():
+            try:
+                self._chosen = await self._open(backend)
+            except Unavailable as reason:
+                reasons.append(f"{backend.name}: {reason}")
+                continue
+            level = logging.WARNING if backend is UNSAFE else logging.INFO
+            said = f"sandbox: {backend.name}, covers {backend.covers}; not {backend.lacks}"
+            logger.log(level, "; ".join([said, *(f"passed over {r}" for r in reasons)]))
+            return
+        refusal = f"no sandbox holds programs here ({'; '.join(reasons)})"
+        if self._config.type != "auto":
+            raise ConfigError(f"sandbox.type={self._config.type}, but {refusal}")
+        logger.warning("sandbox: %s; programs are refused", refusal)
+        self._chosen = NoSandbox(f"{refusal}; install bubblewrap, or name a remote sandbox")
+
+    async def run(self, program: Program) -> Outcome:
+        """See `facilities.Sandbox`."""
+        return await self._chosen.run(program)
+
+    async def aclose(self) -> None:
+        """End the workers."""
+        if isinstance(self._chosen, SandboxPool):
+            await self._chosen.aclose()
+        self._chosen = NoSandbox("the sandbox was closed")
+
+    def _candidates(self) -> Sequence[Backend]:
+        if self._config.type == "auto":
+            return (BUBBLEWRAP, LANDLOCK, *((UNSAFE,) if self._config.allow_unsafe else ()))
+        named = {backend.name: backend for backend in (BUBBLEWRAP, LANDLOCK, UNSAFE)}
+        return (named[self._config.type],)
+
+    async def _open(self, backend: Backend) -> SandboxPool:
+        workers = self._config.workers or max(1, (os.cpu_count() or 1) // CORES_PER_WORKER)
+        pool = SandboxPool(backend, workers, self._config.wall_factor)
+        await pool.start()
+        if backend is not UNSAFE:
+            try:
+                await probe(pool)
+            except BaseException:
+                await pool.aclose()
+                raise
+        return pool

@@ -1,0 +1,1 @@
+"""What runs beside untrusted programs: the standard library only, and nothing else of this project."""

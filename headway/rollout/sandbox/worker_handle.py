@@ -1,0 +1,153 @@
+"""The gateway's end of one sandbox worker: a child process behind a socket pair.
+
+No thread and no `preexec_fn`: the child is started by vfork, which costs the same however much memory
+this process holds. A worker that is late, silent or incoherent is killed; it is never asked twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+import subprocess
+import tempfile
+from typing import IO, Any
+
+from headway.rollout.sandbox.backends import Backend, Command
+
+START_S = 30.0
+"""A worker imports before it is ready; on a machine under load that takes a while."""
+GRACE_S = 3.0
+"""Beyond a program's wall time, for the worker to end it and to answer; also to tidy up."""
+MAX_FRAME_BYTES = 64 << 20
+STDERR_CHARS = 500
+HEADER = struct.Struct(">I")
+
+
+class WorkerLost(Exception):
+    """The worker failed; what it ran was not judged."""
+
+
+class WorkerHandle:
+    """One worker, started when it is first needed and again after every loss."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._command: Command | None = None
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._stderr: IO[bytes] | None = None
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+        self._is_ready = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that was started; None while there is none."""
+        return self._popen.pid if self._popen else None
+
+    async def start(self) -> None:
+        """Start the worker if it is not there, and wait until it takes a job.
+
+        Raises:
+            WorkerLost: it ended, or was not ready in time.
+            Unavailable: it cannot be started here.
+        """
+        if self._popen is not None and not self._is_ready:
+            await self._await_ready(GRACE_S, restart=True)
+        if self._popen is None:
+            await self._launch()
+            await self._await_ready(START_S, restart=False)
+
+    async def run(self, job: dict[str, Any], wall_s: float) -> dict[str, Any]:
+        """Run one job in a started worker; its outcome frame.
+
+        Raises:
+            WorkerLost: the worker ended, or was late.
+        """
+        self._is_ready = False
+        data = json.dumps(job).encode()
+        try:
+            async with asyncio.timeout(wall_s + GRACE_S):
+                self._writer.write(HEADER.pack(len(data)) + data)
+                return await self._read_frame()
+        except TimeoutError as error:
+            self.kill()
+            raise WorkerLost(f"no answer within {wall_s + GRACE_S:g} s") from error
+        except (OSError, EOFError, ValueError, RecursionError) as error:
+            raise self._lost(error) from error
+        except BaseException:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """End the worker and all that it runs."""
+        if self._popen is None:
+            return
+        self._writer.transport.abort()
+        self._popen.kill()
+        self._popen.wait()
+        self._popen = None
+        if self._stderr is not None:
+            self._stderr.close()
+        if self._command is not None and self._command.scratch is not None:
+            _remove(self._command.scratch)
+
+    async def _launch(self) -> None:
+        self._command = self._backend.command()
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by kill()
+        with theirs:
+            self._popen = subprocess.Popen(
+                self._command.argv,
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                stderr=self._stderr,
+                env={},
+                cwd="/",
+                start_new_session=True,
+            )
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+
+    async def _await_ready(self, timeout_s: float, *, restart: bool) -> None:
+        """Wait for the worker's word; one that does not come is a loss, or calls for another one."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                frame = await self._read_frame()
+                if frame != {"ready": True}:
+                    raise ValueError(f"{str(frame)[:80]} came; ready was wanted")
+            self._is_ready = True
+        except (OSError, EOFError, ValueError, RecursionError) as error:  # TimeoutError is an OSError
+            lost = self._lost(error)
+            if not restart:
+                raise lost from error
+        except BaseException:
+            self.kill()
+            raise
+
+    async def _read_frame(self) -> dict[str, Any]:
+        (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+        if length > MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {length} bytes")
+        frame = json.loads(await self._reader.readexactly(length))
+        if not isinstance(frame, dict):
+            raise ValueError("a frame that is no object")  # noqa: TRY004 - a matter of protocol
+        return frame
+
+    def _lost(self, error: Exception) -> WorkerLost:
+        said = ""
+        if self._stderr is not None:
+            with contextlib.suppress(OSError):
+                self._stderr.seek(0)
+                said = self._stderr.read().decode(errors="replace").strip()[-STDERR_CHARS:]
+        self.kill()
+        reason = str(error) or type(error).__name__
+        return WorkerLost(f"{said} ({reason})" if said else reason)
+
+
+def _remove(folder: str) -> None:
+    """Remove what programs left, however deep and whatever its modes; /bin/rm does not recurse."""
+    subprocess.run(["chmod", "-Rf", "u+rwx", folder], check=False)
+    subprocess.run(["rm", "-rf", "--", folder], check=False)
