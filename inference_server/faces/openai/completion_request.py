@@ -8,7 +8,8 @@ from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag
 
 from headway.contracts.types import TokenId
 from headway.rollout.faces.error_shapes import InvalidField
-from headway.rollout.faces.openai.fields import GenerationFields, refused
+from headway.rollout.faces.openai.fields import GenerationFields
+from headway.rollout.faces.refusal import refused
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""

@@ -17,10 +17,10 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from headway.contracts import http
 from headway.contracts.errors import ServiceError
-from headway.runtime.disconnect import unless_disconnected
 from headway.rollout.faces.error_shapes import failure_of, route_in
 from headway.rollout.faces.openai.chat_request import ChatRequest
 from headway.rollout.faces.openai.errors import openai_error
+from headway.runtime.disconnect import unless_disconnected
 from inference_server.faces.headway.generation import local
 from inference_server.faces.openai.completion_request import CompletionRequest
 from inference_server.faces.openai.job import Job

@@ -21,11 +21,12 @@ from headway.contracts import http
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import ServiceError
 from headway.contracts.types import LLMRequest
-from headway.runtime.disconnect import unless_disconnected
 from headway.rollout.faces.error_shapes import Failure, InvalidField, route_in
 from headway.rollout.tokenizer import TextTokenizer
+from headway.runtime.disconnect import unless_disconnected
+from headway.runtime.event_stream import EventStream
 from headway.runtime.logging import note_request
-from inference_server.faces.headway.generation import EventStream, local
+from inference_server.faces.headway.generation import local
 from inference_server.faces.sglang.face import SGLangFace
 from inference_server.faces.sglang.types import (
     AbortBody,

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue
 
 from headway.rollout.faces.error_shapes import InvalidField
-from headway.rollout.faces.openai.fields import GenerationFields, refused
+from headway.rollout.faces.openai.fields import GenerationFields
 from headway.rollout.faces.openai.messages import ChatMessage, Tool
+from headway.rollout.faces.refusal import refused
 
 UNCONSTRAINED = "output is not constrained to a grammar"
 OF_TEMPLATE = ("messages", "tools", "add_generation_prompt")

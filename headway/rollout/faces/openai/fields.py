@@ -1,35 +1,20 @@
-"""The fields that completions and chat completions share, and how they become sampling parameters.
-
-A field of OpenAI's that this server cannot honour is declared all the same, as `refused`: the client
-then learns why, and may still send the value that asks for nothing.
-"""
+"""The fields that completions and chat completions share, and how they become sampling parameters."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, JsonValue, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import Field, JsonValue, ValidationError
 
 from headway.contracts.config.base import Config
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.types import TokenId
 from headway.rollout.faces.error_shapes import InvalidField
+from headway.rollout.faces.refusal import refused
 
 MAX_CHOICES = 128
 SAMPLING_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 """Our name of a sampling parameter -> theirs, where they differ."""
-
-
-def refused(reason: str, *neutral: JsonValue) -> BeforeValidator:
-    """Take null and the neutral values, and refuse every other one for this reason."""
-
-    def check(value: JsonValue) -> JsonValue:
-        if value is None or value in neutral:
-            return value
-        raise PydanticCustomError("refused", "{reason}", {"reason": reason})
-
-    return BeforeValidator(check)
 
 
 class StreamOptions(Config):

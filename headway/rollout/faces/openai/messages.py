@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from headway.contracts.config.base import Config
 from headway.rollout.faces.error_shapes import InvalidField
-from headway.rollout.faces.openai.fields import refused
+from headway.rollout.faces.refusal import refused
 
 
 class TextPart(Config):
