@@ -44,15 +44,22 @@ class Game:
         self._requests = 0
         self.transcript = Transcript(opening)
 
-    async def play(self) -> LLMResponse | None:
-        """Sample one turn; None if the row has no room for one, and the game is over.
+    async def play(self, shown: Sequence[int] = ()) -> LLMResponse | None:
+        """Sample one turn; None if the row has no room for one: it then stays as it was.
+
+        Args:
+            shown: tokens that the policy is shown in front of the turn.
 
         Raises:
             RequestTooLong: the prompt alone leaves no room.
         """
-        response = await self._ask()
-        if response is not None:
-            self.transcript.sample(response)
+        response = await self._ask(shown)
+        if response is None:
+            if not self.transcript.turns:
+                raise RequestTooLong(self._no_room())
+            return None
+        self.transcript.observe(shown)
+        self.transcript.sample(response)
         return response
 
     async def propose(self) -> LLMResponse:
@@ -61,7 +68,7 @@ class Game:
         Raises:
             RequestTooLong: the row leaves no room.
         """
-        response = await self._ask()
+        response = await self._ask(())
         if response is None:
             raise RequestTooLong(self._no_room())
         return response
@@ -86,16 +93,14 @@ class Game:
             )
         )
 
-    async def _ask(self) -> LLMResponse | None:
-        is_first = not self.transcript.turns
-        gconfig = self._next_gconfig()
+    async def _ask(self, shown: Sequence[int]) -> LLMResponse | None:
+        ids = (*self.transcript.ids, *shown)
+        gconfig = self._next_gconfig(len(ids))
         if gconfig is None:
-            if is_first:
-                raise RequestTooLong(self._no_room())
             return None
         request = LLMRequest(
             rid=request_name(self._sample, self._requests),
-            input_ids=self.transcript.ids,
+            input_ids=ids,
             gconfig=gconfig,
             metadata={"group_id": self._sample.prompt.group_id},
         )
@@ -103,16 +108,16 @@ class Game:
         try:
             return await self._stage.generate(request)
         except RequestTooLong:
-            if is_first:
+            if not self.transcript.turns:
                 raise
             return None
 
-    def _next_gconfig(self) -> SamplingConfig | None:
-        """The sampling of the next request; None if nothing may be sampled."""
+    def _next_gconfig(self, length: int) -> SamplingConfig | None:
+        """The sampling of the next request; None if the row leaves nothing to sample."""
         gconfig = self._gconfig
         changed: dict[str, int] = {}
         if self._max_tokens is not None:
-            room = self._max_tokens - len(self.transcript)
+            room = self._max_tokens - length
             if room < 1:
                 return None
             if room < gconfig.max_new_tokens:

@@ -5,7 +5,7 @@ from games import CHATML, byte_tokenizer
 
 from headway.contracts.errors import DataError
 from headway.contracts.types import Message, Prompt
-from headway.rollout.workflows.chat import Chat
+from headway.rollout.workflows.conversation import Conversation
 
 USER = "<|im_start|>user\n{}<|im_end|>\n"
 OPEN = "<|im_start|>assistant\n"
@@ -45,7 +45,7 @@ def played(tmp_path, template, *turns, template_args=None):
     """The row of a chat: what was sampled, then what is said to it, in turn."""
     tokenizer = byte_tokenizer(tmp_path, template)
     prompt = Prompt(group_id="g", messages=(Message(role="user", content="2+2?"),))
-    chat = Chat(tokenizer, prompt, template_args=template_args)
+    chat = Conversation(tokenizer, prompt, template_args=template_args)
     row = chat.opening()
     for sampled, said in turns:
         ids = tokenizer.encode(sampled, add_special_tokens=False)
@@ -105,14 +105,14 @@ def test_a_turn_that_plays_the_user_too_keeps_what_it_wrote(tmp_path):
 
 def test_text_goes_on_with_text(tmp_path):
     tokenizer = byte_tokenizer(tmp_path, None)
-    chat = Chat(tokenizer, Prompt(group_id="g", text="2+2="))
+    chat = Conversation(tokenizer, Prompt(group_id="g", text="2+2="))
     row = chat.opening() + chat.follow([], [Message(role="user", content=" no: ")])
     assert tokenizer.decode(row) == "2+2= no: "
 
 
 def test_token_ids_do_not_say_how_a_turn_is_written(tmp_path):
     with pytest.raises(DataError, match="group 'g' is token ids"):
-        Chat(byte_tokenizer(tmp_path), Prompt(group_id="g", input_ids=(1, 2)))
+        Conversation(byte_tokenizer(tmp_path), Prompt(group_id="g", input_ids=(1, 2)))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from headway.contracts.types import Message, Prompt
 from headway.rollout.tokenizer import STAND_IN, TextTokenizer
 
 
-class Chat:
+class Conversation:
     """The conversation of one sample, as messages and as the tokens that it adds to the row.
 
     A prompt of messages goes on with the chat template; one of text goes on with text as it is.
