@@ -1,20 +1,24 @@
-"""Verifiers by name: `register_reward`, `make_reward`.
+"""Rewards by name: `register_reward`, `make_reward`.
 
-A reward is made once per name and arguments, and called with an `Answer`. It is pure; it may be slow or
-hang, because `pool.RewardPool` runs it in a process that can be killed. What it raises is recorded as a
-failure of the rollout and never becomes a score.
+A reward is made once per name and arguments, and called with an `Answer`. It may be slow or hang, because
+`scoring.Scorer` runs it in a process that can be killed. What it raises is recorded as a failure of the
+rollout and never becomes a score.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from numbers import Real
+from typing import Any, Protocol, get_args, runtime_checkable
 
-from headway.contracts.errors import ConfigError
+from headway.contracts.errors import RewardError
 from headway.contracts.registry import Registry
-from headway.contracts.types import RewardResult
+from headway.contracts.types import RewardResult, Verdict
 from headway.rollout.facilities import Facilities
+from headway.rollout.parts import args_model, build_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +34,13 @@ class Answer:
 
 
 RewardFunction = Callable[[Answer], float | RewardResult]
-"""Trusted, pure and synchronous: it runs in a process that can be killed. It may have a method
-`quick(answer) -> float | RewardResult | None`, which settles easy cases in microseconds, in time linear
-in the answer; that one runs on the event loop, and None hands the answer to the process."""
+"""Trusted, pure and synchronous: it runs in a process that can be killed. As attributes it may have
+
+- `quick(answer) -> float | RewardResult | None`, a method that settles easy cases in microseconds, in
+  time linear in the answer; it runs on the event loop, and None hands the answer to the process;
+- `hang_verdict: Verdict | None`, for a verifier that only a malicious answer makes hang: an answer over
+  which it is killed gets this verdict and the score 0. Without one, a verifier that hangs is an error;
+- `preload: tuple[str, ...]`, modules that are imported once, before processes are forked."""
 
 
 @runtime_checkable
@@ -49,34 +57,75 @@ class AsyncReward(Protocol):
 
 Reward = RewardFunction | AsyncReward
 
-REWARDS: Registry[Callable[..., Reward]] = Registry(
+REWARDS: Registry[Callable[..., Any]] = Registry(
     "reward",
     {
         "exact": "headway.rollout.rewards.exact:ExactMatch",
+        "format": "headway.rollout.rewards.format:make_format",
+        "given": "headway.rollout.rewards.given:Given",
+        "given": "headway.rollout.rewards.given:Given",
         "gsm8k": "headway.rollout.rewards.gsm8k:GSM8K",
+        "math": "headway.rollout.rewards.math:Math",
+        "reward_model": "headway.rollout.rewards.reward_model:RewardModel",
     },
     entry_point_group="headway.rewards",
 )
 
 
-def register_reward(name: str, target: str | Callable[..., Reward]) -> None:
-    """Add a verifier: a class or factory, or `"module:attribute"` for a lazy one."""
+def register_reward(name: str, target: str | Callable[..., Any]) -> None:
+    """Add a reward; requests then name it, and nothing else that they carry is ever imported.
+
+    Args:
+        name: what a request writes.
+        target: a class or factory of rewards, a plain function in one of the signatures that
+            `functions` knows, or `"module:attribute"` for a lazy one. It must be importable by
+            its name: it runs in other processes.
+    """
     REWARDS.register(name, target)
 
 
 def make_reward(name: str, args: Mapping[str, Any]) -> Reward:
-    """Build a verifier with its arguments.
+    """Build a reward with its arguments.
 
     Raises:
         UnknownName: nobody registered the name.
         ConfigError: the arguments do not fit.
     """
-    return build_reward(REWARDS.get(name), name, args)
+    return build_part(reward_factory(name), "reward", name, args)
 
 
-def build_reward(factory: Callable[..., Reward], name: str, args: Mapping[str, Any]) -> Reward:
-    """Call a factory; `name` is for the message."""
-    try:
-        return factory(**args)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"reward {name!r} does not take {dict(args)!r}: {error}") from error
+def reward_factory(name: str) -> Callable[..., Reward]:
+    """What makes the reward of this name."""
+    from headway.rollout.rewards.functions import as_factory  # it builds on this module
+
+    return as_factory(REWARDS.get(name))
+
+
+def reward_schema(name: str) -> dict[str, Any]:
+    """JSON schema of a reward's arguments."""
+    return args_model(reward_factory(name)).model_json_schema()
+
+
+def as_result(name: str, returned: Any) -> RewardResult:
+    """What a reward returned, checked; details become what JSON can carry.
+
+    Raises:
+        RewardError: it is no finite number and no result with one.
+    """
+    result = returned if isinstance(returned, RewardResult) else RewardResult(returned)
+    if not isinstance(result.score, Real):
+        raise RewardError(
+            f"reward {name!r} returned {type(result.score).__name__}; a number or RewardResult is wanted"
+        )
+    score = float(result.score)
+    if not math.isfinite(score):
+        raise RewardError(f"reward {name!r} returned {score}; a finite number is wanted")
+    if result.verdict not in get_args(Verdict):
+        raise RewardError(
+            f"reward {name!r} returned the verdict {result.verdict!r}; "
+            f"known: {', '.join(get_args(Verdict))}"
+        )
+    if not result.details:
+        return RewardResult(score, {}, result.verdict)
+    text = json.dumps(result.details, default=str, skipkeys=True)
+    return RewardResult(score, json.loads(text, parse_constant=str), result.verdict)

@@ -3,39 +3,60 @@
 from __future__ import annotations
 
 import re
+from collections import deque
+from typing import Annotated
+
+from pydantic import Field
 
 from headway.contracts.errors import ConfigError, DataError
+from headway.contracts.types import RewardResult
 from headway.rollout.rewards.base import Answer
 
 
 class ExactMatch:
-    """String equality after stripping white space.
+    """String equality after stripping white space."""
 
-    Args:
-        answer_key: field of the data row that holds the answer.
-        pattern: regular expression whose last match is the answer (its first group if it has one);
-            None takes the whole completion.
-    """
-
-    def __init__(self, answer_key: str = "answer", pattern: str | None = None) -> None:
+    def __init__(
+        self,
+        answer_key: Annotated[
+            str, Field(description="Field of the row that holds the answer.")
+        ] = "answer",
+        pattern: Annotated[
+            str | None,
+            Field(
+                max_length=4096,
+                description="Regular expression whose last match is the answer (its first group if "
+                "it has one); null takes the whole completion.",
+            ),
+        ] = None,
+    ) -> None:
         self._answer_key = answer_key
         try:
             self._pattern = None if pattern is None else re.compile(pattern)
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             raise ConfigError(f"{pattern!r} is not a regular expression: {error}") from error
 
-    def __call__(self, answer: Answer) -> float:
+    def quick(self, answer: Answer) -> RewardResult | None:
+        # A pattern comes from outside, and some take time exponential in the text.
+        return self(answer) if self._pattern is None else None
+
+    def __call__(self, answer: Answer) -> RewardResult:
         if self._answer_key not in answer.data:
             raise DataError(
                 f"the row has no field {self._answer_key!r}; it has {sorted(answer.data)}"
             )
-        return float(self._extract(answer.completion) == str(answer.data[self._answer_key]).strip())
+        found = self._extract(answer.completion)
+        if found is None:
+            return RewardResult(0.0, verdict="wrong_format")
+        is_right = found == str(answer.data[self._answer_key]).strip()
+        return RewardResult(float(is_right), verdict="accepted" if is_right else "wrong_answer")
 
     def _extract(self, completion: str) -> str | None:
         if self._pattern is None:
             return completion.strip()
-        matches = list(self._pattern.finditer(completion))
+        matches = deque(self._pattern.finditer(completion), maxlen=1)
         if not matches:
             return None
-        last = matches[-1]
-        return (last.group(1) if self._pattern.groups else last.group(0)).strip()
+        last = matches[0]
+        found = last.group(1) if self._pattern.groups else last.group(0)
+        return None if found is None else found.strip()

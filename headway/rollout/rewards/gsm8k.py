@@ -1,50 +1,66 @@
-"""Grade-school math: the number after `####`, in `\\boxed{}`, or the last one in the text."""
+r"""Grade-school math: the number after `####`, in `\boxed{}`, or the last one in the text."""
 
 from __future__ import annotations
 
 import re
-from decimal import Decimal, InvalidOperation
+from typing import Annotated
+
+from pydantic import Field
 
 from headway.contracts.errors import DataError
+from headway.contracts.types import RewardResult, Verdict
 from headway.rollout.rewards.base import Answer
+from headway.rollout.rewards.final_answer import (
+    MAX_ANSWER_CHARS,
+    MAX_SHOWN_CHARS,
+    last_box,
+    plain,
+    to_number,
+)
 
 _NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
 _MARKED = re.compile(rf"####\s*({_NUMBER})")
-_BOXED = re.compile(rf"\\boxed\{{\s*({_NUMBER})")
 _ANY = re.compile(_NUMBER)
-MAX_COMPLETION_CHARS = 50_000
 
 
 class GSM8K:
-    """1.0 if the completion's number equals the one after `####` in the row's answer.
+    """1.0 if the completion's number equals the one after `####` in the row's answer."""
 
-    Args:
-        answer_key: field of the data row that holds the reference solution.
-        strict: accept only `#### number` or `\\boxed{number}`, not the last number of the text.
-    """
-
-    def __init__(self, answer_key: str = "answer", strict: bool = False) -> None:
+    def __init__(
+        self,
+        answer_key: Annotated[
+            str, Field(description="Field of the row that holds the reference solution.")
+        ] = "answer",
+        strict: Annotated[
+            bool,
+            Field(
+                description="Accept only `#### number` or `\\boxed{number}`, not the last number "
+                "of the text."
+            ),
+        ] = False,
+    ) -> None:
         self._answer_key = answer_key
         self._strict = strict
 
-    def __call__(self, answer: Answer) -> float:
+    def __call__(self, answer: Answer) -> RewardResult:
         reference = _MARKED.search(str(answer.data.get(self._answer_key, "")))
         if reference is None:
             raise DataError(f"field {self._answer_key!r} of the row has no '#### number'")
-        found = self._find(answer.completion[-MAX_COMPLETION_CHARS:])
-        return float(found is not None and _value(found) == _value(reference.group(1)))
+        found = self._find(answer.completion[-MAX_ANSWER_CHARS:])
+        if found is None:
+            return RewardResult(0.0, verdict="wrong_format")
+        value = to_number(found)
+        is_right = value is not None and value == to_number(reference.group(1))
+        verdict: Verdict = "accepted" if is_right else "wrong_answer"
+        return RewardResult(float(is_right), {"found": found[:MAX_SHOWN_CHARS]}, verdict)
+
+    quick = __call__
 
     def _find(self, completion: str) -> str | None:
-        for pattern in (_MARKED, _BOXED):
-            marked: list[str] = pattern.findall(completion)
-            if marked:
-                return marked[-1]
-        numbers = [] if self._strict else _ANY.findall(completion)
+        marked: list[str] = _MARKED.findall(completion)
+        if marked:
+            return marked[-1]
+        box = last_box(completion)
+        searched = "" if self._strict and box is None else completion if box is None else plain(box)
+        numbers: list[str] = _ANY.findall(searched)
         return numbers[-1] if numbers else None
-
-
-def _value(number: str) -> Decimal | None:
-    try:
-        return Decimal(number.replace(",", "").replace("$", ""))
-    except InvalidOperation:
-        return None

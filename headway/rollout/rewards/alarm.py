@@ -1,0 +1,33 @@
+"""A time limit inside a process, for code that runs in its main thread."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+AGAIN_S = 0.25
+
+
+class TimeIsUp(BaseException):
+    """Not an `Exception`: libraries swallow those."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeIsUp` in the body after so many seconds, again and again until it is out.
+
+    What was interrupted may be left half done: the process is not to be used any further.
+    """
+
+    def ring(signum: int, frame: Any) -> None:
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)

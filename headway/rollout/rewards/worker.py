@@ -1,0 +1,69 @@
+"""A process that judges answers, one at a time, until its connection ends.
+
+Frames are a length of four bytes and a payload: pickles on the way in, which only the gateway writes;
+JSON on the way out, so that nothing a verifier returns or raises can break who asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import socket
+from functools import lru_cache
+from typing import IO, Any
+
+from headway.contracts.errors import RewardError, ServiceError
+from headway.rollout.parts import build_part
+from headway.rollout.rewards.base import Answer, Reward, as_result
+
+READY = b"ready"
+
+
+def write_frame(stream: IO[bytes], payload: bytes) -> None:
+    """Send one frame."""
+    stream.write(len(payload).to_bytes(4, "big") + payload)
+    stream.flush()
+
+
+def read_frame(stream: IO[bytes]) -> bytes | None:
+    """The next frame; None at the end."""
+    size = stream.read(4)
+    return stream.read(int.from_bytes(size, "big")) if len(size) == 4 else None
+
+
+def serve(connection: socket.socket, memory_bytes: int) -> None:
+    """Judge what the connection brings."""
+    os.setsid()  # what a verifier starts is killed with it
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    stream: IO[bytes]
+    with connection.makefile("rwb") as stream:  # type: ignore[assignment]
+        write_frame(stream, READY)
+        while (frame := read_frame(stream)) is not None:
+            write_frame(stream, json.dumps(_reply(frame)).encode())
+
+
+def _reply(frame: bytes) -> dict[str, Any]:
+    """The judgement, or the error; without an answer to judge, only make the reward."""
+    name = "?"
+    try:
+        reward_bytes, given = pickle.loads(frame)
+        name, reward = _reward_of(reward_bytes)
+        if given is None:
+            return {}
+        result = as_result(name, reward(Answer(*given)))
+    except ServiceError as error:
+        return {"error": error.to_body().model_dump()}
+    except BaseException as error:  # noqa: BLE001 - sys.exit() in a verifier is no way out
+        problem = RewardError(f"reward {name!r} raised {type(error).__name__}: {error}")
+        return {"error": problem.to_body().model_dump()}
+    return {"score": result.score, "details": result.details, "verdict": result.verdict}
+
+
+@lru_cache(maxsize=256)
+def _reward_of(reward_bytes: bytes) -> tuple[str, Any]:
+    factory, name, arguments = pickle.loads(reward_bytes)
+    reward: Reward = build_part(factory, "reward", name, json.loads(arguments))
+    return name, reward
