@@ -63,7 +63,6 @@ REWARDS: Registry[Callable[..., Any]] = Registry(
         "exact": "headway.rollout.rewards.exact:ExactMatch",
         "format": "headway.rollout.rewards.format:make_format",
         "given": "headway.rollout.rewards.given:Given",
-        "given": "headway.rollout.rewards.given:Given",
         "gsm8k": "headway.rollout.rewards.gsm8k:GSM8K",
         "math": "headway.rollout.rewards.math:Math",
         "reward_model": "headway.rollout.rewards.reward_model:RewardModel",
