@@ -1,0 +1,105 @@
+"""One SQLite transaction that many calls share: what they append is gathered, and written once.
+
+With a savepoint, a call that fails takes back its own part: its statements and what it had gathered.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from headway.contracts.http import RolloutState
+from headway.rollout.ledger.transitions import STATES, EventName
+
+ALL = ""
+"""Stands for all consumers in the tallies; no consumer has an empty name."""
+
+SET_TALLY = (
+    "INSERT INTO tallies VALUES (?, ?, ?, ?) ON CONFLICT (state, consumer) DO UPDATE "
+    "SET num_groups = excluded.num_groups, trajectories = excluded.trajectories"
+)
+GROW = "INSERT INTO numbers VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value"
+REVISION = "revision"
+
+
+class Transaction:
+    """What a call works with; it lives on the worker thread."""
+
+    def __init__(self, db: sqlite3.Connection, owner: str, lease_s: float) -> None:
+        self.db = db
+        self.owner = owner
+        self.lease_s = lease_s
+        self.now = time.time()
+        self._tallies: dict[tuple[str, str], list[int]] = {}
+        self._counted: set[tuple[str, str]] = set()
+        self._events: list[tuple[int, int, str, str | None, float]] = []
+        self._num_changes = 0
+
+    def tally(self, state: RolloutState, consumer: str = ALL) -> tuple[int, int]:
+        """Groups and trajectories in a state."""
+        groups, trajectories = self._tally(state, consumer)
+        return groups, trajectories
+
+    def trajectories(self, consumer: str = ALL) -> dict[RolloutState, int]:
+        """Trajectories by state."""
+        return {state: self._tally(state, consumer)[1] for state in STATES}
+
+    def log(self, seq: int, number: int, event: EventName, detail: str | None = None) -> None:
+        """Append to the log of one rollout; `number` counts its events from 1."""
+        self._events.append((seq, number, event, detail, self.now))
+        self._num_changes += 1
+
+    def shift(
+        self, consumer: str, size: int, source: RolloutState | None, target: RolloutState | None
+    ) -> None:
+        """Count one group from a state into another; None is outside of the ledger."""
+        for state, sign in ((source, -1), (target, 1)):
+            if state is None:
+                continue
+            for name in (consumer, ALL):
+                tally = self._tally(state, name)
+                tally[0] += sign
+                tally[1] += sign * size
+                self._counted.add((state, name))
+
+    def touch(self) -> None:
+        """Something changed that is no transition."""
+        self._num_changes += 1
+
+    @contextmanager
+    def savepoint(self) -> Iterator[None]:
+        """Take back what is done within, if it raises."""
+        tallies = {key: list(tally) for key, tally in self._tallies.items()}
+        num_events, num_changes = len(self._events), self._num_changes
+        self.db.execute("SAVEPOINT one")
+        try:
+            yield
+        except BaseException:
+            self._tallies = tallies
+            self._counted.intersection_update(tallies)
+            del self._events[num_events:]
+            self._num_changes = num_changes
+            self.db.execute("ROLLBACK TO one")
+            raise
+        finally:
+            self.db.execute("RELEASE one")
+
+    def flush(self) -> None:
+        """Write what was gathered."""
+        if not self._num_changes:
+            return
+        self.db.executemany("INSERT INTO events VALUES (?, ?, ?, ?, ?)", self._events)
+        self.db.executemany(SET_TALLY, [(*key, *self._tallies[key]) for key in self._counted])
+        self.db.execute(GROW, (REVISION, self._num_changes))
+
+    def _tally(self, state: str, consumer: str) -> list[int]:
+        known = self._tallies.get((state, consumer))
+        if known is None:
+            row = self.db.execute(
+                "SELECT num_groups, trajectories FROM tallies WHERE state = ? AND consumer = ?",
+                (state, consumer),
+            ).fetchone()
+            known = self._tallies[(state, consumer)] = list(row or (0, 0))
+        return known

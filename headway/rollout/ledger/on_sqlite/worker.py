@@ -1,0 +1,209 @@
+"""The one thread that works on the database: takes all waiting calls and commits them together.
+
+Callers await futures of their event loop; a loop is woken once per commit, not once per call. A call
+is answered after the commit that holds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sqlite3
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from headway.contracts.errors import ServiceError, StateError
+from headway.rollout.ledger.on_sqlite.schema import prepare
+from headway.rollout.ledger.on_sqlite.transaction import Transaction
+
+R = TypeVar("R")
+Kind = Literal["read", "write", "note"]
+"""A note is on the medium when its call returns; a write survives its process, not a power cut."""
+MAX_CALLS = 512
+BUSY_S = 5.0
+"""How long another process may hold the file."""
+
+
+@dataclass(slots=True)
+class _Call:
+    work: Callable[[Transaction], Any]
+    kind: Kind
+    future: asyncio.Future[Any]
+    answer: Any = None
+    error: BaseException | None = None
+
+
+class Worker:
+    """Runs calls in the order in which they were made."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.owner = ""
+        self.lease_s = 0.0
+
+    async def start(self) -> None:
+        """Open the file and bring its tables up to date."""
+        if self._thread is not None:
+            raise StateError(f"ledger {self._path} is open already")
+        self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
+        self._thread.start()
+        try:
+            await self.call(lambda _: None, "read")
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Work off what waits, close the file and end the thread."""
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def call(self, work: Callable[[Transaction], R], kind: Kind) -> asyncio.Future[R]:
+        """Have the thread run `work`; await what it returned."""
+        if self._thread is None:
+            raise StateError(f"ledger {self._path} is not open")
+        future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        self._calls.put(_Call(work, kind, future))
+        return future
+
+    def _run(self) -> None:
+        try:
+            db = self._connect()
+        except (sqlite3.Error, OSError, ServiceError) as error:
+            self._refuse(error)
+            return
+        while (calls := self._take()) is not None:
+            waiting = [call for call in calls if not call.future.cancelled()]
+            try:
+                self._commit(db, waiting)
+            except sqlite3.Error as error:
+                for call in waiting:
+                    call.error = self._outage(error)
+            _answer(waiting)
+        db.close()
+
+    def _take(self) -> list[_Call] | None:
+        """Everything that waits, at least one; None at the end."""
+        calls: list[_Call] = []
+        with suppress(queue.Empty):
+            call = self._calls.get()
+            while call is not None:
+                calls.append(call)
+                if len(calls) == MAX_CALLS:
+                    return calls
+                call = self._calls.get_nowait()
+            if calls:
+                self._calls.put(None)
+        return calls or None
+
+    def _connect(self) -> sqlite3.Connection:
+        if self._path != ":memory:":
+            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+        db = sqlite3.connect(self._path, isolation_level=None, timeout=BUSY_S)
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = FULL")
+            db.execute("BEGIN IMMEDIATE")
+            prepare(db, self._path)
+            db.execute("COMMIT")
+            db.execute("PRAGMA synchronous = NORMAL")
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _commit(self, db: sqlite3.Connection, calls: list[_Call]) -> None:
+        kinds = {call.kind for call in calls}
+        # What a note says was told to others next: it is on the medium before that.
+        if "note" in kinds:
+            db.execute("PRAGMA synchronous = FULL")
+        try:
+            begin = "BEGIN" if kinds == {"read"} else "BEGIN IMMEDIATE"
+            if not self._transact(db, begin, calls, _run_all):
+                self._transact(db, begin, calls, _run_each)
+        finally:
+            if "note" in kinds:
+                db.execute("PRAGMA synchronous = NORMAL")
+
+    def _transact(
+        self,
+        db: sqlite3.Connection,
+        begin: str,
+        calls: list[_Call],
+        run: Callable[[Transaction, list[_Call]], bool],
+    ) -> bool:
+        """Commit what `run` did, unless it says not to."""
+        db.execute(begin)
+        try:
+            transaction = Transaction(db, self.owner, self.lease_s)
+            is_done = run(transaction, calls)
+            if is_done:
+                transaction.flush()
+                db.execute("COMMIT")
+        finally:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+        return is_done
+
+    def _refuse(self, error: Exception) -> None:
+        """The file could not be opened: say so to everyone until `stop`."""
+        while (calls := self._take()) is not None:
+            for call in calls:
+                call.error = error if isinstance(error, ServiceError) else self._outage(error)
+            _answer(calls)
+
+    def _outage(self, error: Exception) -> StateError:
+        return StateError(f"ledger {self._path}: {error}; check free space and permissions")
+
+
+def _run_all(transaction: Transaction, calls: list[_Call]) -> bool:
+    """Without savepoints, which cost as much as the calls; false if one failed, nothing counts then."""
+    for call in calls:
+        try:
+            call.answer = call.work(transaction)
+        except sqlite3.Error:
+            raise
+        except Exception:  # noqa: BLE001 - it is raised again by `_run_each`, for its caller
+            return False
+    return True
+
+
+def _run_each(transaction: Transaction, calls: list[_Call]) -> bool:
+    """Each call in a savepoint of its own: one failure does not hurt the others."""
+    for call in calls:
+        try:
+            with transaction.savepoint():
+                call.answer = call.work(transaction)
+        except sqlite3.Error:
+            raise
+        except Exception as error:  # noqa: BLE001 - it is the caller's, who gets it
+            call.error = error
+    return True
+
+
+def _answer(calls: list[_Call]) -> None:
+    by_loop: dict[asyncio.AbstractEventLoop, list[_Call]] = defaultdict(list)
+    for call in calls:
+        by_loop[call.future.get_loop()].append(call)
+    for loop, of_loop in by_loop.items():
+        with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+            loop.call_soon_threadsafe(_settle, of_loop)
+
+
+def _settle(calls: list[_Call]) -> None:
+    for call in calls:
+        if call.future.done():  # cancelled while the thread was at it
+            continue
+        if call.error is not None:
+            call.future.set_exception(call.error)
+        else:
+            call.future.set_result(call.answer)
