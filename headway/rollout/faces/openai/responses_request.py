@@ -199,6 +199,7 @@ def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
     """An assistant's text and the calls that follow it are one message."""
     messages: list[dict[str, Any]] = []
     for item in items:
+        said: dict[str, Any]
         if isinstance(item, FunctionOutputItem):
             said = {"role": "tool", "content": _joined(item.output), "tool_call_id": item.call_id}
         elif isinstance(item, MessageItem):

@@ -1,0 +1,134 @@
+"""Sessions over HTTP: an unmodified agent becomes trainable by its base URL and key.
+
+```bash
+curl -s $GATEWAY/v1/sessions -H 'content-type: application/json' -d '{"rollout_id": "s1"}'
+```
+
+answers with `openai_url`, `anthropic_url` and `api_key`; the agent plays there, and whoever knows how it
+went posts `{"reward": 1.0}` to `/v1/sessions/{session_id}/end` with the same key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from fastapi import APIRouter, Request
+
+from headway.contracts import http
+from headway.contracts.config.base import PartConfig
+from headway.contracts.errors import NotFound, SessionEnded
+from headway.contracts.types import Prompt, RolloutRequest, WorkflowRef
+from headway.rollout.faces.error_shapes import InvalidField
+from headway.rollout.ledger.base import Entry, Ledger
+from headway.rollout.rewards.given import GIVEN
+from headway.rollout.sessions.access import Entered, Host, host_of, sessions_of
+from headway.rollout.sessions.chat_completions import chat_routes
+from headway.rollout.sessions.messages import message_routes
+from headway.rollout.sessions.responses import response_routes
+from headway.rollout.sessions.session import Session
+from headway.rollout.sessions.sessions import Sessions, later
+from headway.runtime.disconnect import unless_disconnected
+
+RECORD_S = 5.0
+"""The end of a session is answered after so long, though its result may not be recorded yet."""
+RECORD_POLL_S = 0.01
+
+desk = APIRouter()
+
+
+def session_routes() -> APIRouter:
+    """Opening and ending, and what agents speak in between."""
+    router = APIRouter()
+    for part in (desk, chat_routes, response_routes, message_routes):
+        router.include_router(part)
+    return router
+
+
+@desk.post(http.SESSIONS)
+async def open_session(body: http.SessionRequest, request: Request) -> http.SessionResponse:
+    sessions = sessions_of(request)
+    session = await unless_disconnected(request, _opened(body, host_of(request), sessions))
+    return sessions.describe(session, str(request.base_url))
+
+
+@desk.get(http.SESSION)
+async def view(session: Entered, request: Request) -> http.SessionResponse:
+    session.check_open()
+    return sessions_of(request).describe(session, str(request.base_url))
+
+
+@desk.post(http.SESSION_END)
+async def end(
+    body: http.SessionEndRequest, session: Entered, request: Request
+) -> http.SessionEndResponse:
+    ledger, rollout_id = host_of(request).ledger, session.sample.rollout_id
+    entry = await _entry(ledger, rollout_id)
+    session.end(body, is_judged=entry.request.reward.name != GIVEN)
+    await session.until_closed()
+    if session.sample.prompt.group_size == 1:
+        entry = await _recorded(ledger, rollout_id)
+    return http.SessionEndResponse(rollout_id=rollout_id, state=entry.state)
+
+
+async def _opened(body: http.SessionRequest, host: Host, sessions: Sessions) -> Session:
+    rollout = _rollout(body)
+    if (session := sessions.of_rollout(body.rollout_id)) is not None:
+        await host.submit([rollout])  # refuses the same id with other content
+        return session
+    with sessions.expecting():
+        (is_new,) = await host.submit([rollout])
+        if not is_new:
+            _check_coming(await _entry(host.ledger, body.rollout_id))
+        session = await sessions.until_open(body.rollout_id, body.timeout_s)
+    if session is None:
+        _check_coming(await _entry(host.ledger, body.rollout_id))
+        raise later(
+            f"rollout {body.rollout_id!r} was not in play within {body.timeout_s:g} s; it keeps its "
+            "place in the queue for the same request"
+        )
+    return session
+
+
+def _rollout(body: http.SessionRequest) -> RolloutRequest:
+    if "agent_url" in body.args:
+        raise InvalidField(
+            "an agent that is called needs no session of yours; submit a rollout with the workflow "
+            f"`session` to {http.ROLLOUTS}",
+            "args",
+        )
+    return RolloutRequest(
+        rollout_id=body.rollout_id,
+        consumer=body.consumer,
+        prompt=Prompt(group_id=body.group_id or body.rollout_id, text="", data=body.data),
+        workflow=WorkflowRef(name="session", args=body.args),
+        reward=body.reward or PartConfig(name=GIVEN),
+        gconfig=body.gconfig,
+        versions=body.versions,
+    )
+
+
+def _check_coming(entry: Entry) -> None:
+    """Raises `SessionEnded` if the rollout will not be played any more."""
+    if entry.state not in ("queued", "leased"):
+        reason = f" ({entry.reason})" if entry.reason else ""
+        raise SessionEnded(
+            f"rollout {entry.request.rollout_id!r} is {entry.state}{reason}; choose another rollout_id"
+        )
+
+
+async def _recorded(ledger: Ledger, rollout_id: str) -> Entry:
+    """The rollout once the ledger knows what came of it."""
+    deadline = time.monotonic() + RECORD_S
+    while (entry := await _entry(ledger, rollout_id)).state == "leased":
+        if time.monotonic() >= deadline:
+            break
+        await asyncio.sleep(RECORD_POLL_S)
+    return entry
+
+
+async def _entry(ledger: Ledger, rollout_id: str) -> Entry:
+    entry = await ledger.get(rollout_id)
+    if entry is None:
+        raise NotFound(f"rollout {rollout_id!r} is not known")
+    return entry
