@@ -38,7 +38,7 @@ class FourGenerations:
             response = await stage.generate(
                 LLMRequest(
                     rid=f"{sample.rollout_id}.{sample.index}.{turn}",
-                    input_ids=tuple(transcript.input_ids),
+                    input_ids=transcript.ids,
                     gconfig=self._gconfig,
                     metadata={"group_id": sample.prompt.group_id},
                 )

@@ -210,7 +210,7 @@ async def open_service(
 ) -> AsyncIterator[RolloutService]:
     """A rollout service over one backend, with a ledger in memory."""
     ledger = SqliteLedger(":memory:")
-    await ledger.open()
+    await ledger.open(config.model.path, config.executor.lease_s)
     service = RolloutService(generator, ledger, generator.tokenizer, config.executor)
     try:
         await generator.backend.start()

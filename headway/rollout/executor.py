@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVarTuple
 
 from headway.contracts.config.gateway import ExecutorConfig
@@ -186,7 +187,7 @@ class Executor:
                 lost = await self._ledger.renew([lease.key for lease in self._tasks.values()])
                 if lost:
                     log.warning("leases were lost", extra={"leases": sorted(lost)[:8]})
-                    await self.stop(lambda lease: lease.key in lost)
+                    await self.stop(partial(_is_among, lost))
                 if await self._ledger.expire():
                     self._changed.notify()
             except StateError as error:
@@ -260,6 +261,10 @@ class Executor:
                 extra = {"rollout_id": lease.rollout_id, "reason": str(error)}
                 log.warning("the ledger does not answer", extra=extra)
                 await asyncio.sleep(OUTAGE_PAUSE_S)
+
+
+def _is_among(keys: set[str], lease: Lease) -> bool:
+    return lease.key in keys
 
 
 async def _end(tasks: list[asyncio.Task[None]]) -> None:

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import asyncio
+import os
+import socket
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from importlib import import_module
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, FastAPI, Request
 from prometheus_client import CollectorRegistry
 
 from headway.contracts import http
 from headway.contracts.config.gateway import GatewayConfig
+from headway.contracts.errors import ConfigError
 from headway.rollout.app import create_app
+from headway.rollout.concurrency import AdaptiveBound
+from headway.rollout.facilities import Facilities
 from headway.rollout.fleet import Fleet
-from headway.rollout.ledger.sqlite import SqliteLedger
-from headway.rollout.service import RolloutService
+from headway.rollout.ledger.make import make_ledger
+from headway.rollout.registry.make import make_registry
+from headway.rollout.routes import service_of
+from headway.rollout.sandbox.choice import make_sandbox
+from headway.rollout.service import RolloutService, Surroundings
+from headway.rollout.sessions.routes import session_routes
+from headway.rollout.sessions.sessions import Sessions
 from headway.rollout.tokenizer import TextTokenizer
 from headway.rollout.weight_book import WeightBook
 from headway.runtime.config import load_config
 from headway.runtime.http_service import serve
 from headway.runtime.logging import configure_logging
+from headway.runtime.outbound import HttpOutbound
 from headway.runtime.secret import read_token
+
+OBSERVE_S = 1.0
+"""Between looks at the servers' caches."""
 
 fleet_routes = APIRouter()
 
@@ -27,6 +44,19 @@ fleet_routes = APIRouter()
 @fleet_routes.post(http.SERVERS)
 async def report_server(body: http.ServerReport, request: Request) -> http.ServerReportResponse:
     return _fleet(request).report(body)
+
+
+@fleet_routes.post(http.SERVERS_DRAIN)
+async def drain_server(body: http.DrainRequest, request: Request) -> http.ServerStatus:
+    return await _fleet(request).drain(body.server_id, body.drain)
+
+
+@fleet_routes.get(http.SCALE)
+async def scale(request: Request) -> http.ScaleResponse:
+    service = service_of(request)
+    status = await service.status()
+    headroom = None if status.max_staleness is None else status.capacity
+    return _fleet(request).scale(status.counts, headroom)
 
 
 @fleet_routes.get(http.WEIGHTS)
@@ -54,23 +84,106 @@ async def open_gateway(
     config: GatewayConfig,
     fleet_token: str | None = None,
     metrics: CollectorRegistry | None = None,
+    address: Callable[[], str | None] = lambda: None,
 ) -> AsyncIterator[RolloutService]:
-    """Open the ledger, restore what was published, and play rollouts against the fleet."""
+    """Open the ledger, restore what was published, and play rollouts against the fleet.
+
+    Args:
+        config: the gateway's.
+        fleet_token: what the servers ask for.
+        metrics: where figures are shown.
+        address: the URL that this gateway listens on, once it does.
+    """
+    _import_modules(config.modules)
     tokenizer = TextTokenizer(config.tokenizer)
-    ledger = SqliteLedger(config.ledger)
-    await ledger.open()
-    book = WeightBook(ledger)
-    await book.open()
-    fleet = Fleet(config.fleet, book, fleet_token, metrics)
-    service = RolloutService(fleet, ledger, tokenizer, config.executor)
-    await fleet.start()
-    await service.start()
-    try:
+    owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+    async with AsyncExitStack() as stack:
+        ledger = make_ledger(config.ledger)
+        stack.push_async_callback(ledger.close)
+        await ledger.open(owner, config.executor.lease_s)
+        registry = make_registry(config.ledger)
+        stack.push_async_callback(registry.close)
+        await registry.open()
+        book = WeightBook(ledger)
+        await book.open()
+        outbound = HttpOutbound(config.outbound)
+        stack.push_async_callback(outbound.aclose)
+        sandbox = make_sandbox(config.sandbox, outbound)
+        stack.push_async_callback(sandbox.aclose)
+        await sandbox.start()
+        sessions = Sessions(config.sessions, config.executor.rollout_timeout_s)
+        sessions.address = address()
+        fleet = Fleet(config.fleet, book, fleet_token, metrics, registry)
+        bound = AdaptiveBound(config.executor.max_concurrent, config.executor.min_concurrent)
+        around = Surroundings(
+            Facilities(sandbox, outbound), sessions, lambda: bound.limit, config.retention
+        )
+        service = RolloutService(fleet, ledger, tokenizer, config.executor, around)
+        stack.push_async_callback(fleet.aclose)
+        await fleet.start()
+        stack.push_async_callback(service.aclose)
+        await service.start()
+        watches = [_follow(fleet, service)]
+        if config.executor.adapt:
+            watches.append(_adapt(bound, fleet, service))
+        stack.push_async_callback(_end, [asyncio.ensure_future(watch) for watch in watches])
         yield service
-    finally:
-        await service.aclose()
-        await fleet.aclose()
-        await ledger.close()
+
+
+async def _follow(fleet: Fleet, service: RolloutService) -> None:
+    """A version that another gateway committed admits as one of this gateway does."""
+    while True:
+        await fleet.turned.event().wait()
+        service.notify()
+
+
+async def _adapt(bound: AdaptiveBound, fleet: Fleet, service: RolloutService) -> None:
+    """Fewer rollouts in play while servers run out of cache."""
+    while True:
+        before = bound.limit
+        if bound.observe(fleet.statuses()) > before:
+            service.notify()
+        await asyncio.sleep(OBSERVE_S)
+
+
+async def _end(tasks: Sequence[asyncio.Future[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _import_modules(names: Sequence[str]) -> None:
+    """Import what the operator allows to add workflows, rewards and filters.
+
+    Raises:
+        ConfigError: a module cannot be imported.
+    """
+    for name in names:
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise ConfigError(
+                f"modules names {name!r}, which cannot be imported: {error}"
+            ) from error
+
+
+def make_gateway(config: GatewayConfig, fleet_token: str | None, token: str | None) -> FastAPI:
+    """The app of a gateway."""
+    metrics = CollectorRegistry()
+
+    def open_service() -> AbstractAsyncContextManager[RolloutService]:
+        return open_gateway(config, fleet_token, metrics, lambda: getattr(app.state, "url", None))
+
+    app = create_app(
+        "Headway gateway",
+        open_service,
+        config.service.max_body_bytes,
+        fleet_routes,
+        session_routes(),
+        token=token,
+        metrics=metrics,
+    )
+    return app
 
 
 def main(argv: Sequence[str]) -> None:
@@ -78,14 +191,7 @@ def main(argv: Sequence[str]) -> None:
     config = load_config(GatewayConfig, argv)
     configure_logging("gateway")
     TextTokenizer(config.tokenizer)  # a wrong directory fails before the port is taken
-    fleet_token = read_token(config.fleet.token_env)
-    metrics = CollectorRegistry()
-    app = create_app(
-        "Headway gateway",
-        lambda: open_gateway(config, fleet_token, metrics),
-        config.service.max_body_bytes,
-        fleet_routes,
-        token=read_token(config.service.token_env),
-        metrics=metrics,
+    app = make_gateway(
+        config, read_token(config.fleet.token_env), read_token(config.service.token_env)
     )
     serve(app, config.service)

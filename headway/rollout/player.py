@@ -9,7 +9,13 @@ from functools import partial
 from typing import TypeVar
 
 from headway.contracts.engines import Generator
-from headway.contracts.errors import ConfigError, DataError, StaleVersion, VersionMoved, WorkflowError
+from headway.contracts.errors import (
+    ConfigError,
+    DataError,
+    StaleVersion,
+    VersionMoved,
+    WorkflowError,
+)
 from headway.contracts.types import (
     LLMRequest,
     LLMResponse,
@@ -22,7 +28,6 @@ from headway.contracts.types import (
 from headway.rollout.executor import Played
 from headway.rollout.filters.base import make_filter
 from headway.rollout.resume import generate_whole
-from headway.rollout.rewards.base import make_reward
 from headway.rollout.signal import Signal
 from headway.rollout.tokenizer import TextTokenizer
 from headway.rollout.workflows.base import Sample, Stage, make_workflow
@@ -58,11 +63,10 @@ class Player:
         """Refuse what could never be played.
 
         Raises:
-            UnknownName, ConfigError: a part does not exist, or does not take these arguments.
+            UnknownName, ConfigError: workflow or filter do not exist, or do not take these arguments.
             WorkflowError: this service has no tokenizer.
         """
         make_workflow(request.workflow, self._need_tokenizer(), request.gconfig)
-        make_reward(request.reward.name, request.reward.args)
         if request.filter is not None:
             make_filter(request.filter.name, request.filter.args)
         if request.prompt.group_size > self._max_group_size:

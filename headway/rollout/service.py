@@ -15,13 +15,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from headway.contracts.config.gateway import ExecutorConfig, RetentionConfig
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.engines import Generator
-from headway.contracts.errors import BackendError, Fenced, StateError, Starved
+from headway.contracts.errors import BackendError, Fenced, Starved, StateError
 from headway.contracts.http import (
     ConsumerRequest,
     LedgerAudit,
@@ -67,7 +67,7 @@ class Surroundings:
     sessions: Sessions | None = None
     limit: Callable[[], int] | None = None
     """Trajectories in play at once, at most; None takes `executor.max_concurrent`."""
-    retention: RetentionConfig = RetentionConfig()
+    retention: RetentionConfig = field(default_factory=RetentionConfig)
     abandon_s: float = ABANDON_S
 
 
@@ -118,6 +118,10 @@ class RolloutService:
         await self._executor.aclose()
         await self._scorer.aclose()
 
+    def notify(self) -> None:
+        """Something outside changed: a version that another gateway committed, the room to play."""
+        self._changed.notify()
+
     async def drain(self) -> None:
         """Start no more rollouts; those in play may end."""
         await self._executor.stop_claiming()
@@ -135,6 +139,7 @@ class RolloutService:
         """Queue prompt groups; names and arguments are checked before anything is stored."""
         for request in requests:
             self._player.check(request)
+            self._scorer.prepare(request.reward)
         config = self._config
         new = await self.ledger.submit(requests, config.max_queued, config.max_queued_each)
         self._changed.notify()
@@ -188,7 +193,7 @@ class RolloutService:
             request.count,
             request.consumer,
             self.version,
-            bound and bound.max_staleness,
+            None if bound is None else bound.max_staleness,
         )
         if found.dropped:
             self._changed.notify()
@@ -263,7 +268,7 @@ class RolloutService:
             head=self.generator.head,
             running=self._executor.running,
             capacity=await self.headroom(),
-            max_staleness=bound and bound.max_staleness,
+            max_staleness=None if bound is None else bound.max_staleness,
             counts=counts,
             servers=self.generator.statuses(),
             updates=self._updates.count,

@@ -17,8 +17,9 @@ from headway.contracts.codec import decode_groups
 from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.http import ConsumerRequest, WaitRequest
 from headway.contracts.types import TrajectoryGroup, WeightUpdateMeta
+from headway.rollout.consumers import Publisher
 from headway.rollout.ledger.sqlite import SqliteLedger
-from headway.rollout.service import Publisher, RolloutService
+from headway.rollout.service import RolloutService, Surroundings, no_facilities
 from headway.rollout.tokenizer import TextTokenizer
 
 WORDS = ["<unk>", "<s>", "</s>", "user:", "assistant:", "system:", "hello", "world", "x"]
@@ -124,11 +125,12 @@ async def open_service(plain_tokenizer: TextTokenizer):
         ) -> Bench:
             if ledger is None:
                 ledger = SqliteLedger(":memory:")
-                await ledger.open()
+                await ledger.open("test", settings.get("lease_s", 30.0))
                 stack.push_async_callback(ledger.close)
             generator = ScriptedGenerator(answer, version)
             config = ExecutorConfig(**settings)
-            service = RolloutService(generator, ledger, plain_tokenizer, config, abandon_s)
+            around = Surroundings(no_facilities(), abandon_s=abandon_s)
+            service = RolloutService(generator, ledger, plain_tokenizer, config, around)
             await service.start()
             stack.push_async_callback(service.aclose)
             return Bench(service, ledger, generator)

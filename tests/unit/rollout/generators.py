@@ -50,6 +50,8 @@ class ScriptedGenerator:
         self.attempts: Counter[str] = Counter()
         self.playing: set[str] = set()
         self.most_playing = 0
+        self.stamps_late = False
+        """Tokens carry the version that serves when they are sampled, not when they were asked for."""
 
     @property
     def head(self) -> PolicyVersion:
@@ -64,7 +66,8 @@ class ScriptedGenerator:
         self.most_playing = max(self.most_playing, len(self.playing))
         version = self.version
         try:
-            return make_response(req, await self.answer(req, self.attempts[req.rid]), version)
+            tokens = await self.answer(req, self.attempts[req.rid])
+            return make_response(req, tokens, self.version if self.stamps_late else version)
         finally:
             self.playing.discard(req.rid)
 

@@ -1,0 +1,159 @@
+"""The trainer of `chaos.py`: it consumes, checkpoints and publishes as a real one does, without a model.
+
+    python benchmarks/chaos_consumer.py --dir RUN --urls URL [URL ...] --batch 8 --group 4 --eta 2
+
+It may be killed at any moment and started again: like a real trainer it goes on from its checkpoint.
+What it trained on stands in `trained.jsonl`, a line per step; of lines with the same step the last one
+counts, and lines of steps that the checkpoint does not hold are void once a later incarnation repeats
+them. It ends when `stop` appears in its directory, after a last step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from headway.contracts.config.base import PartConfig
+from headway.contracts.config.sampling import SamplingConfig
+from headway.contracts.config.weight_sync import DiskSync
+from headway.contracts.errors import ServiceError, Starved
+from headway.contracts.types import ConsumerSpec, Prompt, RolloutRequest
+from headway.runtime.inference_client import RemoteInferenceEngine
+from weight_sync.transports.base import make_publisher
+
+OUTAGE_S = 120.0
+
+
+@dataclass(frozen=True)
+class State:
+    """What a checkpoint holds."""
+
+    step: int = 0
+    version: int = 0
+    cursor: int = 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dir", type=Path, required=True)
+    parser.add_argument("--urls", nargs="+", required=True)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--group", type=int, default=4)
+    parser.add_argument("--eta", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=16)
+    Consumer(parser.parse_args()).run()
+
+
+class Consumer:
+    """One incarnation."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._dir: Path = options.dir
+        self._client = RemoteInferenceEngine(options.urls, connect_timeout_s=OUTAGE_S)
+        root = str(self._dir / "weights")
+        self._publisher = make_publisher(DiskSync(root=root, keep=2))
+        file = self._dir / "checkpoint.json"
+        self._state = State(**json.loads(file.read_text())) if file.is_file() else State()
+
+    def run(self) -> None:
+        state = self._state
+        self._client.initialize()
+        version = self._attach(state)
+        if version != state.version:
+            state = self._publish(State(state.step, version, state.cursor))
+        while not (self._dir / "stop").exists():
+            state = self._step(state)
+        self._client.destroy()
+
+    def _attach(self, state: State) -> int:
+        newest = max(self._client.status().head, self._publisher.latest() or 0, state.version)
+        version = newest + 1 if newest else 0
+        self._client.attach(
+            ConsumerSpec(
+                consumer="chaos",
+                batch_size=self._options.batch * self._options.group,
+                max_staleness=self._options.eta,
+                step=state.step - 1,
+                version=version,
+            )
+        )
+        return version
+
+    def _step(self, state: State) -> State:
+        cursor = self._submit(state, (state.step + self._options.eta + 2) * self._options.batch)
+        while True:
+            try:
+                batch = self._client.wait(self._options.batch, OUTAGE_S)
+                break
+            except Starved:
+                cursor = self._submit(
+                    State(state.step, state.version, cursor), cursor + self._options.batch
+                )
+        oldest = min(group.oldest_version for group in batch.groups)
+        with (self._dir / "trained.jsonl").open("a") as file:
+            line = {
+                "step": state.step,
+                "version": state.version,
+                "ids": batch.rollout_ids,
+                "rows": len(batch.trajectories),
+                "staleness": state.version - oldest,
+                "at": time.time(),
+            }
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._client.consumed(batch.rollout_ids, state.step, state.step - 1)
+        state = State(state.step + 1, state.version, cursor)
+        self._save(state)
+        return self._publish(State(state.step, state.version + 1, state.cursor))
+
+    def _submit(self, state: State, target: int) -> int:
+        if target > state.cursor:
+            self._client.submit([self._request(at) for at in range(state.cursor, target)])
+        return max(state.cursor, target)
+
+    def _request(self, at: int) -> RolloutRequest:
+        return RolloutRequest(
+            rollout_id=f"chaos.{at}",
+            consumer="chaos",
+            prompt=Prompt(
+                group_id=f"chaos.{at}",
+                group_size=self._options.group,
+                input_ids=(1, 2, 3, 4 + at % 100),
+                data={"answer": "1"},
+            ),
+            reward=PartConfig(name="exact", args={"pattern": "[0-9]"}),
+            gconfig=SamplingConfig(max_new_tokens=self._options.tokens, ignore_eos=True),
+        )
+
+    def _publish(self, state: State) -> State:
+        """As a real trainer: what was refused is not tried under the same number again."""
+        while True:
+            meta = self._publisher.announce(state.version)
+            commit = self._client.update_weights(meta)
+            self._publisher.publish(state.version, [("weight", torch.full((64,), state.version))])
+            try:
+                commit.result(OUTAGE_S)
+            except ServiceError as error:
+                print(f"version {state.version} was refused: {error}", flush=True)
+                state = State(state.step, state.version + 1, state.cursor)
+                continue
+            self._publisher.collect(state.version)
+            self._save(state)
+            return state
+
+    def _save(self, state: State) -> None:
+        partial = self._dir / "checkpoint.partial"
+        partial.write_text(json.dumps(asdict(state)))
+        partial.replace(self._dir / "checkpoint.json")
+
+
+if __name__ == "__main__":
+    main()
