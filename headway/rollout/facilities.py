@@ -17,7 +17,8 @@ class Program:
     source: str
     stdin: str = ""
     calls: tuple[str, ...] = ()
-    """Expressions that are evaluated after `source`, each in its own right; their results come back."""
+    """Expressions that are evaluated after `source`, each in its own right; their results come back.
+    With calls, what `source` keeps for `__name__ == "__main__"` does not run."""
     cpu_s: float = 4.0
     """CPU seconds, over `source` and all calls."""
     memory_bytes: int = 512 << 20
@@ -33,7 +34,8 @@ class Outcome:
     stderr: str = ""
     results: tuple[Any, ...] = ()
     """What the calls returned, as far as they came, in JSON's types; `{"error": text}` for one that
-    raised, `{"value": ...}` for one that returned."""
+    raised, `{"value": ...}` for one that returned, with `exact` where JSON has no word for the value
+    (`headway.rollout.sandbox.values`)."""
     cpu_s: float = 0.0
     wall_s: float = 0.0
     max_rss_bytes: int = 0

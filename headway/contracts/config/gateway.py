@@ -116,7 +116,8 @@ class SandboxConfig(Config):
     type: Literal["auto", "bubblewrap", "landlock", "unsafe", "remote", "none"] = "auto"
     """`auto` takes the first of bubblewrap and landlock that contains a probe, or refuses programs."""
     allow_unsafe: bool = False
-    """`auto` may fall back to `unsafe`, resource limits only: a program can read and delete files."""
+    """`unsafe`, also as the last resort of `auto`: resource limits only. A program can read and delete
+    files."""
     workers: int | None = Field(None, ge=1)
     """Programs that run at a time; None takes one per two cores."""
     wall_factor: float = Field(4.0, ge=1.0)
@@ -128,6 +129,10 @@ class SandboxConfig(Config):
     def _check(self) -> SandboxConfig:
         if (self.type == "remote") != (self.url is not None):
             raise ValueError(f"sandbox.type={self.type} with url={self.url}; remote needs a url")
+        if self.type == "unsafe" and not self.allow_unsafe:
+            raise ValueError(
+                "sandbox.type=unsafe holds no program; set allow_unsafe to have it anyway"
+            )
         return self
 
 
