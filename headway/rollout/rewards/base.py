@@ -60,6 +60,7 @@ Reward = RewardFunction | AsyncReward
 REWARDS: Registry[Callable[..., Any]] = Registry(
     "reward",
     {
+        "code": "headway.rollout.rewards.code:CodeReward",
         "exact": "headway.rollout.rewards.exact:ExactMatch",
         "format": "headway.rollout.rewards.format:make_format",
         "given": "headway.rollout.rewards.given:Given",

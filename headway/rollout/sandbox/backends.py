@@ -8,7 +8,7 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,7 +111,7 @@ UNSAFE = Backend(
 )
 
 
-def _worker(python: str, root: str, settings: dict[str, object]) -> list[str]:
+def _worker(python: str, root: str, settings: Mapping[str, object]) -> list[str]:
     flags = ["-I", "-S", "-B", "-X", "utf8"]
     return [python, *flags, "-c", BOOTSTRAP, root, json.dumps(settings)]
 
@@ -130,7 +130,14 @@ def _python_inside() -> tuple[str, list[str]]:
     python = _base_python()
     if Path(sys.base_prefix).is_relative_to("/usr"):
         return python, []
-    folders = ["--ro-bind", sys.base_prefix, "/python", "--setenv", "LD_LIBRARY_PATH", "/python/lib"]
+    folders = [
+        "--ro-bind",
+        sys.base_prefix,
+        "/python",
+        "--setenv",
+        "LD_LIBRARY_PATH",
+        "/python/lib",
+    ]
     return f"/python/bin/{os.path.basename(python)}", folders
 
 

@@ -69,7 +69,9 @@ class SandboxPool:
         try:
             return await self._run_once(program)
         except WorkerLost as error:
-            raise RewardOutage(f"the sandbox lost its worker twice under a program: {error}") from error
+            raise RewardOutage(
+                f"the sandbox lost its worker twice under a program: {error}"
+            ) from error
 
     async def _run_once(self, program: Program) -> tuple[Outcome, bool]:
         """The outcome, and whether the clock stopped a program that hardly ran."""

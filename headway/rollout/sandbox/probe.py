@@ -6,8 +6,8 @@ import asyncio
 import os
 import secrets
 import tempfile
-from contextlib import asynccontextmanager
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from headway.contracts.errors import RewardOutage

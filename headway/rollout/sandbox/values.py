@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ def read_value(result: dict[str, Any]) -> Any:
         return result["value"]
     try:
         return _decode(result["exact"])
-    except (TypeError, RecursionError) as error:
+    except (TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"no value: {error}") from error
 
 
@@ -45,19 +46,27 @@ def _decode(exact: Any) -> Any:
     return _CONTAINERS[kind](items)
 
 
-_SCALARS = {
+_SCALARS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda text: int(text, 16),
     "float": float,
     "complex": lambda parts: complex(*parts),
     "bytes": lambda text: text.encode("latin-1"),
     "object": Opaque,
 }
-_CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_CONTAINERS: dict[str, Callable[[Any], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+}
 
 
 def write_source(value: Any) -> str:
     """A Python expression for a value that `read_value` gave."""
     if isinstance(value, Opaque):
         return "object()" if value.items is None else f"iter({write_source(value.items)})"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return hex(value)
     if isinstance(value, float | complex):
         return f"{type(value).__name__}({str(value)!r})"
     if isinstance(value, dict):

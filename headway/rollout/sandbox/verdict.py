@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from headway.rollout.facilities import Outcome, Program, ProgramStatus
 
@@ -25,19 +25,19 @@ class Report:
 
 
 def read_report(text: str) -> Report:
-    """Read lines of JSON that may be torn or forged; what is no line of ours is passed over."""
+    """Read lines of JSON that may be torn or forged; every other line is an error."""
     results: list[Any] = []
     ended: ProgramStatus | None = None
     for line in text.splitlines():
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
-            continue
+            message = {"result": {"error": "a result that cannot be read"}}
         match message:
             case {"result": dict(result)} if "value" in result or "error" in result:
                 results.append(result)
             case {"ended": str(status)} if status in get_args(ProgramStatus):
-                ended = status
+                ended = cast("ProgramStatus", status)
     return Report(tuple(results), ended)
 
 

@@ -98,18 +98,18 @@ class WorkerHandle:
         self._command = self._backend.command()
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by kill()
         with theirs:
-            self._popen = subprocess.Popen(
+            self._popen = subprocess.Popen(  # noqa: ASYNC220 - vfork and exec: milliseconds
                 self._command.argv,
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
                 env={},
                 cwd="/",
                 start_new_session=True,
             )
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
 
     async def _await_ready(self, timeout_s: float, *, restart: bool) -> None:
         """Wait for the worker's word; one that does not come is a loss, or calls for another one."""
@@ -119,7 +119,12 @@ class WorkerHandle:
                 if frame != {"ready": True}:
                     raise ValueError(f"{str(frame)[:80]} came; ready was wanted")
             self._is_ready = True
-        except (OSError, EOFError, ValueError, RecursionError) as error:  # TimeoutError is an OSError
+        except (
+            OSError,
+            EOFError,
+            ValueError,
+            RecursionError,
+        ) as error:  # TimeoutError is an OSError
             lost = self._lost(error)
             if not restart:
                 raise lost from error

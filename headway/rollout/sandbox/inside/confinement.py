@@ -59,9 +59,7 @@ def refuse_new_privileges() -> None:
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
 
 
-def limit_resources(
-    cpu_s: int, memory_bytes: int, file_bytes: int, processes: int | None
-) -> None:
+def limit_resources(cpu_s: int, memory_bytes: int, file_bytes: int, processes: int | None) -> None:
     """Hard limits; `processes` counts those of this user, threads included."""
     wanted = {
         resource.RLIMIT_CPU: cpu_s,

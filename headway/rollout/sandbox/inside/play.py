@@ -18,6 +18,8 @@ from typing import Any
 
 MAX_ITEMS = 100_000
 MAX_TEXT_CHARS = 2_000
+MAX_INT_BITS = 10_000
+"""Longer ones are written in hexadecimal: Python refuses to write them in decimal."""
 MAX_TRACEBACK_FRAMES = 20
 
 
@@ -34,18 +36,21 @@ def _encode(value: Any) -> tuple[Any, Any, bool]:
     """The value in JSON's types, the exact form, and whether the first one tells less."""
     if value is None or isinstance(value, bool):
         return value, value, False
-    for base in (str, int):
-        if isinstance(value, base):
-            return base(value), base(value), False
+    if isinstance(value, str):
+        return str(value), str(value), False
+    if isinstance(value, int):
+        number = int(value)
+        is_huge = number.bit_length() > MAX_INT_BITS
+        return (hex(number), ["int", hex(number)], True) if is_huge else (number, number, False)
     if isinstance(value, float):
-        number = float(value)
-        exact = number if math.isfinite(number) else ["float", repr(number)]
-        return (number, exact, False) if exact is number else (repr(number), exact, True)
+        real = float(value)
+        text = repr(real)
+        return (real, real, False) if math.isfinite(real) else (text, ["float", text], True)
     if isinstance(value, dict):
         return _encode_dict(value)
-    for kind, base in (("list", list), ("tuple", tuple), ("set", set), ("frozenset", frozenset)):
-        if isinstance(value, base):
-            return _encode_items(kind, value)
+    for container in (list, tuple, set, frozenset):
+        if isinstance(value, container):
+            return _encode_items(container.__name__, value)
     if isinstance(value, complex):
         return repr(value), ["complex", [value.real, value.imag]], True
     if isinstance(value, (bytes, bytearray)):
@@ -57,7 +62,7 @@ def _encode(value: Any) -> tuple[Any, Any, bool]:
 
 
 def _encode_items(kind: str, values: Iterable[Any]) -> tuple[Any, Any, bool]:
-    parts = []
+    parts: list[tuple[Any, Any, bool]] = []
     for value in values:
         if len(parts) == MAX_ITEMS:
             raise ValueError(f"returned more than {MAX_ITEMS} items")

@@ -90,9 +90,7 @@ def _run(job: Job, settings: Settings, control: socket.socket) -> dict[str, Any]
     os.lseek(stdin, 0, os.SEEK_SET)
     child = os.fork()
     if child == 0:
-        _become_program(
-            job, settings, [stdin, *(pipes[s][1] for s in (STDOUT, STDERR, REPORT))]
-        )
+        _become_program(job, settings, [stdin, *(pipes[s][1] for s in (STDOUT, STDERR, REPORT))])
     os.close(stdin)
     outputs = {}
     for stream, (reader, writer) in pipes.items():
@@ -185,9 +183,9 @@ def _watch(
                     return "output"
             if pidfd in events:
                 return None
-            if not events and settings["mode"] == "bubblewrap":
-                if _memory_of_all() > job["memory_bytes"]:
-                    return "memory"
+            can_fork = settings["mode"] == "bubblewrap"
+            if can_fork and not events and _memory_of_all() > job["memory_bytes"]:
+                return "memory"
     finally:
         os.close(pidfd)
 
@@ -237,10 +235,13 @@ def _rewire(fds: list[int]) -> None:
     for number, fd in enumerate(high):
         os.dup2(fd, number)
     os.closerange(len(fds), 1024)
-    sys.stdin = open(STDIN, encoding="utf-8", errors="surrogateescape")
-    sys.stdout = open(STDOUT, "w", encoding="utf-8", errors="surrogateescape")
-    sys.stderr = open(STDERR, "w", encoding="utf-8", errors="backslashreplace", buffering=1)
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+    sys.stdin = sys.__stdin__ = _open(STDIN, "r")  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = _open(STDOUT, "w")  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _open(STDERR, "w", buffering=1)  # type: ignore[misc]
+
+
+def _open(fd: int, mode: str, buffering: int = -1) -> Any:
+    return open(fd, mode, buffering, encoding="utf-8", errors="surrogateescape")
 
 
 def _emit(message: dict[str, Any]) -> None:
