@@ -10,7 +10,6 @@ import asyncio
 import logging
 
 from headway.contracts.errors import Fenced, ServiceError
-from headway.contracts.http import ServerReport
 from headway.rollout.members import Member, Members
 from headway.rollout.weight_book import WeightBook
 from headway.rollout.weight_orders import WeightOrders
@@ -33,16 +32,18 @@ class CatchUp:
     def review(self, member: Member, is_committing: bool) -> None:
         """It reported: see whether it has what is committed, and bring it there if not.
 
+        One that reports to another gateway is brought there by that one.
+
         Args:
             member: its report is new.
-            is_committing: servers are changing their version right now.
+            is_committing: servers are changing their version right now, by whichever gateway.
         """
         if member.state == "ready" and not is_committing:
             self._watch(member)
         if member.is_publishing or member.is_catching_up:
             return
         if member.state in ("joining", "fenced"):
-            if self._is_current(member.report):
+            if self.is_current(member):
                 self._members.set_ready(member)
             elif self._book.committed is None:
                 self._members.fence(
@@ -50,11 +51,11 @@ class CatchUp:
                     f"it has version {member.report.version}, but nothing was published through "
                     "this gateway",
                 )
-            else:
+            elif member.is_own:
                 member.catching_up = asyncio.create_task(self._bring(member), name="catch up")
 
     def _watch(self, member: Member) -> None:
-        if self._is_current(member.report):
+        if self.is_current(member):
             member.num_deviations = 0
             return
         member.num_deviations += 1
@@ -65,24 +66,31 @@ class CatchUp:
                 f"{self._book.committed}",
             )
 
-    def _is_current(self, report: ServerReport) -> bool:
-        record = self._book.committed
+    def is_current(self, member: Member) -> bool:
+        """Whether its last report tells of what is committed."""
+        record, report = self._book.committed, member.report
         if record is None:
             return report.version == 0
         is_known = bool(report.digest and record.digest)
         return report.version == record.version and (not is_known or report.digest == record.digest)
 
     async def _bring(self, member: Member) -> None:
+        epoch = self._book.epoch
         try:
             while not await self._bring_once(member):
-                pass
+                epoch = self._book.epoch
         except ServiceError as error:
             self._members.fence(member, f"catching up to version {self._book.version}: {error}")
             if isinstance(error, Fenced):
-                log.error(  # noqa: TRY400 - no crash of ours
-                    "server obeys another gateway, too", extra={"server": member.name}
-                )
-                await self._book.next_epoch()  # it reports here: this is the one to obey
+                await self._answer_fence(member, epoch)
+
+    async def _answer_fence(self, member: Member, epoch: int) -> None:
+        """A server has heard of a newer epoch than this one."""
+        await self._book.refresh()
+        if self._book.epoch > epoch:
+            return  # it comes from a gateway that shares the book; the next report tries again
+        log.error("server obeys another gateway, too", extra={"server": member.name})
+        await self._book.next_epoch()  # it reports here: this is the one to obey
 
     async def _bring_once(self, member: Member) -> bool:
         """Whether that was all."""

@@ -1,35 +1,44 @@
-"""Many generation servers behind one face: registration, routing, publication, loss.
+"""Many generation servers behind one face: registration, routing, publication, drain, loss.
 
-A server reports itself every second (`members`). It takes traffic only in state `ready`, that is with
-the committed version; `publication` and `catch_up` see to that.
+A server reports itself every second (`members`), here or to another gateway (`roll_call`). It takes
+traffic only in state `ready`, that is with the committed version; `publication` and `catch_up` see to
+that. How a single request finds its server is told in `dispatch`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
-import time
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import logging
 
-import aiohttp
 from prometheus_client import CollectorRegistry
 
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.config.server import UpdatePolicy
-from headway.contracts.errors import BackendError, Draining, QueueFull
-from headway.contracts.http import ServerReport, ServerReportResponse, ServerStatus, WeightStatus
+from headway.contracts.errors import Conflict, ServiceError
+from headway.contracts.http import (
+    GENERATION_ABORT,
+    GenerationAbortRequest,
+    LedgerCounts,
+    ScaleResponse,
+    ServerReport,
+    ServerReportResponse,
+    ServerStatus,
+    WeightStatus,
+)
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
+from headway.rollout.dispatch import Dispatch
 from headway.rollout.members import Member, Members
 from headway.rollout.publication import Publications
-from headway.rollout.routing import Router, load_of
+from headway.rollout.registry.base import Registry
+from headway.rollout.registry.memory import MemoryRegistry
+from headway.rollout.roll_call import INTERVAL_S, RollCall
+from headway.rollout.scale import Scaler
+from headway.rollout.signal import Signal
 from headway.rollout.weight_book import WeightBook
 
-JITTER = 0.25
-"""Share by which the wait for a full server varies."""
-RID_CHARS = 119
-"""Of a request's id, so that a suffix fits."""
+log = logging.getLogger(__name__)
+
+ABORT_TIMEOUT_S = 5.0
 
 
 class Fleet:
@@ -41,20 +50,40 @@ class Fleet:
         book: WeightBook,
         token: str | None = None,
         metrics: CollectorRegistry | None = None,
+        registry: Registry | None = None,
     ) -> None:
-        self._server_wait_s = config.server_wait_s
+        """Args:
+        book: opened; of the ledger.
+        token: what servers ask for.
+        metrics: where the fleet's figures are shown.
+        registry: what gateways of a shared ledger have in common; None knows of this one only.
+        """
+        metrics = metrics or CollectorRegistry()
         self._book = book
-        self._members = Members(config.lease_s, token)
-        registry = metrics or CollectorRegistry()
-        self._publications = Publications(config, self._members, book, registry)
-        self._router = Router()
+        self._members = Members(config, token)
+        self._publications = Publications(config, self._members, book, metrics)
+        self._roll_call = RollCall(
+            registry or MemoryRegistry(),
+            self._members,
+            self._publications,
+            config.lease_s,
+            book.notes.is_shared,
+        )
+        self._dispatch = Dispatch(config, self._members, book)
+        self._scaler = Scaler(config, metrics)
 
     async def start(self) -> None:
-        """Open connections and begin to watch leases."""
+        """Open connections, learn who is there, and begin to watch leases.
+
+        Raises:
+            StateError: the registry cannot be reached.
+        """
         await self._members.start()
+        await self._roll_call.start()
 
     async def aclose(self) -> None:
         """Close connections; requests in flight fail."""
+        await self._roll_call.aclose()
         await self._members.aclose()
 
     @property
@@ -66,6 +95,11 @@ class Fleet:
     def head(self) -> PolicyVersion:
         """The newest published version."""
         return self._book.head
+
+    @property
+    def turned(self) -> Signal:
+        """Raised when another version serves or is the newest, by whichever gateway."""
+        return self._book.turned
 
     @property
     def updates_in_flight(self) -> int:
@@ -87,9 +121,48 @@ class Fleet:
 
     def report(self, report: ServerReport) -> ServerReportResponse:
         """Registration or heartbeat."""
-        member = self._members.heed(report)
-        self._publications.review(member)
-        return ServerReportResponse(state=member.state, version=self.version)
+        member = self._roll_call.heed(report)
+        return ServerReportResponse(state=member.shown_state, version=self.version)
+
+    async def drain(self, server_id: str, drain: bool = True) -> ServerStatus:
+        """Send nothing new to a server, and let what runs there go on elsewhere; or end that.
+
+        It holds for all gateways and until it is undone; the server stays up and keeps reporting.
+
+        Raises:
+            NotFound: no server of this name is here.
+            Conflict: it shuts down: that cannot be undone.
+            StateError: other gateways cannot be told.
+        """
+        member = self._members.find(server_id)
+        if member.report.draining and not drain:
+            raise Conflict(f"server {server_id!r} shuts down: its drain cannot be undone")
+        await self._roll_call.hold(server_id, drain)
+        if drain:
+            self._dispatch.forget(server_id)
+            await self._end_running(member)
+        else:
+            self._publications.review(member)
+        return ServerStatus(**member.report.model_dump(), state=member.shown_state)
+
+    async def _end_running(self, member: Member) -> None:
+        """Every sequence there is answered with its tokens so far."""
+        if self._book.notes.is_shared:
+            await asyncio.sleep(2 * INTERVAL_S)  # until no other gateway sends anything there
+        order = GenerationAbortRequest(rid=None)
+        try:
+            await self._members.order(member, GENERATION_ABORT, order, ABORT_TIMEOUT_S)
+        except ServiceError as error:
+            log.warning("running requests go on", extra={"server": member.name, "why": str(error)})
+
+    def scale(self, counts: LedgerCounts, headroom: int | None) -> ScaleResponse:
+        """How many servers the work asks for; to be asked every few seconds.
+
+        Args:
+            counts: of the ledger.
+            headroom: trajectories that staleness lets start now; None has no bound.
+        """
+        return self._scaler.scale(self.statuses(), counts, headroom)
 
     async def update_weights(
         self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
@@ -119,53 +192,5 @@ class Fleet:
         return self.weights()
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
-        # An id of its own each time: a server may not have noticed yet that a request sent before
-        # was given up.
-        sent = req.model_copy(update={"rid": f"{req.rid[:RID_CHARS]}.{uuid.uuid4().hex[:8]}"})
-        deadline = time.monotonic() + self._server_wait_s
-        while True:
-            member = await self._choose(req, deadline)
-            try:
-                with _outstanding(member, req):
-                    response = await self._members.generate(member, sent)
-            except Draining:
-                pass
-            except BackendError as error:
-                # Nothing was sent over a connection that was refused.
-                if not isinstance(error.__cause__, aiohttp.ClientConnectorError):
-                    raise
-            except QueueFull as error:
-                wait_s = error.retry_after_s * random.uniform(1.0, 1.0 + JITTER)
-                member.busy_until = time.monotonic() + wait_s
-            else:
-                return response.model_copy(update={"rid": req.rid})
-
-    async def _choose(self, req: LLMRequest, deadline: float) -> Member:
-        """The ready server with room that the router names."""
-        while True:
-            arrival, now = self._members.arrival.event(), time.monotonic()
-            ready = self._members.ready()
-            free = {member.name: member for member in ready if member.busy_until <= now}
-            if free:
-                loads = {name: member.outstanding_tokens for name, member in free.items()}
-                return free[self._router.choose(req, loads)]
-            if now >= deadline:
-                known = {status.server_id: status.state for status in self.statuses()}
-                raise BackendError(
-                    f"no generation server was ready and had room for {self._server_wait_s:g} s; "
-                    f"known: {known}"
-                )
-            until = min([deadline, *(member.busy_until for member in ready)])
-            with suppress(TimeoutError):
-                async with asyncio.timeout(until - now):
-                    await arrival.wait()
-
-
-@contextmanager
-def _outstanding(member: Member, req: LLMRequest) -> Iterator[None]:
-    load = load_of(req)
-    member.outstanding_tokens += load
-    try:
-        yield
-    finally:
-        member.outstanding_tokens -= load
+        """See `Dispatch.agenerate`."""
+        return await self._dispatch.agenerate(req)

@@ -4,7 +4,10 @@
 
 `ready` takes traffic. Who has another version than the committed one is `joining` or `fenced` until it
 has caught up; `publication` decides that. A server that is silent for `lease_s`, or refuses a
-connection, is `lost`: calls to it fail with `BackendError` at once. It returns by reporting.
+connection, is `lost`: calls to it fail with `BackendError` at once. It returns by reporting. One that
+is ready and fails requests is shown as `quarantined`: it takes no traffic, but part in publications.
+
+Some report to this gateway, the others to another one that tells of them (`roll_call`).
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ from typing import Any, TypeVar
 import aiohttp
 from pydantic import BaseModel
 
-from headway.contracts.errors import BackendError, Draining
+from headway.contracts.config.gateway import FleetConfig
+from headway.contracts.errors import BackendError, Draining, NotFound, ServiceError
 from headway.contracts.http import ServerReport, ServerState, ServerStatus
 from headway.contracts.types import LLMRequest, LLMResponse
+from headway.rollout.health import Health
 from headway.rollout.signal import Signal
 from headway.runtime.secret import authorization
 from headway.runtime.server_calls import post_generate, post_order
@@ -46,6 +51,12 @@ class Member:
     """Its newest; version and digest also from what it answered to a commit."""
     state: ServerState
     last_seen: float
+    health: Health
+    lost_at: float = 0.0
+    is_own: bool = True
+    """It reports to this gateway, which brings it to the committed version."""
+    is_held: bool = False
+    """It drains by order, until that is undone."""
     busy_until: float = 0.0
     """It has no room before this moment (monotonic clock)."""
     outstanding_tokens: int = 0
@@ -67,6 +78,21 @@ class Member:
         return self.state in LEAVING
 
     @property
+    def shown_state(self) -> ServerState:
+        """Its state, as others are told."""
+        is_ill = self.state == "ready" and self.health.is_quarantined
+        return "quarantined" if is_ill else self.state
+
+    def is_free(self, now: float) -> bool:
+        """Whether a request may be sent to it."""
+        return self.state == "ready" and self.busy_until <= now and self.health.admits(now)
+
+    def free_at(self) -> float:
+        """When it may be, as far as that is known; infinite while a trial goes on."""
+        until = self.health.until
+        return self.busy_until if until is None else max(self.busy_until, until)
+
+    @property
     def is_catching_up(self) -> bool:
         """It is being brought to the committed version."""
         return self.catching_up is not None and not self.catching_up.done()
@@ -75,12 +101,15 @@ class Member:
 class Members:
     """The table of servers; used on one event loop."""
 
-    def __init__(self, lease_s: float, token: str | None = None) -> None:
+    def __init__(self, config: FleetConfig, token: str | None = None) -> None:
         self.arrival = Signal()
-        """Raised when a server joins or becomes ready."""
+        """Raised when a server joins, becomes ready or has room again."""
         self.is_open = False
+        self.is_blind = False
+        """What other gateways are told cannot be heard: their servers are lost by nobody's silence."""
+        self._config = config
         self._opened_at = 0.0
-        self._lease_s = lease_s
+        self._lease_s = config.lease_s
         self._token = token
         self._members: dict[str, Member] = {}
         self._forgotten_tokens = 0
@@ -124,13 +153,29 @@ class Members:
     def statuses(self) -> list[ServerStatus]:
         """Every server that was seen lately."""
         return [
-            ServerStatus(**member.report.model_dump(), state=member.state)
+            ServerStatus(**member.report.model_dump(), state=member.shown_state)
             for member in self._members.values()
         ]
 
     def ready(self) -> list[Member]:
         """The servers that take traffic."""
         return [member for member in self._members.values() if member.state == "ready"]
+
+    def get(self, server_id: str) -> Member | None:
+        """The server of this name."""
+        return self._members.get(server_id)
+
+    def find(self, server_id: str) -> Member:
+        """The server of this name.
+
+        Raises:
+            NotFound: it is lost, or was never here.
+        """
+        member = self.get(server_id)
+        if member is None or member.state == "lost":
+            known = [one.name for one in self._members.values() if one.state != "lost"]
+            raise NotFound(f"no server {server_id!r} is here; known: {known}")
+        return member
 
     def present(self) -> list[Member]:
         """The servers that are here to stay, whatever they serve."""
@@ -151,6 +196,23 @@ class Members:
 
     def heed(self, report: ServerReport) -> Member:
         """Registration or heartbeat."""
+        member = self._take(report)
+        member.is_own = True
+        member.last_seen = time.monotonic()
+        return member
+
+    def overhear(self, report: ServerReport, age_s: float) -> Member | None:
+        """What a server said to another gateway, some seconds ago; None if it is old news."""
+        seen_at = time.monotonic() - age_s
+        known = self._members.get(report.server_id)
+        if known is not None and seen_at < max(known.last_seen, known.lost_at):
+            return None
+        member = self._take(report)
+        member.is_own = False
+        member.last_seen = seen_at
+        return member
+
+    def _take(self, report: ServerReport) -> Member:
         member = self._members.get(report.server_id)
         if member is None or member.state == "lost":
             member = self._join(report)
@@ -159,7 +221,6 @@ class Members:
             member.state = "joining"
             self._forgotten_tokens += member.report.generated_tokens
         member.report = report
-        member.last_seen = time.monotonic()
         if report.draining:
             self.drain(member)
         return member
@@ -169,13 +230,58 @@ class Members:
         for other in self._members.values():
             if other.report.url == report.url:
                 self.lose(other, f"{report.server_id} has its address")
-        member = self._members[report.server_id] = Member(report, "joining", time.monotonic())
+        before = self._members.get(report.server_id)
+        health = Health(self._config.max_failures, self._config.quarantine_s)
+        if before is not None:
+            health = before.health
+        member = Member(report, "joining", time.monotonic(), health)
+        member.is_held = before is not None and before.is_held
+        if member.is_held:
+            self.drain(member)
+        self._members[report.server_id] = member
         self.arrival.notify()
         return member
 
+    def hold(self, member: Member, is_held: bool) -> None:
+        """Let it drain by order, or join again.
+
+        One that shuts down drains anyway.
+        """
+        if is_held:
+            member.is_held = True
+            self.drain(member)
+        elif member.is_held:
+            member.is_held = False
+            if member.state == "draining" and not member.report.draining:
+                log.info("server joins again", extra={"server": member.name})
+                member.state = "joining"
+
     async def generate(self, member: Member, req: LLMRequest) -> LLMResponse:
-        """See `post_generate`."""
-        return await self._call(member, post_generate(self._http, member.report.url, req))
+        """See `post_generate`; how it ends tells of the server's health."""
+        is_trial = member.health.begin()
+        try:
+            response = await self._call(member, post_generate(self._http, member.report.url, req))
+        except ServiceError as error:
+            self._blame(member, error, is_trial)
+            raise
+        else:
+            member.health.succeed()
+            return response
+        finally:
+            if is_trial:
+                member.health.end_trial()
+                self.arrival.notify()
+
+    def _blame(self, member: Member, error: ServiceError, is_trial: bool) -> None:
+        """Count what is a server's fault: not its absence, nor what any server would refuse."""
+        is_fault = isinstance(error, BackendError) or type(error) is ServiceError
+        if isinstance(error, Draining) or not is_fault or member.state == "lost":
+            return
+        self._fail(member, str(error), is_trial)
+
+    def _fail(self, member: Member, reason: str, is_trial: bool = True) -> None:
+        if member.health.fail(time.monotonic(), is_trial):
+            log.warning("server quarantined", extra={"server": member.name, "reason": reason})
 
     async def order(self, member: Member, path: str, body: BaseModel, timeout_s: float) -> bytes:
         """See `post_order`."""
@@ -198,6 +304,8 @@ class Members:
             raise
         except BackendError as error:
             if isinstance(error.__cause__, aiohttp.ClientConnectionError):
+                if member.state != "lost":
+                    self._fail(member, str(error))  # one that breaks off and comes back is ill, too
                 self.lose(member, str(error))
             raise
         finally:
@@ -229,6 +337,7 @@ class Members:
         level = logging.INFO if member.state == "draining" else logging.WARNING
         log.log(level, "server lost", extra={"server": member.name, "reason": reason})
         member.state = "lost"
+        member.lost_at = time.monotonic()
         for task in member.calls:
             task.cancel()
 
@@ -240,6 +349,8 @@ class Members:
                 continue  # this process was stopped or starved: heartbeats wait in its own sockets
             for name, member in list(self._members.items()):
                 silent_s = time.monotonic() - member.last_seen
+                if not member.is_own and self.is_blind:
+                    continue
                 if silent_s > self._lease_s:
                     self.lose(member, f"no heartbeat for {silent_s:.1f} s")
                 if silent_s > FORGET_LOST_S:

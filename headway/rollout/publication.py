@@ -3,8 +3,9 @@
     announce ─► prepare ─► digests agree, quorum ─► RECORD ─► commit ─► ack
                    └─────► abort: the old version goes on serving
 
-- One transaction at a time (`_turn`); each has an epoch, durable before the first server hears of it.
-  Servers obey the highest epoch, so what is left of an interrupted transaction cannot commit.
+- One transaction at a time (`_turn`), over all gateways that share a ledger; each has an epoch, durable
+  before the first server hears of it. Servers obey the highest epoch, so what is left of an
+  interrupted transaction cannot commit.
 - `RECORD` (`WeightBook.commit`) is the commit point. Killed before it, the gateway comes back with the
   old version, and the publisher's repeat finds what servers have staged. Killed after it, it comes
   back with the new one, and who had not committed is caught up.
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -28,6 +30,7 @@ from headway.contracts.types import PolicyVersion, WeightUpdateMeta
 from headway.rollout.catch_up import CatchUp
 from headway.rollout.members import Member, Members
 from headway.rollout.publication_metrics import PublicationMetrics
+from headway.rollout.publication_turn import PublicationTurn
 from headway.rollout.staging import Change, Staged, Staging
 from headway.rollout.weight_book import WeightBook
 from headway.rollout.weight_orders import WeightOrders, is_group
@@ -50,7 +53,7 @@ class Publications:
         self._orders = WeightOrders(config, members)
         self._staging = Staging(config, members, book, self._orders)
         self._catch_up = CatchUp(members, book, self._orders)
-        self._turn = asyncio.Lock()
+        self._turn = PublicationTurn(book.notes, config.lease_s)
         self._publishing: PolicyVersion | None = None
         self._is_committing = False
         self._metrics = PublicationMetrics(metrics, self.status)
@@ -69,7 +72,7 @@ class Publications:
 
     async def publish(self, meta: WeightUpdateMeta, policy: UpdatePolicy | None) -> PolicyVersion:
         """See `Generator.update_weights`."""
-        async with self._turn:
+        async with self._alone():
             book = self._book
             if book.knows(meta.version, meta.path):
                 return book.version
@@ -91,7 +94,7 @@ class Publications:
 
     async def rollback(self, version: PolicyVersion) -> None:
         """Serve a kept version until the next one is published."""
-        async with self._turn:
+        async with self._alone():
             if self._book.pinned is not None:
                 raise Conflict(
                     f"version {self._book.pinned} is pinned; release it, or pin {version}"
@@ -100,7 +103,7 @@ class Publications:
 
     async def pin(self, version: PolicyVersion | None) -> None:
         """Serve a kept version and hold it; None goes on with the newest."""
-        async with self._turn:
+        async with self._alone():
             if version is not None:
                 await self._go_to(version, pinned=version)
             elif self._book.pinned is not None:
@@ -108,13 +111,39 @@ class Publications:
 
     async def retract(self, version: PolicyVersion) -> None:
         """See `Generator.cancel_update`."""
-        async with self._turn:
+        async with self._alone():
             if await self._book.retract(version):
                 log.warning("version retracted", extra={"version": version})
 
     def review(self, member: Member) -> None:
         """It reported; see `CatchUp.review`."""
-        self._catch_up.review(member, self._is_committing)
+        self._catch_up.review(member, self._is_committing or self._turn.is_elsewhere)
+
+    async def follow(self) -> None:
+        """Learn what other gateways have published.
+
+        Who was not to swap to it takes no traffic from here on; the others are judged when the turn of
+        that gateway is over.
+        """
+        if not self._book.notes.is_shared:
+            return
+        await self._turn.look()
+        before = self._book.committed
+        await self._book.refresh()
+        if self._book.committed == before or self._publishing is not None:
+            return
+        for member in self._members.ready():
+            if not self._book.was_swapped(member.name) and not self._catch_up.is_current(member):
+                self._members.fence(
+                    member, f"another gateway has committed version {self._book.version}"
+                )
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Nobody else changes what serves; the book shows what others did before."""
+        async with self._turn.held():
+            await self._book.refresh()
+            yield
 
     async def _go_to(self, version: PolicyVersion, pinned: PolicyVersion | None) -> None:
         record = self._book.find(version)
@@ -140,7 +169,8 @@ class Publications:
         record = staged.change.record
         self._is_committing = True
         try:
-            await self._book.commit(record, staged.change.pinned)
+            names = [member.name for member in staged.members]
+            await self._book.commit(record, staged.change.pinned, names)
             for member in self._members.ready():
                 if member not in staged.members:
                     why = staged.refusals.get(member, "it was not asked")

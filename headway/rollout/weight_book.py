@@ -1,25 +1,39 @@
-"""What a gateway remembers of the versions that were published through it: one note in the ledger.
+"""What gateways remember of the versions that were published through them: one note in their ledger.
 
 A turn of the page is durable before it is seen, so a gateway that is killed goes on with what its
 servers were told. `commit` is the commit point of a publication.
+
+Gateways with one ledger have one book: a page is turned by compare and set, so epochs are unique and
+only grow, and `refresh` shows what others wrote. Whose epoch is not the newest any more commits nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 from headway.contracts.config.base import Config
-from headway.contracts.errors import NotFound
+from headway.contracts.errors import Fenced, NotFound
 from headway.contracts.http import WeightRecord
 from headway.contracts.types import PolicyVersion
-from headway.rollout.ledger.base import Ledger
+from headway.rollout.signal import Signal
 
 NOTE = "weights"
 KEEP = 16
 """Published versions that can be gone back to."""
+
+
+class Notes(Protocol):
+    """The part of a ledger that holds small durable values."""
+
+    is_shared: bool
+    """Whether other gateways write them, too."""
+
+    async def get_note(self, key: str) -> str | None: ...
+
+    async def swap_note(self, key: str, old: str | None, new: str) -> bool: ...
 
 
 class _Page(Config):
@@ -30,24 +44,38 @@ class _Page(Config):
     committed: WeightRecord | None = None
     pinned: PolicyVersion | None = None
     kept: tuple[WeightRecord, ...] = ()
+    swapped: tuple[str, ...] = ()
+    """Servers that were to swap to what is committed; the others are to catch up."""
+
+
+Edit = Callable[[_Page], dict[str, Any] | None]
+"""What a page becomes; None leaves it."""
 
 
 class WeightBook:
     """Epoch, head, committed, pinned and kept versions; `digest=None` is a version that nobody proved."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, notes: Notes) -> None:
+        self.notes = notes
+        self.turned = Signal()
+        """Raised when another version serves, or is the newest, or is pinned."""
         self.num_expected = 0
         """Servers that a former process had."""
         self._page = _Page()
+        self._text: str | None = None
+        self._own_epoch = 0
         self._turning = asyncio.Lock()
 
     async def open(self) -> None:
         """Read what a former process wrote."""
-        note = await self._ledger.get_note(NOTE)
-        if note is not None:
-            self._page = _Page.model_validate_json(note)
-            self.num_expected = self._page.num_asked
+        await self.refresh()
+        self.num_expected = self._page.num_asked
+        self._own_epoch = self.epoch
+
+    async def refresh(self) -> None:
+        """Read what other gateways wrote."""
+        async with self._turning:
+            await self._read()
 
     @property
     def epoch(self) -> int:
@@ -102,65 +130,132 @@ class WeightBook:
         It is not behind the clock: servers obey it even if another gateway, or one with a former
         ledger, has sent them orders.
         """
-        async with self._turning:
-            epoch = max(self.epoch + 1, int(time.time() * 1000))
-            asked = self._page.num_asked if num_asked is None else num_asked
-            await self._turn(epoch=epoch, num_asked=asked)
-        return epoch
 
-    async def commit(self, record: WeightRecord, pinned: PolicyVersion | None) -> None:
-        """This is what serves from now on, on every server that is asked."""
+        def edit(page: _Page) -> dict[str, Any]:
+            epoch = max(page.epoch + 1, int(time.time() * 1000))
+            return {
+                "epoch": epoch,
+                "num_asked": page.num_asked if num_asked is None else num_asked,
+            }
+
         async with self._turning:
-            kept = self._kept_with(record, {record.version, pinned})
-            head = max(self.head, record.version)
-            await self._turn(committed=record, pinned=pinned, head=head, kept=kept)
+            await self._turn(edit)
+            self._own_epoch = self.epoch
+            return self.epoch
+
+    async def commit(
+        self, record: WeightRecord, pinned: PolicyVersion | None, swapped: Iterable[str] = ()
+    ) -> None:
+        """This is what serves from now on, on every server that is asked.
+
+        Raises:
+            Fenced: another gateway has begun a transaction since this one's.
+        """
+
+        def edit(page: _Page) -> dict[str, Any]:
+            if page.epoch != self._own_epoch:
+                raise Fenced(
+                    f"version {record.version} was staged in epoch {self._own_epoch}; another gateway "
+                    f"has begun epoch {page.epoch}"
+                )
+            return {
+                "committed": record,
+                "pinned": pinned,
+                "head": max(page.head, record.version),
+                "kept": _kept_with(page, record, {record.version, pinned}),
+                "swapped": tuple(swapped),
+            }
+
+        async with self._turning:
+            await self._turn(edit)
+
+    def was_swapped(self, server_id: str) -> bool:
+        """Whether a server was to swap to what is committed, when that was recorded."""
+        return server_id in self._page.swapped
 
     async def keep(self, record: WeightRecord) -> None:
         """Published, but another version is pinned."""
+
+        def edit(page: _Page) -> dict[str, Any]:
+            serving = None if page.committed is None else page.committed.version
+            kept = _kept_with(page, record, {serving, page.pinned})
+            return {"head": max(page.head, record.version), "kept": kept}
+
         async with self._turning:
-            kept = self._kept_with(record, {self.version, self.pinned})
-            await self._turn(head=max(self.head, record.version), kept=kept)
+            await self._turn(edit)
 
     async def hold(self, pinned: PolicyVersion | None) -> None:
         """Pin what serves, or end the pin."""
         async with self._turning:
-            await self._turn(pinned=pinned)
+            await self._turn(lambda page: {"pinned": pinned})
 
     async def prove(self, record: WeightRecord, digest: str) -> None:
         """The first server has staged a version that was recorded while there was none."""
+
+        def edit(page: _Page) -> dict[str, Any] | None:
+            if record not in page.kept or record.digest is not None:
+                return None
+            proven = record.model_copy(update={"digest": digest})
+            committed = proven if page.committed == record else page.committed
+            return {"committed": committed, "kept": _replaced(page.kept, proven)}
+
         async with self._turning:
-            if record in self.kept and record.digest is None:
-                proven = record.model_copy(update={"digest": digest})
-                committed = proven if self.committed == record else self.committed
-                await self._turn(committed=committed, kept=_replaced(self.kept, proven))
+            await self._turn(edit)
 
     async def retract(self, version: PolicyVersion) -> bool:
         """Forget a version that nobody proved: it can never be seen. Its number is free again."""
-        async with self._turning:
-            kept = tuple(r for r in self.kept if r.version != version or r.digest is not None)
-            if kept == self.kept:
-                return False
-            committed = self.committed
+
+        def edit(page: _Page) -> dict[str, Any] | None:
+            kept = tuple(r for r in page.kept if r.version != version or r.digest is not None)
+            if kept == page.kept:
+                return None
+            committed = page.committed
             if committed is not None and committed not in kept:
                 committed = kept[-1] if kept else None
-            pinned = None if self.pinned == version else self.pinned
-            head = max((record.version for record in kept), default=0)
-            await self._turn(committed=committed, pinned=pinned, head=head, kept=kept)
-            return True
+            return {
+                "committed": committed,
+                "pinned": None if page.pinned == version else page.pinned,
+                "head": max((record.version for record in kept), default=0),
+                "kept": kept,
+            }
 
-    def _kept_with(
-        self, record: WeightRecord, needed: set[PolicyVersion | None]
-    ) -> tuple[WeightRecord, ...]:
-        if any(kept.version == record.version for kept in self.kept):
-            return _replaced(self.kept, record)
-        old = [kept for kept in self.kept if kept.version not in needed]
-        too_many = {kept.version for kept in old[: max(0, len(self.kept) + 1 - KEEP)]}
-        return (*(kept for kept in self.kept if kept.version not in too_many), record)
+        async with self._turning:
+            return await self._turn(edit)
 
-    async def _turn(self, **changes: Any) -> None:
-        page = self._page.model_copy(update=changes)
-        await self._ledger.put_note(NOTE, page.model_dump_json())
-        self._page = page
+    async def _turn(self, edit: Edit) -> bool:
+        """Whether there was anything to change."""
+        while (changes := edit(self._page)) is not None:
+            page = self._page.model_copy(update=changes)
+            text = page.model_dump_json()
+            if await self.notes.swap_note(NOTE, self._text, text):
+                self._show(page, text)
+                return True
+            await self._read()
+        return False
+
+    async def _read(self) -> None:
+        text = await self.notes.get_note(NOTE)
+        if text != self._text:
+            self._show(_Page() if text is None else _Page.model_validate_json(text), text)
+
+    def _show(self, page: _Page, text: str | None) -> None:
+        before, self._page, self._text = self._page, page, text
+        if (before.committed, before.head, before.pinned) != (
+            page.committed,
+            page.head,
+            page.pinned,
+        ):
+            self.turned.notify()
+
+
+def _kept_with(
+    page: _Page, record: WeightRecord, needed: set[PolicyVersion | None]
+) -> tuple[WeightRecord, ...]:
+    if any(kept.version == record.version for kept in page.kept):
+        return _replaced(page.kept, record)
+    old = [kept for kept in page.kept if kept.version not in needed]
+    too_many = {kept.version for kept in old[: max(0, len(page.kept) + 1 - KEEP)]}
+    return (*(kept for kept in page.kept if kept.version not in too_many), record)
 
 
 def _replaced(kept: Iterable[WeightRecord], record: WeightRecord) -> tuple[WeightRecord, ...]:

@@ -48,7 +48,7 @@ async def opened(*servers: Server, wait_s: float = 5.0) -> AsyncIterator[Fleet]:
     """A fleet in which the servers have reported themselves, in this order."""
 
     ledger = SqliteLedger(":memory:")
-    await ledger.open()
+    await ledger.open("gateway", 30.0)
     fleet = Fleet(FleetConfig(server_wait_s=wait_s), WeightBook(ledger))
     runners = []
     await fleet.start()

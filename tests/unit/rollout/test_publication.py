@@ -42,7 +42,7 @@ def num_commits(servers: list[WeightServer]) -> int:
 @pytest.fixture
 async def ledger():
     ledger = SqliteLedger(":memory:")
-    await ledger.open()
+    await ledger.open("gateway", 30.0)
     yield ledger
     await ledger.close()
 

@@ -103,7 +103,7 @@ async def test_ending_no_pin_does_not_end_a_rollback():
 async def test_a_pin_survives_a_restart():
     only = WeightServer("s0")
     ledger = SqliteLedger(":memory:")
-    await ledger.open()
+    await ledger.open("gateway", 30.0)
     async with opened_gateway(only, ledger=ledger) as gateway:
         await publish(gateway, 1, 2)
         await gateway.fleet.pin(1)
@@ -127,7 +127,7 @@ async def test_the_newest_versions_are_kept_and_the_pinned_one():
 
 async def test_a_book_is_the_same_after_it_was_read_again():
     ledger = SqliteLedger(":memory:")
-    await ledger.open()
+    await ledger.open("gateway", 30.0)
     only = WeightServer("s0")
     async with opened_gateway(only, ledger=ledger) as gateway:
         await publish(gateway, 1, 2)

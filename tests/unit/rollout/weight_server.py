@@ -222,7 +222,7 @@ async def opened_gateway(
     """A gateway to which these servers have reported; they are started if they are not."""
     own = SqliteLedger(":memory:")
     if ledger is None:
-        await own.open()
+        await own.open("gateway", 30.0)
     book = WeightBook(ledger or own)
     await book.open()
     fleet = Fleet(FleetConfig(**settings), book)

@@ -1,0 +1,176 @@
+"""One request on its way to a server, or to another one.
+
+- Sent elsewhere, at no cost: what a server refused because it drains, is full or cannot be reached.
+- Begun anew elsewhere, a few times: what a server took and was lost or quarantined with. (A request that
+  kills every server that plays it must not kill them all.)
+- Raised: what a server answered. Who asked may try again; a server that fails too often is quarantined.
+
+One that was aborted comes back as `interrupt` with the tokens so far, for who asked to go on from
+(`resume.generate_whole`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+
+import aiohttp
+
+from headway.contracts.config.gateway import FleetConfig
+from headway.contracts.errors import BackendError, Draining, QueueFull
+from headway.contracts.http import WeightRecord
+from headway.contracts.types import LLMRequest, LLMResponse
+from headway.rollout.members import Member, Members
+from headway.rollout.routing import Lane, Router, choose, load_of
+from headway.rollout.weight_book import WeightBook
+
+JITTER = 0.25
+"""Share by which the wait for a full server varies."""
+RID_CHARS = 119
+"""Of a request's id, so that a suffix fits."""
+MAX_LOSSES = 2
+"""Servers that a request may be lost with before that is its caller's to know."""
+
+
+class Dispatch:
+    """Chooses a server for each request; used on one event loop."""
+
+    def __init__(self, config: FleetConfig, members: Members, book: WeightBook) -> None:
+        self._config = config
+        self._members = members
+        self._book = book
+        self._router = Router()
+        self._routed: WeightRecord | None = None
+
+    def forget(self, server_id: str) -> None:
+        """Nothing has its home there any more."""
+        self._router.forget(server_id)
+
+    async def agenerate(self, req: LLMRequest) -> LLMResponse:
+        """Generate one sequence, on whichever server.
+
+        Raises:
+            BackendError: a server failed it, or none had room for `server_wait_s`.
+            ServiceError: whatever else a server answered.
+        """
+        deadline = time.monotonic() + self._config.server_wait_s
+        losses = 0
+        while True:
+            member = await self._choose(req, deadline)
+            try:
+                response = await self._play(member, req)
+            except BackendError:
+                losses += 1
+                is_gone = member.state == "lost" or member.health.is_quarantined
+                if not is_gone or losses > MAX_LOSSES:
+                    raise
+            else:
+                if response is not None:
+                    return response.model_copy(update={"rid": req.rid})
+
+    async def _play(self, member: Member, req: LLMRequest) -> LLMResponse | None:
+        """On this server, and on a second one if it takes long; None if it refused."""
+        hedge_after_s = self._config.hedge_after_s
+        if hedge_after_s is None:
+            return await self._ask(member, req)
+        attempts = {asyncio.create_task(self._ask(member, req))}
+        try:
+            done, _ = await asyncio.wait(attempts, timeout=hedge_after_s)
+            other = None if done else self._second(req, member)
+            if other is not None:
+                attempts.add(asyncio.create_task(self._ask(other, req)))
+            return await _first_answer(attempts)
+        finally:
+            for attempt in attempts:
+                attempt.cancel()
+            await asyncio.gather(*attempts, return_exceptions=True)
+
+    async def _ask(self, member: Member, req: LLMRequest) -> LLMResponse | None:
+        """None: it did not take the request."""
+        # An id of its own each time: a server may not have noticed yet that a request sent before
+        # was given up.
+        rid = f"{req.rid[:RID_CHARS]}.{uuid.uuid4().hex[:8]}"
+        try:
+            with _outstanding(member, req):
+                return await self._members.generate(member, req.model_copy(update={"rid": rid}))
+        except Draining:
+            return None
+        except BackendError as error:
+            # Nothing was sent over a connection that was refused.
+            if isinstance(error.__cause__, aiohttp.ClientConnectorError):
+                return None
+            raise
+        except QueueFull as error:
+            wait_s = error.retry_after_s * random.uniform(1.0, 1.0 + JITTER)
+            member.busy_until = time.monotonic() + wait_s
+            return None
+
+    async def _choose(self, req: LLMRequest, deadline: float) -> Member:
+        """The free server that the router names."""
+        while True:
+            arrival, now = self._members.arrival.event(), time.monotonic()
+            ready = self._members.ready()
+            free = {member.name: member for member in ready if member.is_free(now)}
+            if free:
+                return free[self._route(req, free.values())]
+            if now >= deadline:
+                known = {status.server_id: status.state for status in self._members.statuses()}
+                raise BackendError(
+                    "no generation server was ready and had room for "
+                    f"{self._config.server_wait_s:g} s; known: {known}"
+                )
+            moments = [moment for member in ready if (moment := member.free_at()) > now]
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min([deadline, *moments]) - now):
+                    await arrival.wait()
+
+    def _route(self, req: LLMRequest, free: Collection[Member]) -> str:
+        if self._routed != self._book.committed:
+            self._routed = self._book.committed
+            self._router.forget()  # what was computed with other weights is of no use
+        return self._router.choose(req, _lanes(free))
+
+    def _second(self, req: LLMRequest, first: Member) -> Member | None:
+        """The least loaded of the other servers."""
+        now = time.monotonic()
+        free = [one for one in self._members.ready() if one.is_free(now) and one is not first]
+        if not free:
+            return None
+        name = choose(_lanes(free), load_of(req))
+        return next(member for member in free if member.name == name)
+
+
+async def _first_answer(
+    attempts: Collection[asyncio.Task[LLMResponse | None]],
+) -> LLMResponse | None:
+    """The first that is an answer; if none is, what came last.
+
+    Raises:
+        ServiceError: that was one.
+    """
+    left = set(attempts)
+    while True:
+        done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        for attempt in done:
+            if attempt.exception() is None and attempt.result() is not None:
+                return attempt.result()
+        if not left:
+            return done.pop().result()
+
+
+def _lanes(members: Collection[Member]) -> dict[str, Lane]:
+    return {one.name: Lane(one.outstanding_tokens, one.report.max_running) for one in members}
+
+
+@contextmanager
+def _outstanding(member: Member, req: LLMRequest) -> Iterator[None]:
+    load = load_of(req)
+    member.outstanding_tokens += load
+    try:
+        yield
+    finally:
+        member.outstanding_tokens -= load

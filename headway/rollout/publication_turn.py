@@ -1,0 +1,95 @@
+"""One transaction at a time, over all gateways that share a ledger.
+
+Who holds the turn changes a note again and again. One whose note has not changed for `lease_s`, by the
+clock of who waits, is dead; no clocks are compared. A holder that was only slow is stopped by the
+epochs: servers obey the newest, and `WeightBook.commit` takes no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from headway.contracts.errors import ServiceError
+from headway.rollout.weight_book import Notes
+
+log = logging.getLogger(__name__)
+
+NOTE = "publication turn"
+LOOK_S = 0.1
+NOBODY = ""
+
+
+class PublicationTurn:
+    """A lock in a ledger; without others who write to it, a lock in this process."""
+
+    def __init__(self, notes: Notes, lease_s: float) -> None:
+        self.is_elsewhere = False
+        """Another gateway held it when this one last looked."""
+        self._notes = notes
+        self._lease_s = lease_s
+        self._name = uuid.uuid4().hex
+        self._lock = asyncio.Lock()
+        self._text: str | None = None
+        self._changed_at = 0.0
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Wait for the turn, and hold it during the block."""
+        async with self._lock:
+            if not self._notes.is_shared:
+                yield
+                return
+            await self._take()
+            beating = asyncio.create_task(self._beat(), name="hold the publication turn")
+            try:
+                yield
+            finally:
+                beating.cancel()
+                await asyncio.gather(beating, return_exceptions=True)
+                with suppress(ServiceError):  # it ends by itself
+                    await self._give_back()
+
+    async def look(self) -> None:
+        """See who holds it."""
+        text = await self._notes.get_note(NOTE)
+        if text != self._text:
+            self._text, self._changed_at = text, time.monotonic()
+        is_alive = time.monotonic() - self._changed_at < self._lease_s
+        self.is_elsewhere = self._holder not in (NOBODY, self._name) and is_alive
+
+    @property
+    def _holder(self) -> str:
+        return NOBODY if self._text is None else str(json.loads(self._text)["holder"])
+
+    async def _take(self) -> None:
+        while True:
+            await self.look()
+            if not self.is_elsewhere and await self._write(self._name):
+                return
+            await asyncio.sleep(LOOK_S)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / 4)
+            with suppress(ServiceError):
+                if not await self._write(self._name):
+                    log.warning("another gateway has taken over the publication")
+                    return
+
+    async def _give_back(self) -> None:
+        await self.look()
+        if self._holder == self._name:
+            await self._write(NOBODY)
+
+    async def _write(self, holder: str) -> bool:
+        text = json.dumps({"holder": holder, "beat": uuid.uuid4().hex})
+        if not await self._notes.swap_note(NOTE, self._text, text):
+            return False
+        self._text, self._changed_at = text, time.monotonic()
+        return True
