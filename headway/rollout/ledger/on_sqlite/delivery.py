@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headway.contracts.errors import Conflict, NotFound, WorkflowError
 from headway.contracts.types import PolicyVersion
 from headway.rollout.ledger.base import Delivery
 from headway.rollout.ledger.on_sqlite.transaction import Transaction
+from headway.rollout.ledger.refusals import (
+    forgotten,
+    fruitless,
+    given_out,
+    never_submitted,
+    used_by_others,
+)
 from headway.rollout.ledger.transitions import FRUITLESS, illegal, unknown
 
 
@@ -77,19 +83,6 @@ def _delivered_before(
     return rows or None
 
 
-def used_by_others(delivery_id: str) -> Conflict:
-    """Another wait came with the same id."""
-    return Conflict(f"delivery {delivery_id!r} gave out other groups; use a new id for every wait")
-
-
-def forgotten(delivery_id: str) -> Conflict:
-    """It can be answered no more."""
-    return Conflict(
-        f"delivery {delivery_id!r} was consumed and checkpointed, its payloads are forgotten; "
-        "use a new id for every wait"
-    )
-
-
 def _drop_stale(
     transaction: Transaction, consumer: str, version: PolicyVersion, due: PolicyVersion
 ) -> int:
@@ -126,21 +119,11 @@ def _ready(transaction: Transaction, rollout_id: str) -> tuple[int, bytes] | Non
     if row is None:
         raise never_submitted(rollout_id)
     seq, payload, state, reason = row
-    check_deliverable(rollout_id, state, reason)
-    return (seq, payload) if state == "ready" else None
-
-
-def never_submitted(rollout_id: str) -> NotFound:
-    """Waited for in vain."""
-    return NotFound(f"rollout {rollout_id!r} was never submitted, or was forgotten")
-
-
-def check_deliverable(rollout_id: str, state: str, reason: str | None) -> None:
-    """Refuse to wait for what can never come."""
     if state in FRUITLESS:
-        raise WorkflowError(f"rollout {rollout_id!r} is {state}: {reason or 'no reason kept'}")
+        raise fruitless(rollout_id, state, reason)
     if state in ("delivered", "consumed"):
-        raise Conflict(f"rollout {rollout_id!r} was given out before")
+        raise given_out(rollout_id)
+    return (seq, payload) if state == "ready" else None
 
 
 def _give_out(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Sequence
 
-from headway.contracts.errors import Conflict, QueueFull
 from headway.contracts.http import RolloutState
 from headway.contracts.types import PolicyVersion, RolloutRequest
 from headway.rollout.ledger.base import Admission, Lease
 from headway.rollout.ledger.on_sqlite.transaction import Transaction
+from headway.rollout.ledger.refusals import other_content, queue_full
 from headway.rollout.ledger.transitions import NEXT_STATE, EventName, fenced
 
 BOUNDED_STATES: tuple[RolloutState, ...] = ("leased", "ready", "delivered", "consumed")
@@ -68,11 +68,6 @@ def _check_same(transaction: Transaction, request: RolloutRequest, text: str) ->
         raise other_content(request.rollout_id)
 
 
-def other_content(rollout_id: str) -> Conflict:
-    """A known id with another request."""
-    return Conflict(f"rollout {rollout_id!r} was submitted before with other content; use a new id")
-
-
 def _check_room(
     transaction: Transaction,
     requests: Sequence[tuple[RolloutRequest, str]],
@@ -88,18 +83,6 @@ def _check_room(
         _, queued = transaction.tally("queued", consumer)
         if queued > max_queued_each:
             raise queue_full(queued, max_queued_each, consumer)
-
-
-def queue_full(queued: int, most: int, consumer: str | None = None) -> QueueFull:
-    """More trajectories than may wait."""
-    if consumer is None:
-        return QueueFull(
-            f"{queued} trajectories would wait, executor.max_queued={most}; submit later"
-        )
-    return QueueFull(
-        f"{queued} trajectories of consumer {consumer!r} would wait, "
-        f"executor.max_queued_each={most}; submit later"
-    )
 
 
 def lease(transaction: Transaction, admission: Admission) -> list[Lease]:

@@ -8,12 +8,12 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from headway.contracts.errors import NotFound
 from headway.contracts.http import LedgerAudit, RolloutState
 from headway.contracts.types import RolloutRequest
 from headway.rollout.ledger.base import Entry, Event
 from headway.rollout.ledger.on_sqlite.transaction import ALL, REVISION, Transaction
 from headway.rollout.ledger.proof import Findings, Proof
+from headway.rollout.ledger.refusals import no_such_page
 
 COLUMNS = (
     "request, state, attempt, submitted_at, changed_at, oldest_version, staleness, reason, step, "
@@ -80,11 +80,6 @@ def _seq_of(transaction: Transaction, rollout_id: str) -> Any:
     if row is None:
         raise no_such_page(rollout_id)
     return row[0]
-
-
-def no_such_page(rollout_id: str) -> NotFound:
-    """The page before ended with a rollout that is not there."""
-    return NotFound(f"before={rollout_id!r} is not in the ledger; ask for the first page again")
 
 
 def _entry(request: str, *fields: Any) -> Entry:
