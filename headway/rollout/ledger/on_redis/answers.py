@@ -1,0 +1,117 @@
+"""What the scripts answer, as records and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headway.contracts.errors import ServiceError
+from headway.contracts.types import RolloutRequest
+from headway.rollout.ledger.base import Delivery, Entry, Event, Lease
+from headway.rollout.ledger.refusals import (
+    forgotten,
+    fruitless,
+    given_out,
+    never_submitted,
+    no_such_page,
+    used_by_others,
+)
+from headway.rollout.ledger.transitions import FRUITLESS, illegal, unknown
+
+
+def texts(values: Sequence[Any]) -> list[str]:
+    """Bulk strings as text."""
+    return [value.decode() if isinstance(value, bytes) else str(value) for value in values]
+
+
+def pairs(flat: Sequence[Any]) -> dict[str, str]:
+    """What HGETALL answers."""
+    fields = texts(flat)
+    return dict(zip(fields[::2], fields[1::2], strict=True))
+
+
+def lease_of(row: Sequence[Any]) -> Lease:
+    """One row of `lease`."""
+    text, attempt, fence, age_s = row
+    request = RolloutRequest.model_validate_json(text)
+    return Lease(request, int(attempt), float(age_s), int(fence))
+
+
+def delivery_of(answer: Sequence[Any], delivery_id: str) -> Delivery:
+    """The answer of `deliver` and `deliver_exactly`.
+
+    Raises:
+        Conflict, NotFound, WorkflowError: as the protocol says.
+    """
+    status = answer[0].decode()
+    if status not in ("ok", "none"):
+        raise _refusal(status, texts(answer[1:]), delivery_id)
+    num_ready, dropped, is_held_back = answer[1:4]
+    payloads = tuple(answer[4]) if status == "ok" else None
+    return Delivery(payloads, num_ready, dropped, bool(is_held_back))
+
+
+def _refusal(status: str, values: Sequence[str], delivery_id: str) -> ServiceError:
+    if status == "used":
+        return used_by_others(delivery_id)
+    if status == "forgotten":
+        return forgotten(delivery_id)
+    if status == "unknown":
+        return never_submitted(values[0])
+    rollout_id, state, reason = values
+    if state in FRUITLESS:
+        return fruitless(rollout_id, state, reason)
+    return given_out(rollout_id)
+
+
+def check_consumed(answer: Sequence[Any]) -> None:
+    """Raise what `consume` refused.
+
+    Raises:
+        Conflict, NotFound: as the protocol says.
+    """
+    status, *values = texts(answer)
+    if status == "unknown":
+        raise unknown(values[0])
+    if status == "illegal":
+        raise illegal(values[0], "consume", values[1])
+
+
+def entry_of(flat: Sequence[Any], payload: bytes | None = None) -> Entry:
+    """A rollout from its hash."""
+    fields = pairs(flat)
+
+    def number(name: str) -> int | None:
+        return int(fields[name]) if fields.get(name) else None
+
+    mean_reward = fields.get("mean_reward")
+    return Entry(
+        request=RolloutRequest.model_validate_json(fields["request"]),
+        state=fields["state"],  # type: ignore[arg-type]
+        attempt=int(fields["attempt"]),
+        submitted_at=float(fields["submitted_at"]),
+        changed_at=float(fields["changed_at"]),
+        oldest_version=number("oldest"),
+        staleness=number("staleness"),
+        reason=fields.get("reason") or None,
+        step=number("step"),
+        mean_reward=float(mean_reward) if mean_reward else None,
+        payload=payload,
+    )
+
+
+def event_of(line: bytes) -> Event:
+    """One line of a log."""
+    event, at, detail = line.decode().split(" ", 2)
+    return Event(event, detail or None, float(at))
+
+
+def page_of(answer: Sequence[Any], before: str | None) -> list[Entry]:
+    """The answer of `find`.
+
+    Raises:
+        NotFound: `before` is not in the ledger.
+    """
+    if answer[0] != b"ok":
+        raise no_such_page(str(before))
+    return [entry_of(row) for row in answer[1]]

@@ -1,0 +1,55 @@
+"""What a ledger refuses, in the same words on every store."""
+
+from __future__ import annotations
+
+from headway.contracts.errors import Conflict, NotFound, QueueFull, WorkflowError
+
+
+def other_content(rollout_id: str) -> Conflict:
+    """A known id with another request."""
+    return Conflict(f"rollout {rollout_id!r} was submitted before with other content; use a new id")
+
+
+def queue_full(queued: int, most: int, consumer: str | None = None) -> QueueFull:
+    """More trajectories than may wait."""
+    if consumer is None:
+        return QueueFull(
+            f"{queued} trajectories would wait, executor.max_queued={most}; submit later"
+        )
+    return QueueFull(
+        f"{queued} trajectories of consumer {consumer!r} would wait, "
+        f"executor.max_queued_each={most}; submit later"
+    )
+
+
+def used_by_others(delivery_id: str) -> Conflict:
+    """Another wait came with the same id."""
+    return Conflict(f"delivery {delivery_id!r} gave out other groups; use a new id for every wait")
+
+
+def forgotten(delivery_id: str) -> Conflict:
+    """It can be answered no more."""
+    return Conflict(
+        f"delivery {delivery_id!r} was consumed and checkpointed, its payloads are forgotten; "
+        "use a new id for every wait"
+    )
+
+
+def never_submitted(rollout_id: str) -> NotFound:
+    """Waited for in vain."""
+    return NotFound(f"rollout {rollout_id!r} was never submitted, or was forgotten")
+
+
+def fruitless(rollout_id: str, state: str, reason: str | None) -> WorkflowError:
+    """It ended without a result."""
+    return WorkflowError(f"rollout {rollout_id!r} is {state}: {reason or 'no reason kept'}")
+
+
+def given_out(rollout_id: str) -> Conflict:
+    """Another delivery has it."""
+    return Conflict(f"rollout {rollout_id!r} was given out before")
+
+
+def no_such_page(rollout_id: str) -> NotFound:
+    """The page before ended with a rollout that is not there."""
+    return NotFound(f"before={rollout_id!r} is not in the ledger; ask for the first page again")
