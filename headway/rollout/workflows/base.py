@@ -95,8 +95,12 @@ class Workflow(Protocol):
 WORKFLOWS: Registry[type[Workflow]] = Registry(
     "workflow",
     {
+        "best_of_n": "headway.rollout.workflows.best_of_n:BestOfN",
+        "callback": "headway.rollout.workflows.callback:Callback",
+        "multi_turn": "headway.rollout.workflows.multi_turn:MultiTurn",
         "session": "headway.rollout.workflows.session:SessionWorkflow",
         "single_turn": "headway.rollout.workflows.single_turn:SingleTurn",
+        "tool_use": "headway.rollout.workflows.tool_use:ToolUse",
     },
     entry_point_group="headway.workflows",
 )

@@ -66,6 +66,7 @@ class ScriptedPolicy:
             output_logprobs=[logprob_of(token) for token in tokens],
             version_runs=runs,
             stop_reason="length" if len(reply.tokens) > limit else reply.stop_reason,
+            stop_match=END if tokens[-1:] == [END] else None,
             latency_s=0.0,
             ttft_s=0.0,
         )

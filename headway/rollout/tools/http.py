@@ -1,0 +1,47 @@
+"""A service of the user's own as a tool: the model writes the body of a POST."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from headway.rollout.facilities import Facilities
+
+
+class HttpTool:
+    """Calls one URL, which `outbound.allow` must cover, with the model's arguments as JSON.
+
+    The service tells the model of its mistakes itself, with status 200; any other status is an outage.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: Annotated[str, Field(pattern=r"^https?://\S+$", max_length=2048)],
+        function: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")],
+        description: Annotated[str, Field(min_length=1, max_length=65_536)],
+        parameters: dict[str, Any],
+        timeout_s: Annotated[float, Field(gt=0.0)] = 30.0,
+    ) -> None:
+        """
+        Args:
+            function: what the model calls it.
+            description: what it does, for the model.
+            parameters: JSON schema of its arguments, for the model; the service checks them.
+        """
+        if parameters.get("type") != "object":
+            raise ValueError(
+                f"parameters are of type {parameters.get('type')!r}; 'object' is wanted"
+            )
+        self.name = function
+        self.description = description
+        self.parameters: Mapping[str, Any] = parameters
+        self._url = url
+        self._timeout_s = timeout_s
+
+    async def call(self, arguments: Mapping[str, Any], facilities: Facilities) -> str:
+        answer = await facilities.outbound.post(self._url, dict(arguments), self._timeout_s)
+        return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)

@@ -1,0 +1,52 @@
+"""Programs that the model writes, run where they can do no harm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from headway.rollout.facilities import Facilities, Outcome, Program
+from headway.rollout.tools.base import one_text, read_text
+
+MAX_ERROR_CHARS = 2000
+"""Of a traceback, from its end: that is where it says what happened."""
+
+
+class Python:
+    """Runs Python in the sandbox; what it printed is the result. Every call starts anew."""
+
+    name = "python"
+    description = "Runs a Python program and returns what it prints."
+    parameters = one_text("code", "The program")
+
+    def __init__(
+        self,
+        *,
+        cpu_s: Annotated[float, Field(gt=0.0, le=600.0)] = 4.0,
+        memory_bytes: Annotated[int, Field(ge=16 << 20)] = 512 << 20,
+        max_output_chars: Annotated[int, Field(ge=1, le=1 << 20)] = 65_536,
+    ) -> None:
+        """
+        Args:
+            cpu_s: CPU seconds of one call.
+            memory_bytes: of one call.
+            max_output_chars: printed by one call.
+        """
+        self._blank = Program(
+            "", cpu_s=cpu_s, memory_bytes=memory_bytes, max_output_chars=max_output_chars
+        )
+
+    async def call(self, arguments: Mapping[str, Any], facilities: Facilities) -> str:
+        program = replace(self._blank, source=read_text(arguments, "code"))
+        return _told(await facilities.sandbox.run(program))
+
+
+def _told(outcome: Outcome) -> str:
+    if outcome.status == "ok":
+        return outcome.stdout or "(the program printed nothing)"
+    ended = f"[the program ended with {outcome.status.replace('_', ' ')}]"
+    parts = (outcome.stdout, ended, outcome.stderr[-MAX_ERROR_CHARS:].strip())
+    return "\n".join(part for part in parts if part)

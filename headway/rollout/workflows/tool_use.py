@@ -1,0 +1,196 @@
+"""One prompt, tools on the way, one verdict on the last answer.
+
+The model writes `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; the results are shown to it
+as `tool` messages, in the words of the chat template, and it goes on. A turn without a call is the
+answer, and what a reward judges.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, Field, model_validator
+
+from headway.contracts.config.base import Config, PartConfig
+from headway.contracts.config.sampling import SamplingConfig
+from headway.contracts.errors import ConfigError, DataError
+from headway.contracts.types import LLMResponse, Prompt, StopReason, Trajectory
+from headway.rollout.facilities import Facilities
+from headway.rollout.tokenizer import TextTokenizer
+from headway.rollout.tool_calls import CLOSE, OPEN, ToolCall, parse_call
+from headway.rollout.tools.base import Tool, ToolError, make_tool, schema_of
+from headway.rollout.workflows.base import Sample, Stage
+from headway.rollout.workflows.conversation import Conversation
+from headway.rollout.workflows.game import Game
+
+END_OF_THINKING = "</think>"
+MAX_TOKEN_CHARS = 32
+"""Longer texts than so many characters per allowed token are cut before they are encoded."""
+
+
+class ToolUseArgs(Config):
+    tools: tuple[PartConfig, ...] = Field(min_length=1, max_length=64)
+    """Registered tools, with their arguments."""
+    max_calls: int = Field(8, ge=1, le=1024)
+    """Calls per sample, at most; a further one is answered with a refusal, which is an error."""
+    max_errors: int = Field(3, ge=0, le=1024)
+    """Wrong calls per sample that are answered with what is wrong; one more ends the rollout."""
+    max_result_tokens: int = Field(1024, ge=1, le=1_000_000)
+    """Tokens of one result; the rest is cut off, and the model is told."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Of the whole row, prompt included; None leaves the bound to the server's context."""
+    open_tag: str = Field(OPEN, min_length=1, max_length=64)
+    """What stands in front of a call."""
+    close_tag: str = Field(CLOSE, min_length=1, max_length=64)
+    """What stands behind it."""
+    render_tools: bool = True
+    """False leaves the tools out of the template: the prompt itself tells of them."""
+    template_args: dict[str, Any] = {}
+    """Further variables of the chat template (`enable_thinking`, ...)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ToolUseArgs:
+        if self.open_tag == self.close_tag:
+            raise ValueError(f"open_tag and close_tag are both {self.open_tag!r}")
+        return self
+
+
+class ToolUse:
+    """Answer with the help of tools; the reward judges the last turn."""
+
+    version: ClassVar[str] = "1"
+    Args: ClassVar[type[BaseModel]] = ToolUseArgs
+
+    def __init__(
+        self, tokenizer: TextTokenizer, gconfig: SamplingConfig, args: ToolUseArgs
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._gconfig = gconfig
+        self._args = args
+        tools = [make_tool(config) for config in args.tools]
+        self._tools = {tool.name: tool for tool in tools}
+        if len(self._tools) < len(tools):
+            raise ConfigError(
+                f"two tools have one name: {[tool.name for tool in tools]}; the model tells them by it"
+            )
+
+    async def run(self, sample: Sample, stage: Stage) -> Sequence[Trajectory]:
+        chat = self._open(sample.prompt)
+        game = Game(
+            self._tokenizer, self._gconfig, sample, stage, chat.opening(), self._args.max_tokens
+        )
+        desk = _ToolDesk(self._tools, self._args, self._tokenizer, stage.facilities)
+        shown: list[int] = []
+        stop_reason: StopReason | None = None
+        while True:
+            response = await game.play(shown)
+            if response is None:
+                stop_reason = "length"
+                break
+            asked = self._read_calls(response)
+            if not asked or response.stop_reason != "stop":
+                break
+            records = [await desk.answer(call) for call in asked]
+            game.transcript.annotate(-1, calls=records)
+            if desk.num_errors > self._args.max_errors:
+                break
+            shown = chat.follow(response.output_tokens, [_as_message(record) for record in records])
+        result = await game.score()
+        counts = {"tool_calls": desk.num_calls, "tool_errors": desk.num_errors}
+        result = replace(result, details={**result.details, **counts})
+        return (game.transcript.trajectory(sample, result, stop_reason=stop_reason),)
+
+    def _read_calls(self, response: LLMResponse) -> list[ToolCall | str]:
+        """The calls of a turn; some models write the tags as special tokens."""
+        ids = response.output_tokens
+        spoken = ids[:-1] if ids and response.stop_match == ids[-1] else ids
+        text = self._tokenizer.decode(spoken, skip_special_tokens=False)
+        return find_calls(text, self._args.open_tag, self._args.close_tag)
+
+    def _open(self, prompt: Prompt) -> Conversation:
+        if prompt.messages is None:
+            raise DataError(
+                f"the prompt of group {prompt.group_id!r} is no chat; tools are told and answered in the "
+                "words of a chat template, so send messages"
+            )
+        args = self._args
+        if not args.render_tools:
+            return Conversation(self._tokenizer, prompt, (), args.template_args)
+        schemas = [schema_of(tool) for tool in self._tools.values()]
+        chat = Conversation(self._tokenizer, prompt, schemas, args.template_args)
+        plain = Conversation(self._tokenizer, prompt, (), args.template_args)
+        if chat.opening() == plain.opening():
+            raise DataError(
+                "the chat template does not tell the model of its tools; tell of them in a message, and "
+                "set render_tools: false"
+            )
+        return chat
+
+
+@dataclass
+class _ToolDesk:
+    """Answers the calls of one sample, and counts them."""
+
+    tools: Mapping[str, Tool]
+    args: ToolUseArgs
+    tokenizer: TextTokenizer
+    facilities: Facilities
+    num_calls: int = 0
+    num_errors: int = 0
+
+    async def answer(self, call: ToolCall | str) -> dict[str, Any]:
+        """One call with its result, as viewers see it."""
+        record: dict[str, Any]
+        if isinstance(call, str):
+            record = {"written": call}
+        else:
+            record = {"name": call.name, "arguments": json.loads(call.arguments)}
+        try:
+            return {**record, "result": self._cut(await self._call(call))}
+        except ToolError as error:
+            self.num_errors += 1
+            return {**record, "result": self._cut(f"Error: {error}"), "is_error": True}
+
+    async def _call(self, call: ToolCall | str) -> str:
+        if isinstance(call, str):
+            raise ToolError(
+                f'{call[:200]!r} is no call; write {{"name": <function>, "arguments": {{...}}}} as JSON '
+                f"between {self.args.open_tag} and {self.args.close_tag}"
+            )
+        tool = self.tools.get(call.name)
+        if tool is None:
+            raise ToolError(
+                f"no function is named {call.name[:64]!r}; known: {', '.join(self.tools)}"
+            )
+        if self.num_calls == self.args.max_calls:
+            raise ToolError(f"all {self.num_calls} calls are used up; give your answer")
+        self.num_calls += 1
+        return await tool.call(json.loads(call.arguments), self.facilities)
+
+    def _cut(self, result: str) -> str:
+        """A result in its bounds; half of a character becomes a sign for it."""
+        limit = self.args.max_result_tokens
+        text = result.encode(errors="replace").decode()
+        head = text[: limit * MAX_TOKEN_CHARS]
+        ids = self.tokenizer.encode(head, add_special_tokens=False)
+        if len(ids) <= limit and len(head) == len(text):
+            return text
+        kept = self.tokenizer.decode(ids[:limit], skip_special_tokens=False)
+        return f"{kept}\n[cut: {len(text)} characters]"
+
+
+def find_calls(text: str, opening: str = OPEN, closing: str = CLOSE) -> list[ToolCall | str]:
+    """The calls in a turn, in order; a block that holds none comes as it was written.
+
+    What the model thought before it spoke is no call. A block that was never closed ends with the text.
+    """
+    _, _, spoken = text.rpartition(END_OF_THINKING)
+    bodies = [block.partition(closing)[0] for block in spoken.split(opening)[1:]]
+    return [parse_call(body) or body.strip() for body in bodies]
+
+
+def _as_message(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {"role": "tool", "name": record.get("name", ""), "content": record["result"]}
