@@ -80,7 +80,7 @@ def event(body: dict[str, Any], name: str | None = None) -> str:
 
 
 def metadata_of(reply: Reply) -> dict[str, str]:
-    """The turn's number, for its reward, and the newest version that sampled it: text, as OpenAI has it."""
+    """The turn's number, for its reward, and the newest version that sampled it, as text."""
     versions = [version for version, _, _ in reply.response.version_runs]
     known = {"weight_version": str(max(versions))} if versions else {}
     return {"turn": str(reply.number), **known}

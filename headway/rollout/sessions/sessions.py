@@ -115,7 +115,7 @@ class Sessions:
             raise Unauthorized("this is not the session's key; send the api_key that came with it")
         return session
 
-    def describe(self, session: Session, base_url: str | None) -> http.SessionResponse:
+    def describe(self, session: Session, base_url: str | None = None) -> http.SessionResponse:
         """What a client needs to play.
 
         Args:
