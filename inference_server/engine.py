@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -51,7 +51,7 @@ class LocalGenerator:
         tokenizer: TextTokenizer | None = None,
         admission: Admission | None = None,
         model_name: str = "model",
-        gateway: str | None = None,
+        gateways: Sequence[str] = (),
     ) -> None:
         self.backend = backend
         self.gate = gate
@@ -62,7 +62,7 @@ class LocalGenerator:
         self.metrics = ServerMetrics()
         self.metrics.watch(self._picture)
         self._name = name
-        self._gateway = gateway
+        self._gateways = gateways
 
     @property
     def version(self) -> PolicyVersion:
@@ -133,9 +133,10 @@ class LocalGenerator:
             StaleVersion: it is older than the one that serves.
             SyncError: it was refused, or a newer publication came; the old version serves on.
         """
-        if self._gateway is not None:
+        if self._gateways:
             raise Conflict(
-                f"this server takes its versions from the gateway {self._gateway}; publish there"
+                "this server takes its versions from the gateway "
+                f"{' or '.join(self._gateways)}; publish there"
             )
         if meta.version < self.version:
             raise StaleVersion(f"version {meta.version} is older than {self.version}, which serves")
@@ -201,7 +202,7 @@ def make_generator(config: ServerConfig) -> LocalGenerator:
     gate = VersionGate(backend, receiver, config.update_policy, config.weights.stage_timeout_s)
     admission = Admission(config.max_in_flight, config.request_timeout_s)
     model_name = config.served_model_name or Path(config.model.path).absolute().name
-    return LocalGenerator(backend, gate, "local", tokenizer, admission, model_name, config.gateway)
+    return LocalGenerator(backend, gate, "local", tokenizer, admission, model_name, config.gateways)
 
 
 @asynccontextmanager

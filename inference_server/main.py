@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
     """Load the model, serve it, and register with the gateway if there is one."""
     config = load_config(ServerConfig, argv)
     configure_logging("inference_server")
-    if config.gateway and not config.advertise_url and config.service.host in ANY_HOST:
+    if config.gateways and not config.advertise_url and config.service.host in ANY_HOST:
         raise ConfigError(
             f"service.host={config.service.host} cannot be called by the gateway; set advertise_url"
         )
@@ -114,6 +114,6 @@ async def _end_with(backend: GenerationBackend) -> None:
 async def _register(
     app: FastAPI, config: ServerConfig, generator: LocalGenerator, token: str | None
 ) -> None:
-    if config.gateway is not None:
+    if config.gateways:
         url = config.advertise_url or app.state.url
-        await keep_registered(generator, config.gateway, url, config.heartbeat_s, token)
+        await keep_registered(generator, config.gateways, url, config.heartbeat_s, token)

@@ -1,4 +1,4 @@
-"""Tells a gateway that this server is here, at every heartbeat and as soon as it drains."""
+"""Tells a gateway that this server is here: at every heartbeat, with a new version, and as it drains."""
 
 from __future__ import annotations
 
@@ -6,59 +6,104 @@ import asyncio
 import logging
 import os
 import socket
+import time
 import uuid
-from contextlib import suppress
+from collections.abc import Sequence
 
 import aiohttp
+from pydantic import ValidationError
 
 from headway.contracts.errors import BackendError, ServiceError
-from headway.contracts.http import SERVERS, ServerReport
+from headway.contracts.http import SERVERS, ServerReport, ServerReportResponse
 from headway.runtime.secret import authorization
 from headway.runtime.server_calls import error_of
 from inference_server.engine import LocalGenerator
 
 log = logging.getLogger(__name__)
 
+LOOK_S = 0.1
+"""Between looks at what cannot wait for the next heartbeat."""
+
 
 async def keep_registered(
-    generator: LocalGenerator, gateway: str, url: str, heartbeat_s: float, token: str | None = None
+    generator: LocalGenerator,
+    gateways: Sequence[str],
+    url: str,
+    heartbeat_s: float,
+    token: str | None = None,
 ) -> None:
-    """Report forever; a gateway that is away is tried again at the next beat."""
+    """Report forever to one of these gateways, and to the next when it does not answer."""
     server_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
     timeout = aiohttp.ClientTimeout(total=max(5.0, heartbeat_s))
-    is_reachable = True
     async with aiohttp.ClientSession(timeout=timeout, headers=authorization(token)) as session:
+        reporter = Reporter(session, gateways)
         while True:
+            report = generator.report(server_id, url)
+            await reporter.report(report)
+            await _pause(generator, report, heartbeat_s)
+
+
+class Reporter:
+    """Remembers which gateway answers, and what it said."""
+
+    def __init__(self, session: aiohttp.ClientSession, gateways: Sequence[str]) -> None:
+        self._session = session
+        self._gateways = list(gateways)
+        self._is_reachable = True
+        self._state = ""
+
+    async def report(self, report: ServerReport) -> None:
+        """To the gateway that answered last, else to the others in turn, once each."""
+        for _ in range(len(self._gateways)):
             try:
-                await _report(session, gateway, generator.report(server_id, url))
-                is_reachable = True
+                self._note(await _report(self._session, self._gateways[0], report))
             except ServiceError as error:
-                if is_reachable:
+                if self._is_reachable:
                     log.warning(
-                        "gateway does not answer", extra={"gateway": gateway, "reason": str(error)}
+                        "gateway does not answer",
+                        extra={"gateway": self._gateways[0], "reason": str(error)},
                     )
-                is_reachable = False
-            await _pause(generator, heartbeat_s)
+                self._gateways.append(self._gateways.pop(0))
+            else:
+                self._is_reachable = True
+                return
+        self._is_reachable = False
+
+    def _note(self, answer: ServerReportResponse) -> None:
+        if answer.state != self._state:
+            log.info(
+                "gateway says what this server is",
+                extra={"gateway": self._gateways[0], "state": answer.state},
+            )
+            self._state = answer.state
 
 
-async def _pause(generator: LocalGenerator, heartbeat_s: float) -> None:
-    """Until the next heartbeat; the beginning of a drain is one."""
-    if generator.admission.draining.is_set():
-        await asyncio.sleep(heartbeat_s)
-        return
-    with suppress(TimeoutError):
-        async with asyncio.timeout(heartbeat_s):
-            await generator.admission.draining.wait()
+async def _pause(generator: LocalGenerator, told: ServerReport, heartbeat_s: float) -> None:
+    """Until the next heartbeat; a new version and the beginning of a drain are one."""
+    deadline = time.monotonic() + heartbeat_s
+
+    def is_told() -> bool:
+        is_draining = generator.admission.draining.is_set()
+        return (told.version, told.draining) == (generator.version, is_draining)
+
+    while (left_s := deadline - time.monotonic()) > 0 and is_told():
+        await asyncio.sleep(min(LOOK_S, left_s))
 
 
-async def _report(session: aiohttp.ClientSession, gateway: str, report: ServerReport) -> None:
+async def _report(
+    session: aiohttp.ClientSession, gateway: str, report: ServerReport
+) -> ServerReportResponse:
     target = gateway.rstrip("/") + SERVERS
     body = report.model_dump_json().encode()
     try:
         async with session.post(
             target, data=body, headers={"content-type": "application/json"}
         ) as answer:
+            content = await answer.read()
             if answer.status >= 400:
-                raise error_of(answer.status, await answer.read(), target)
+                raise error_of(answer.status, content, target)
+            return ServerReportResponse.model_validate_json(content)
+    except ValidationError as error:
+        raise BackendError(f"{target} answered with something else: {error}") from error
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise BackendError(f"{target}: {type(error).__name__}: {error}") from error

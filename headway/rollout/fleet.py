@@ -56,7 +56,7 @@ class Fleet:
         book: opened; of the ledger.
         token: what servers ask for.
         metrics: where the fleet's figures are shown.
-        registry: what gateways of a shared ledger have in common; None knows of this one only.
+        registry: opened; what gateways of a shared ledger have in common. None knows of this one only.
         """
         metrics = metrics or CollectorRegistry()
         self._book = book

@@ -48,8 +48,11 @@ class RollCall:
         self._calling: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Learn who is there, and begin to repeat it."""
-        await self._registry.open()
+        """Learn who is there, and begin to repeat it.
+
+        Raises:
+            StateError: the registry or the ledger cannot be reached.
+        """
         await self.call()
         self._calling = asyncio.create_task(self._repeat(), name="roll call")
 
@@ -58,7 +61,6 @@ class RollCall:
         if self._calling is not None:
             self._calling.cancel()
             await asyncio.gather(self._calling, return_exceptions=True)
-        await self._registry.close()
 
     def heed(self, report: ServerReport) -> Member:
         """A server has reported here: others hear of it with the next call."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, StringConstraints, field_validator, model_validator
 
 from headway.contracts.config.base import Config
 from headway.contracts.config.gateway import (
@@ -110,12 +110,16 @@ BackendConfig = Annotated[
 ]
 
 
+GatewayURL = Annotated[str, StringConstraints(pattern=r"^https?://[^\s/]+$")]
+
+
 class ServerConfig(Config):
     service: Annotated[ServiceConfig, default_port(8001)] = ServiceConfig(port=8001)
     model: ModelConfig
     backend: BackendConfig = EmbeddedTorchConfig()
-    gateway: str | None = Field(None, pattern=r"^https?://[^\s/]+$")
-    """Gateway to register with; None serves alone."""
+    gateway: GatewayURL | tuple[GatewayURL, ...] | None = None
+    """Gateway to register with; None serves alone. Of several, which share a ledger, one is reported to,
+    and the next when that does not answer."""
     gateway_token_env: EnvironmentName | None = None
     """Environment variable with the bearer token that the gateway asks for."""
     advertise_url: str | None = Field(None, pattern=r"^https?://[^\s/]+$")
@@ -136,6 +140,13 @@ class ServerConfig(Config):
     served_model_name: str | None = None
     """Name that OpenAI clients see; None takes the last part of `model.path`."""
     executor: ExecutorConfig = ExecutorConfig()
+
+    @property
+    def gateways(self) -> tuple[str, ...]:
+        """Those to register with."""
+        if self.gateway is None:
+            return ()
+        return (self.gateway,) if isinstance(self.gateway, str) else self.gateway
 
     @model_validator(mode="after")
     def _can_drain(self) -> ServerConfig:

@@ -1,0 +1,24 @@
+"""The registry that belongs to a ledger."""
+
+from __future__ import annotations
+
+from headway.rollout.registry.base import Registry
+from headway.rollout.registry.memory import MemoryRegistry
+
+
+def make_registry(ledger: str) -> Registry:
+    """A registry, not open yet: shared by those who share the ledger.
+
+    Args:
+        ledger: its name in the config; see `make_ledger`.
+    Raises:
+        ConfigError: a Redis URL with a wrong prefix.
+    """
+    if "://" not in ledger:
+        return MemoryRegistry()
+    # Not every gateway has redis-py.
+    from headway.rollout.ledger.on_redis.address import parse_address
+    from headway.rollout.registry.redis import RedisRegistry
+
+    address = parse_address(ledger)
+    return RedisRegistry(address.url, f"{address.prefix}:")
