@@ -107,8 +107,32 @@ WORKFLOWS: Registry[type[Workflow]] = Registry(
 
 
 def register_workflow(name: str, target: str | type[Workflow]) -> None:
-    """Add a workflow: a class, or `"module:attribute"` for a lazy one."""
+    """Add a workflow with its version: a class, or `"module:attribute"` for a lazy one.
+
+    Raises:
+        ConfigError: the name is taken, or the class is no workflow.
+    """
+    if not isinstance(target, str):
+        _check_class(name, target)
     WORKFLOWS.register(name, target)
+
+
+def get_workflow(name: str) -> type[Workflow]:
+    """The class of a workflow.
+
+    Raises:
+        UnknownName: nobody registered the name.
+        ConfigError: what was registered is no workflow.
+    """
+    workflow = WORKFLOWS.get(name)
+    _check_class(name, workflow)
+    return workflow
+
+
+def _check_class(name: str, workflow: type[Workflow]) -> None:
+    missing = [part for part in ("version", "Args", "run") if not hasattr(workflow, part)]
+    if missing:
+        raise ConfigError(f"workflow {name!r} is {workflow!r}, which lacks {', '.join(missing)}")
 
 
 def workflow_schema(name: str) -> dict[str, Any]:
@@ -117,7 +141,7 @@ def workflow_schema(name: str) -> dict[str, Any]:
     Raises:
         UnknownName: nobody registered the name.
     """
-    return WORKFLOWS.get(name).Args.model_json_schema()
+    return get_workflow(name).Args.model_json_schema()
 
 
 def make_workflow(ref: WorkflowRef, tokenizer: TextTokenizer, gconfig: SamplingConfig) -> Workflow:
@@ -127,7 +151,7 @@ def make_workflow(ref: WorkflowRef, tokenizer: TextTokenizer, gconfig: SamplingC
         UnknownName: nobody registered the name.
         ConfigError: the arguments do not fit its schema, or another version is registered.
     """
-    workflow = WORKFLOWS.get(ref.name)
+    workflow = get_workflow(ref.name)
     if ref.version not in (None, workflow.version):
         raise ConfigError(
             f"workflow {ref.name!r} has version {workflow.version!r} here, {ref.version!r} is wanted"

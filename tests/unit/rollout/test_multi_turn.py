@@ -1,3 +1,7 @@
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
 import pytest
 from games import (
     NOTHING,
@@ -6,13 +10,18 @@ from games import (
     byte_tokenizer,
     chat_prompt,
     check_row,
+    ids_of,
     said,
 )
 
+from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.sampling import SamplingConfig
+from headway.contracts.config.server import FakeBackendConfig
 from headway.contracts.errors import BackendError, ConfigError, DataError, RequestTooLong
-from headway.contracts.types import Prompt, RewardResult, WorkflowRef
+from headway.contracts.types import LLMRequest, Prompt, RewardResult, WorkflowRef
+from headway.rollout.resume import join, rest_of
 from headway.rollout.workflows.base import Sample, Stage, make_workflow
+from inference_server.backends.fake import FakeBackend, FakeStaged
 
 OPENING = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
 BRIDGE = "\n<|im_start|>user\nNo.<|im_end|>\n<|im_start|>assistant\n"
@@ -171,3 +180,47 @@ def test_images_are_refused_by_name():
 def test_arguments_out_of_bounds_are_refused(tokenizer, args):
     with pytest.raises(ConfigError):
         make_workflow(WorkflowRef(name="multi_turn", args=args), tokenizer, SamplingConfig())
+
+
+async def test_versions_that_change_between_and_within_turns_are_those_of_the_backend(tokenizer):
+    """The fake backend's tokens depend on the version, so a wrong version would show in them."""
+    backend = FakeBackend(FakeBackendConfig(vocab_size=258), ModelConfig(path="none"), 3)
+    requests, replies = [], []
+
+    async def generate(req):
+        requests.append(req)
+        half = LLMRequest.model_validate(
+            {**req.model_dump(), "gconfig": {**req.gconfig.model_dump(), "max_new_tokens": 4}}
+        )
+        first = await backend.generate(half)
+        await publish(backend.version + 1)
+        replies.append(join(first, await backend.generate(rest_of(req, first))))
+        return replies[-1]
+
+    async def publish(version: int) -> None:
+        await backend.swap(FakeStaged(Numbered(version)))
+
+    ref = WorkflowRef(name="multi_turn", args={"max_turns": 3, "feedback": "No."})
+    workflow = make_workflow(ref, tokenizer, SamplingConfig(max_new_tokens=6))
+    stage = Stage(generate, Judge(lambda text: RewardResult(0.0)), NOTHING)
+    (row,) = await workflow.run(Sample("r1", PROMPT, 0), stage)
+
+    assert row.versions[row.loss_mask].tolist() == [
+        version for start in (3, 4, 5) for version in [start] * 4 + [start + 1] * 2
+    ]
+    for turn, request, reply in zip(row.turns, requests, replies, strict=True):
+        assert row.input_ids[: turn.start].tolist() == list(request.input_ids)
+        assert row.input_ids[turn.start : turn.end].tolist() == reply.output_tokens
+        assert turn.stop_reason == "length"
+    shown = np.array(ids_of("<|im_end|>" + BRIDGE), np.int32)
+    for turn, following in pairwise(row.turns):
+        np.testing.assert_array_equal(row.input_ids[turn.end : following.start], shown)
+    assert (row.logprobs[row.loss_mask] == -1.0).all()
+    assert (row.logprobs[~row.loss_mask] == 0.0).all()
+
+
+@dataclass
+class Numbered:
+    """Weights of which only the version counts."""
+
+    version: int

@@ -6,7 +6,14 @@ from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import ConfigError, RewardError, UnknownName
 from headway.contracts.types import LLMRequest, LLMResponse, Prompt, RewardResult, WorkflowRef
 from headway.rollout.rewards.base import Answer
-from headway.rollout.workflows.base import Sample, Stage, make_workflow, workflow_schema
+from headway.rollout.workflows.base import (
+    WORKFLOWS,
+    Sample,
+    Stage,
+    make_workflow,
+    register_workflow,
+    workflow_schema,
+)
 
 PROMPT = Prompt(group_id="g7", group_size=4, text="hello", data={"answer": "world"})
 
@@ -110,6 +117,17 @@ def test_unknown_names_arguments_and_versions_are_refused(plain_tokenizer):
     with pytest.raises(ConfigError, match="has version '1' here, '2' is wanted"):
         make(name="single_turn", version="2")
     assert make(name="single_turn", version="1")
+
+
+def test_a_class_that_is_no_workflow_is_refused(plain_tokenizer, monkeypatch):
+    monkeypatch.setattr(WORKFLOWS, "_targets", dict(WORKFLOWS._targets))
+    with pytest.raises(
+        ConfigError, match=r"'mine' is .*Generator.*, which lacks version, Args, run"
+    ):
+        register_workflow("mine", Generator)
+    register_workflow("mine", "games:Judge")
+    with pytest.raises(ConfigError, match=r"'mine' is .*Judge.*, which lacks version, Args, run"):
+        make_workflow(WorkflowRef(name="mine"), plain_tokenizer, SamplingConfig())
 
 
 def test_arguments_are_told_as_a_schema():

@@ -1,0 +1,56 @@
+"""The workflow `second_thought`: the policy answers, is asked to check itself, and answers again.
+
+Named in `modules` of the gateway's config, it registers itself when the gateway starts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pydantic import Field
+
+from headway.contracts.config.base import Config
+from headway.contracts.config.sampling import SamplingConfig
+from headway.contracts.types import Message, Trajectory
+from headway.rollout.tokenizer import TextTokenizer
+from headway.rollout.workflows.base import Sample, Stage, register_workflow
+from headway.rollout.workflows.conversation import Conversation
+from headway.rollout.workflows.game import Game
+
+
+class SecondThoughtArgs(Config):
+    request: str = Field("Check your answer, then write it again.", min_length=1)
+    """What is said to the first answer, right or wrong."""
+    bonus: float = Field(0.0, ge=0.0)
+    """Added for a wrong first answer made right."""
+
+
+class SecondThought:
+    """Answer twice; the second answer counts, and mending the first may earn more."""
+
+    version = "1"
+    Args = SecondThoughtArgs
+
+    def __init__(
+        self, tokenizer: TextTokenizer, gconfig: SamplingConfig, args: SecondThoughtArgs
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._gconfig = gconfig
+        self._args = args
+
+    async def run(self, sample: Sample, stage: Stage) -> Sequence[Trajectory]:
+        chat = Conversation(self._tokenizer, sample.prompt)
+        game = Game(self._tokenizer, self._gconfig, sample, stage, chat.opening())
+        await game.play()
+        first = second = await game.score()
+        asked = chat.follow(
+            game.transcript.ids_of(0), [Message(role="user", content=self._args.request)]
+        )
+        if await game.play(asked) is not None:  # None: the row has no room for a second answer
+            second = await game.score()
+        bonus = self._args.bonus if second.score > first.score else 0.0
+        details = {**second.details, "first": first.score}
+        result = replace(second, score=second.score + bonus, details=details)
+        return (game.transcript.trajectory(sample, result),)
+
+
+register_workflow("second_thought", SecondThought)
