@@ -1,4 +1,4 @@
-"""A time limit inside a process, for code that runs in its main thread."""
+"""A limit of CPU time inside a process, for code that runs in its main thread."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ class TimeIsUp(BaseException):
 
 
 @contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeIsUp` in the body after so many seconds, again and again until it is out.
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeIsUp` in the body after so many CPU seconds, again and again until it is out.
 
-    What was interrupted may be left half done: the process is not to be used any further.
+    CPU time, because a machine under load is no fault of who is judged. What was interrupted may be left
+    half done: the process is not to be used any further.
     """
 
     def ring(signum: int, frame: Any) -> None:
         raise TimeIsUp
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
+    before = signal.signal(signal.SIGPROF, ring)
+    signal.setitimer(signal.ITIMER_PROF, seconds, AGAIN_S)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)

@@ -3,6 +3,7 @@ r"""Grade-school math: the number after `####`, in `\boxed{}`, or the last one i
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from typing import Annotated
 
 from pydantic import Field
@@ -15,7 +16,6 @@ from headway.rollout.rewards.final_answer import (
     MAX_SHOWN_CHARS,
     last_box,
     plain,
-    to_number,
 )
 
 _NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
@@ -49,8 +49,7 @@ class GSM8K:
         found = self._find(answer.completion[-MAX_ANSWER_CHARS:])
         if found is None:
             return RewardResult(0.0, verdict="wrong_format")
-        value = to_number(found)
-        is_right = value is not None and value == to_number(reference.group(1))
+        is_right = _value(found) == _value(reference.group(1))
         verdict: Verdict = "accepted" if is_right else "wrong_answer"
         return RewardResult(float(is_right), {"found": found[:MAX_SHOWN_CHARS]}, verdict)
 
@@ -64,3 +63,7 @@ class GSM8K:
         searched = "" if self._strict and box is None else completion if box is None else plain(box)
         numbers: list[str] = _ANY.findall(searched)
         return numbers[-1] if numbers else None
+
+
+def _value(number: str) -> Decimal:
+    return Decimal(number.replace(",", "").replace("$", ""))

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from headway.contracts.errors import ConfigError, DataError
 from headway.contracts.types import RewardResult, Verdict
-from headway.rollout.rewards.alarm import TimeIsUp, time_limit
+from headway.rollout.rewards.alarm import TimeIsUp, cpu_limit
 from headway.rollout.rewards.base import Answer
 from headway.rollout.rewards.final_answer import (
     MAX_ANSWER_CHARS,
@@ -31,7 +31,7 @@ class Math:
     """1.0 if the completion's final answer equals the row's, as mathematics, else 0.0."""
 
     hang_verdict: ClassVar[Verdict | None] = "timeout"
-    preload: ClassVar[tuple[str, ...]] = ("math_verify",)
+    preload: ClassVar[tuple[str, ...]] = ("headway.rollout.rewards.sympy_warm",)
 
     def __init__(
         self,
@@ -47,7 +47,9 @@ class Math:
         ] = False,
         timeout_s: Annotated[
             float,
-            Field(gt=0.0, le=60.0, description="Seconds for one answer, then it is a `timeout`."),
+            Field(
+                gt=0.0, le=60.0, description="CPU seconds for one answer, then it is a `timeout`."
+            ),
         ] = 2.0,
     ) -> None:
         if find_spec("math_verify") is None:
@@ -81,7 +83,7 @@ class Math:
         box = last_box(tail)
         shown = (tail if box is None else box)[-MAX_SHOWN_CHARS:]
         try:
-            with time_limit(self._timeout_s):
+            with cpu_limit(self._timeout_s):
                 return _judged(_is_equal(self._gold(answer), box, tail), shown)
         except TimeIsUp:
             return RewardResult(0.0, {"found": shown}, "timeout")

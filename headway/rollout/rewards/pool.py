@@ -34,6 +34,14 @@ INTERRUPTED = ("timeout", "memory")
 """Verdicts after which nobody knows what state the process is in."""
 
 
+class Hung(Exception):
+    """An answer took longer than it may; its worker is killed."""
+
+    def __init__(self, busy_s: float) -> None:
+        super().__init__(f"after {busy_s:.2f} s of CPU")
+        self.busy_s = busy_s
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A reward as it is sent to a worker."""
@@ -53,6 +61,8 @@ class Worker:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     made: set[bytes] = field(default_factory=set)
+    cpu_s: float = 0.0
+    """CPU seconds that it had used by its last answer."""
 
     async def ask(self, payload: Any) -> dict[str, Any]:
         """One frame there, one back."""
@@ -62,6 +72,7 @@ class Worker:
             reply: dict[str, Any] = json.loads(await self.read())
         except (OSError, EOFError) as error:
             raise RewardOutage(f"reward worker {self.pid} died") from error
+        self.cpu_s = reply["cpu_s"]
         if "error" in reply:
             raise ServiceError.from_body(ErrorBody(**reply["error"]))
         return reply
@@ -70,6 +81,15 @@ class Worker:
         """The next frame."""
         size = int.from_bytes(await self.reader.readexactly(4), "big")
         return await self.reader.readexactly(size)
+
+    def busy_s(self) -> float:
+        """CPU seconds since its last answer, as far as the system tells."""
+        try:
+            with open(f"/proc/{self.pid}/stat") as file:
+                ticks = file.read().rpartition(")")[2].split()[11:13]
+        except OSError:
+            return 0.0
+        return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") - self.cpu_s
 
     def kill(self) -> None:
         """End it, and what it started."""
@@ -104,15 +124,18 @@ class Template:
 
     async def fork(self, modules: frozenset[str], memory_bytes: int) -> Worker:
         """A worker that is READY. What interrupts this leaves the template unusable."""
+        request = json.dumps({"modules": sorted(modules), "memory_bytes": memory_bytes})
         ours, theirs = socket.socketpair()
-        with theirs:
-            request = json.dumps({"modules": sorted(modules), "memory_bytes": memory_bytes})
-            socket.send_fds(self._control, [request.encode()], [theirs.fileno()])
-        pid = await asyncio.get_running_loop().sock_recv(self._control, PID_BYTES)
-        if not pid:
+        try:
+            with theirs:
+                socket.send_fds(self._control, [request.encode()], [theirs.fileno()])
+            pid = await asyncio.get_running_loop().sock_recv(self._control, PID_BYTES)
+            if not pid:
+                raise EOFError("the template process ended")
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:
             ours.close()
-            raise EOFError
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
+            raise
         worker = Worker(int.from_bytes(pid, "big"), modules, reader, writer)
         await worker.read()
         return worker
@@ -171,7 +194,7 @@ class WorkerPool:
         """Score, details and verdict.
 
         Raises:
-            TimeoutError: it took longer, and its worker was killed.
+            Hung: it took longer, and its worker was killed.
             RewardOutage: the worker was lost.
             ServiceError: what the verifier raised; a `RewardError` unless it is one of ours.
         """
@@ -185,8 +208,11 @@ class WorkerPool:
         place = await self._free.get()
         try:
             worker = await self._settled(place, job)
-            async with asyncio.timeout(timeout_s):
-                reply = await worker.ask((job.reward, given))
+            try:
+                async with asyncio.timeout(timeout_s):
+                    reply = await worker.ask((job.reward, given))
+            except TimeoutError as error:
+                raise Hung(worker.busy_s()) from error
             if reply["verdict"] in INTERRUPTED:
                 place.clear()
             return reply

@@ -4,7 +4,8 @@ Each reward is made once. What `quick` settles costs microseconds here; an `Asyn
 loop under a time limit; everything else runs in `pool.WorkerPool`. Three ends that are no score:
 
 - the verifier raised, hung or returned no number: `RewardError`. A verifier that declares a
-  `hang_verdict` says that only the answer can make it hang: then that verdict, with score 0;
+  `hang_verdict` says that only the answer can make it hang: then that verdict, with score 0, if it
+  really computed all that time;
 - a worker was lost, somebody who is awaited failed: judged again, `reward_attempts` times, then
   `RewardOutage`;
 - one of our own errors, for example a `DataError` about the row: raised as it is.
@@ -29,11 +30,13 @@ from headway.contracts.types import RewardResult, Verdict
 from headway.rollout.facilities import Facilities
 from headway.rollout.parts import build_part
 from headway.rollout.rewards.base import Answer, AsyncReward, Reward, as_result, reward_factory
-from headway.rollout.rewards.pool import Job, WorkerPool
+from headway.rollout.rewards.pool import Hung, Job, WorkerPool
 
 log = logging.getLogger(__name__)
 MAX_MADE = 256
 BACKOFF_S = 0.1
+BUSY_SHARE = 0.5
+"""A verifier that had less of the CPU while its time ran was starved, not hung by an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +108,13 @@ class Scorer:
         timeout_s = self._config.reward_timeout_s
         try:
             reply = await self._pool.judge(job, answer, timeout_s)
-        except TimeoutError as error:
+        except Hung as error:
             if made.hang_verdict is not None:
+                if error.busy_s < BUSY_SHARE * timeout_s:
+                    raise RewardOutage(
+                        f"reward {made.name!r} had {error.busy_s:.1f} s of CPU in {timeout_s:g} s; "
+                        "the machine is overloaded"
+                    ) from error
                 return RewardResult(0.0, verdict=made.hang_verdict)
             raise RewardError(
                 f"reward {made.name!r} ran longer than {timeout_s:g} s and was killed"

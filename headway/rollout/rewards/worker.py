@@ -11,6 +11,7 @@ import os
 import pickle
 import resource
 import socket
+import time
 from functools import lru_cache
 from typing import IO, Any
 
@@ -42,7 +43,8 @@ def serve(connection: socket.socket, memory_bytes: int) -> None:
     with connection.makefile("rwb") as stream:  # type: ignore[assignment]
         write_frame(stream, READY)
         while (frame := read_frame(stream)) is not None:
-            write_frame(stream, json.dumps(_reply(frame)).encode())
+            reply = _reply(frame) | {"cpu_s": time.process_time()}
+            write_frame(stream, json.dumps(reply).encode())
 
 
 def _reply(frame: bytes) -> dict[str, Any]:

@@ -1,21 +1,63 @@
-"""Verifiers that misbehave, importable by name in the worker processes of the reward pool."""
+"""Rewards that misbehave, and plain functions, importable by name in the processes that run verifiers."""
 
 import os
+import signal
+import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
-from headway.contracts.errors import DataError
+from headway.contracts.errors import DataError, RewardOutage
 from headway.contracts.types import RewardResult
 
 
 class Scores:
     """Returns what it was made with."""
 
-    def __init__(self, value=1.0):
+    def __init__(self, value: float = 1.0):
         self.value = value
 
-    def __call__(self, prompt, completion, data):
+    def __call__(self, answer):
         return self.value
+
+
+class Settles:
+    """Settles on the event loop what it can, and tells where it ran."""
+
+    def quick(self, answer):
+        return RewardResult(0.25, {"pid": os.getpid()}) if answer.completion == "easy" else None
+
+    def __call__(self, answer):
+        return RewardResult(0.75, {"pid": os.getpid()})
+
+
+class QuickRaises:
+    def quick(self, answer):
+        raise KeyError("of no use")
+
+    def __call__(self, answer):
+        return 1.0
+
+
+class HangsOver:
+    """Over one answer only, which then gets a verdict; over another, it waits without computing."""
+
+    hang_verdict = "timeout"
+
+    def __call__(self, answer):
+        while answer.completion == "bomb":
+            pass
+        while answer.completion == "starved":
+            time.sleep(0.01)
+        return 1.0
+
+
+class SaysTimeout:
+    """Interrupted itself: what it leaves behind is not trusted."""
+
+    def __call__(self, answer):
+        return RewardResult(0.0, {"pid": os.getpid()}, "timeout")
 
 
 class NotPicklable(Exception):
@@ -23,73 +65,133 @@ class NotPicklable(Exception):
         super().__init__(first)
 
 
+class DiesUntil:
+    """Ends its process as long as the file is missing."""
+
+    def __init__(self, path: str):
+        self.path = Path(path)
+
+    def __call__(self, answer):
+        if not self.path.exists():
+            with suppress(FileNotFoundError):
+                self.path.touch()
+            os._exit(3)
+        return 1.0
+
+
+class OutUntil:
+    """`AsyncReward`: an outage on the first calls."""
+
+    def __init__(self, outages: int, error: str = "outage"):
+        self.outages = outages
+        self.error = error
+
+    async def judge(self, answer, facilities):
+        if self.outages > 0:
+            self.outages -= 1
+            raise {"outage": RewardOutage, "wrong": ZeroDivisionError}[self.error]("out of order")
+        return RewardResult(0.5, {"facilities": type(facilities).__name__})
+
+
+class AwaitsForever:
+    async def judge(self, answer, facilities):
+        import asyncio
+
+        await asyncio.Event().wait()
+
+
 def good():
-    return lambda prompt, completion, data: RewardResult(0.5, {"seen": [prompt, completion, data]})
+    return tells
 
 
-def hangs():
-    def verify(prompt, completion, data):
+def tells(answer):
+    return RewardResult(0.5, {"seen": [answer.prompt, answer.completion, dict(answer.data)]})
+
+
+class Hangs:
+    def __call__(self, answer):
         while True:
             time.sleep(0.01)
 
-    return verify
 
-
-def hangs_and_ignores_sigterm():
-    def verify(prompt, completion, data):
-        import signal
-
+class HangsAndIgnoresSigterm:
+    def __call__(self, answer):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while True:
             pass
 
-    return verify
+
+class HangsWithAChild:
+    """Leaves the process id of its child in a file."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __call__(self, answer):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path(self.path).write_text(str(child.pid))
+        child.wait()
 
 
-def raises():
-    def verify(prompt, completion, data):
-        raise ZeroDivisionError("of no use")
+class Fails:
+    """Raises or returns what its name says; JSON arguments cannot carry it."""
 
-    return verify
+    def __init__(self, how: str):
+        self.how = how
 
-
-def raises_a_data_error():
-    def verify(prompt, completion, data):
-        raise DataError("row 7 has no answer")
-
-    return verify
+    def __call__(self, answer):
+        return _FAILURES[self.how]()
 
 
-def raises_what_cannot_be_sent():
-    def verify(prompt, completion, data):
-        raise NotPicklable("one", "two")
-
-    return verify
+def _raise(error):
+    raise error
 
 
-def explains_itself_badly():
-    details = {"error": NotPicklable("one", "two"), "seen": {1: (2, 3)}}
-    return lambda prompt, completion, data: RewardResult(0.5, details)
+_FAILURES = {
+    "raises": lambda: _raise(ZeroDivisionError("of no use")),
+    "raises a data error": lambda: _raise(DataError("row 7 has no answer")),
+    "raises what cannot be sent": lambda: _raise(NotPicklable("one", "two")),
+    "exits": lambda: sys.exit(0),
+    "eats memory": lambda: len(bytearray(1 << 40)),
+    "explains badly": lambda: RewardResult(
+        0.5, {"error": NotPicklable("one", "two"), "seen": {1: (2, 3)}, "nan": float("nan")}
+    ),
+    "nan": lambda: float("nan"),
+    "inf": lambda: float("inf"),
+    "nan in a result": lambda: RewardResult(float("nan")),
+    "text in a result": lambda: RewardResult("high"),
+    "nothing in a result": lambda: RewardResult(None),
+    "nothing": lambda: None,
+    "text": lambda: "1.0",
+    "a list": lambda: [1.0],
+    "an unknown verdict": lambda: RewardResult(1.0, verdict="splendid"),
+}
 
 
-def dies():
-    return lambda prompt, completion, data: os._exit(3)
+def plain_reward(answer, bonus: float = 0.0):
+    """Ours."""
+    return float(answer.completion == answer.data["answer"]) + bonus
 
 
-def exits():
-    return lambda prompt, completion, data: sys.exit(0)
+async def plain_async_reward(answer, facilities):
+    return RewardResult(0.5, {"sandbox": type(facilities.sandbox).__name__})
 
 
-def returns(kind):
-    """What JSON arguments cannot carry."""
-    value = {
-        "nan": float("nan"),
-        "inf": float("inf"),
-        "nan in a result": RewardResult(float("nan")),
-        "text in a result": RewardResult("high"),
-        "nothing in a result": RewardResult(None),
-        "nothing": None,
-        "text": "1.0",
-        "a list": [1.0],
-    }[kind]
-    return lambda prompt, completion, data: value
+def areal_reward(prompt, completions, prompt_ids, completion_ids, answer, **kwargs):
+    """AReaL's."""
+    assert isinstance(prompt_ids, list)
+    return float(completions == answer) + len(completion_ids) + len(kwargs)
+
+
+def narrow_areal_reward(prompt, completions, prompt_ids, completion_ids, answer):
+    return completions == answer
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, method: str = "strict"):
+    """verl's."""
+    score = float(solution_str == ground_truth)
+    return {"score": score, "source": data_source, "split": extra_info.get("split"), "how": method}
+
+
+async def compute_score_later(data_source, solution_str, ground_truth, extra_info):
+    return solution_str == ground_truth

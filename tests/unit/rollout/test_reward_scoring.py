@@ -1,0 +1,381 @@
+"""The scorer: exactly one result or error per answer, whatever the verifier does."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+import pytest_asyncio
+
+from headway.contracts.config.base import PartConfig
+from headway.contracts.config.gateway import ExecutorConfig
+from headway.contracts.errors import (
+    BackendError,
+    ConfigError,
+    DataError,
+    RewardError,
+    RewardOutage,
+    UnknownName,
+)
+from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox
+from headway.rollout.rewards import scoring
+from headway.rollout.rewards.base import REWARDS, Answer, make_reward, register_reward
+from headway.rollout.rewards.scoring import Scorer
+
+TIMEOUT_S = 0.5
+DEADLINE_S = 20.0
+
+NAMES = {
+    "scores": "Scores",
+    "settles": "Settles",
+    "quick_raises": "QuickRaises",
+    "hangs_over": "HangsOver",
+    "says_timeout": "SaysTimeout",
+    "dies_until": "DiesUntil",
+    "out_until": "OutUntil",
+    "awaits_forever": "AwaitsForever",
+    "good": "good",
+    "hangs": "Hangs",
+    "hangs_and_ignores_sigterm": "HangsAndIgnoresSigterm",
+    "hangs_with_a_child": "HangsWithAChild",
+    "fails": "Fails",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered_samples():
+    for name, attribute in NAMES.items():
+        if f"test/{name}" not in REWARDS.names():
+            register_reward(f"test/{name}", f"sample_rewards:{attribute}")
+
+
+@pytest.fixture(autouse=True)
+def no_backoff(monkeypatch):
+    monkeypatch.setattr(scoring, "BACKOFF_S", 0.0)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def open_scorer():
+    """Opens scorers with one worker, started; all are closed at the end."""
+    opened = []
+
+    async def opening(outbound=None, **settings) -> Scorer:
+        config = ExecutorConfig(**{"reward_timeout_s": TIMEOUT_S, **settings})
+        scorer = Scorer(config, Facilities(NoSandbox(), outbound or NoOutbound()))
+        opened.append(scorer)
+        await scorer.start()
+        return scorer
+
+    yield opening
+    for scorer in opened:
+        await scorer.aclose()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def scorer(open_scorer):
+    return await open_scorer()
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def score(scorer, name, completion="4", **args):
+    answer = Answer("2+2=", completion, {"answer": "4"})
+    async with asyncio.timeout(DEADLINE_S):
+        return await scorer.score(PartConfig(name=f"test/{name}", args=args), answer)
+
+
+async def worker_pid(scorer) -> int:
+    return (await score(scorer, "settles", "hard")).details["pid"]
+
+
+async def until_gone(pid: int) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while process_fields(pid)[0] != "Z":  # noqa: ASYNC110 - a deadline, and nobody to tell
+            await asyncio.sleep(0.01)
+
+
+def process_fields(pid: int) -> tuple[str, int]:
+    """State and parent; one that is gone is like a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state, parent = file.read().rpartition(")")[2].split()[:2]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z", 0
+    return state, int(parent)
+
+
+async def test_a_result_arrives_with_its_details(scorer):
+    result = await score(scorer, "good")
+    assert result.score == 0.5
+    assert result.details == {"seen": ["2+2=", "4", {"answer": "4"}]}
+
+
+async def test_details_that_cannot_travel_arrive_as_text(scorer):
+    result = await score(scorer, "fails", how="explains badly")
+    assert result.details == {"error": "one", "seen": {"1": [2, 3]}, "nan": "NaN"}
+    assert (await score(scorer, "good")).score == 0.5
+
+
+@pytest.mark.parametrize(("value", "wanted"), [(1, 1.0), (True, 1.0), (-0.25, -0.25)])
+async def test_a_bare_number_is_a_score(scorer, value, wanted):
+    result = await score(scorer, "scores", value=value)
+    assert (result.score, type(result.score), result.details) == (wanted, float, {})
+    assert result.verdict == "scored"
+
+
+async def test_arguments_make_separate_verifiers(scorer):
+    scores = [(await score(scorer, "scores", value=v)).score for v in (1.0, 2.0, 1.0)]
+    assert scores == [1.0, 2.0, 1.0]
+
+
+async def test_easy_cases_are_settled_on_the_event_loop_and_the_rest_in_another_process(scorer):
+    easy, hard = await score(scorer, "settles", "easy"), await score(scorer, "settles", "hard")
+    assert (easy.score, easy.details["pid"]) == (0.25, os.getpid())
+    assert hard.score == 0.75
+    assert hard.details["pid"] != os.getpid()
+
+
+async def test_what_the_quick_way_raises_is_an_error(scorer):
+    with pytest.raises(RewardError, match="test/quick_raises' raised KeyError"):
+        await score(scorer, "quick_raises")
+
+
+@pytest.mark.parametrize("name", ["hangs", "hangs_and_ignores_sigterm"])
+async def test_a_hanging_verifier_is_killed_and_the_next_one_answered(scorer, name):
+    before = await worker_pid(scorer)
+    with pytest.raises(RewardError, match=r"ran longer than 0.5 s and was killed") as caught:
+        await score(scorer, name)
+    assert not isinstance(caught.value, RewardOutage)
+    assert (await score(scorer, "good")).score == 0.5
+    assert await worker_pid(scorer) != before
+    await until_gone(before)
+
+
+async def test_what_a_hanging_verifier_started_is_killed_too(scorer, tmp_path):
+    file = tmp_path / "pid"
+    with pytest.raises(RewardError, match="was killed"):
+        await score(scorer, "hangs_with_a_child", path=str(file))
+    await until_gone(int(file.read_text()))
+
+
+async def test_an_answer_that_makes_a_sound_verifier_hang_gets_its_verdict(open_scorer):
+    scorer = await open_scorer(reward_attempts=20)  # it may be starved by others for a while
+    result = await score(scorer, "hangs_over", "bomb")
+    assert (result.score, result.verdict) == (0.0, "timeout")
+    assert (await score(scorer, "hangs_over", "fine")).score == 1.0
+
+
+async def test_a_verifier_that_was_given_no_cpu_was_starved_and_judges_again(open_scorer):
+    scorer = await open_scorer(reward_attempts=2)
+    with pytest.raises(RewardOutage, match="the machine is overloaded"):
+        await score(scorer, "hangs_over", "starved")
+
+
+async def test_a_verifier_that_was_interrupted_leaves_its_process_to_nobody(scorer):
+    first = await score(scorer, "says_timeout")
+    assert first.verdict == "timeout"
+    assert await worker_pid(scorer) != first.details["pid"]
+
+
+async def test_a_verifier_that_waits_in_line_is_not_charged_for_it(scorer):
+    before = asyncio.create_task(score(scorer, "hangs"))
+    after = asyncio.create_task(score(scorer, "good"))
+    with pytest.raises(RewardError, match="ran longer"):
+        await before
+    assert (await after).score == 0.5
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raises", "raised ZeroDivisionError: of no use"),
+        ("raises what cannot be sent", "raised NotPicklable: one"),
+        ("exits", "raised SystemExit: 0"),
+        ("eats memory", "raised MemoryError"),
+    ],
+)
+async def test_a_verifier_that_breaks_is_an_error_and_its_process_goes_on(scorer, how, message):
+    before = await worker_pid(scorer)
+    with pytest.raises(RewardError, match=f"test/fails.*{message}") as caught:
+        await score(scorer, "fails", how=how)
+    assert not caught.value.retryable
+    assert await worker_pid(scorer) == before
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "nan",
+        "inf",
+        "nan in a result",
+        "text in a result",
+        "nothing in a result",
+        "nothing",
+        "text",
+        "a list",
+        "an unknown verdict",
+    ],
+)
+async def test_what_is_no_judgement_is_an_error(scorer, how):
+    with pytest.raises(RewardError, match="'test/fails' returned"):
+        await score(scorer, "fails", how=how)
+
+
+async def test_our_own_errors_keep_their_class(scorer):
+    with pytest.raises(DataError, match="row 7 has no answer"):
+        await score(scorer, "fails", how="raises a data error")
+
+
+async def test_a_lost_worker_is_an_outage_and_the_answer_judged_again(scorer, tmp_path):
+    assert (await score(scorer, "dies_until", path=str(tmp_path / "here"))).score == 1.0
+
+
+async def test_a_worker_that_is_lost_every_time_is_an_outage_at_last(scorer, tmp_path):
+    with pytest.raises(RewardOutage, match="died"):
+        await score(scorer, "dies_until", path=str(tmp_path / "no" / "such" / "folder"))
+
+
+async def test_a_killed_worker_is_replaced(scorer):
+    os.kill(await worker_pid(scorer), signal.SIGKILL)
+    assert (await score(scorer, "good")).score == 0.5
+
+
+async def test_a_killed_template_is_replaced(open_scorer):
+    scorer = await open_scorer()
+    os.kill(process_fields(await worker_pid(scorer))[1], signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(RewardError, match="was killed"):
+            await score(scorer, "hangs")
+        assert (await score(scorer, "good")).score == 0.5
+
+
+async def test_a_cancelled_call_frees_its_worker(scorer):
+    before = await worker_pid(scorer)
+    call = asyncio.ensure_future(score(scorer, "hangs"))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert (await score(scorer, "good")).score == 0.5
+    call = asyncio.ensure_future(score(scorer, "hangs"))
+    await asyncio.sleep(TIMEOUT_S / 5)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert (await score(scorer, "good")).score == 0.5
+    await until_gone(before)
+
+
+async def test_many_callers_share_few_workers(open_scorer):
+    scorer = await open_scorer(reward_workers=2)
+    parts = [score(scorer, "scores", value=n % 7) for n in range(200)]
+    assert [result.score for result in await asyncio.gather(*parts)] == [n % 7 for n in range(200)]
+
+
+async def test_closing_ends_all_processes(open_scorer):
+    scorer = await open_scorer()
+    pid = await worker_pid(scorer)
+    running = asyncio.create_task(score(scorer, "hangs"))
+    await asyncio.sleep(0)
+    await scorer.aclose()
+    await until_gone(pid)
+    with pytest.raises(RewardOutage, match="closed"):
+        await running
+
+
+async def test_an_awaiting_reward_runs_here_with_its_facilities(scorer):
+    result = await score(scorer, "out_until", outages=0)
+    assert (result.score, result.details) == (0.5, {"facilities": "Facilities"})
+
+
+async def test_an_outage_of_an_awaiting_reward_is_tried_again(open_scorer):
+    scorer = await open_scorer(reward_attempts=3)
+    assert (await score(scorer, "out_until", outages=2)).score == 0.5
+    with pytest.raises(RewardOutage, match="out of order"):
+        await score(scorer, "out_until", outages=3)
+
+
+async def test_an_awaiting_reward_that_is_wrong_is_not_tried_again(scorer):
+    with pytest.raises(RewardError, match="raised ZeroDivisionError") as caught:
+        await score(scorer, "out_until", outages=1, error="wrong")
+    assert not isinstance(caught.value, RewardOutage)
+
+
+async def test_an_awaiting_reward_that_nobody_answers_is_an_outage(open_scorer):
+    scorer = await open_scorer(reward_wait_s=0.05, reward_attempts=2)
+    with pytest.raises(RewardOutage, match=r"took longer than 0.05 s"):
+        await score(scorer, "awaits_forever")
+
+
+class ScriptedOutbound:
+    """`Outbound` that answers in turn."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.asked = []
+
+    async def post(self, url, body, timeout_s):
+        self.asked.append((url, body, timeout_s))
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+async def ask_model(open_scorer, *answers):
+    outbound = ScriptedOutbound(*answers)
+    scorer = await open_scorer(outbound)
+    part = PartConfig(name="reward_model", args={"url": "http://model/score", "timeout_s": 7})
+    result = await scorer.score(part, Answer("p", "c", {"answer": "4"}))
+    return result, outbound.asked
+
+
+async def test_a_reward_model_is_asked_and_asked_again(open_scorer):
+    down = BackendError("nobody there")
+    result, asked = await ask_model(open_scorer, down, {"score": 0.75, "details": {"why": "so"}})
+    assert (result.score, result.details, result.verdict) == (0.75, {"why": "so"}, "scored")
+    body = {"prompt": "p", "completion": "c", "data": {"answer": "4"}}
+    assert asked == [("http://model/score", body, 7.0)] * 2
+
+
+async def test_a_reward_model_that_stays_away_is_an_outage(open_scorer):
+    with pytest.raises(RewardOutage, match="did not answer: nobody there"):
+        await ask_model(open_scorer, *[BackendError("nobody there")] * 3)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{}, {"score": "high"}, {"score": float("nan")}, [1.0], {"score": 1, "verdict": "splendid"}],
+    ids=["nothing", "text", "nan", "list", "verdict"],
+)
+async def test_a_reward_model_that_answers_nonsense_is_an_error(open_scorer, answer):
+    with pytest.raises(RewardError) as caught:
+        await ask_model(open_scorer, answer)
+    assert not isinstance(caught.value, RewardOutage)
+
+
+async def test_unknown_names_and_arguments_are_refused_before_anything_runs(scorer):
+    with pytest.raises(UnknownName, match="did you mean 'exact'"):
+        scorer.prepare(PartConfig(name="exakt"))
+    with pytest.raises(ConfigError, match="reward 'exact': unknown key key"):
+        scorer.prepare(PartConfig(name="exact", args={"key": 1}))
+    with pytest.raises(ConfigError, match="no JSON"):
+        scorer.prepare(PartConfig(name="test/scores", args={"value": {1, 2}}))
+
+
+async def test_a_reward_that_no_other_process_can_import_is_refused(scorer):
+    def local(answer):
+        return 1.0
+
+    register_reward("test/local", local)
+    with pytest.raises(ConfigError, match="define it at the top of a module"):
+        scorer.prepare(PartConfig(name="test/local"))
+
+
+async def test_a_reward_that_was_registered_as_text_or_as_an_object_is_the_same(scorer):
+    import sample_rewards
+
+    register_reward("test/object", sample_rewards.plain_reward)
+    assert (await score(scorer, "object", bonus=0.5)).score == 1.5
+    assert make_reward("test/object", {})(Answer("", "3", {"answer": "4"})) == 0.0
