@@ -50,7 +50,7 @@ class Proof:
                     self.findings.lost += size
             self.findings.requeues += size * (event == "requeue")
             replayed = target
-        if replayed is not None:
+        if replayed is not None and state is not None:
             self.trajectories[replayed] += size
         if replayed != state:
             self._contradicted += size

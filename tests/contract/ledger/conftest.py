@@ -1,29 +1,50 @@
-"""Every ledger passes this suite; another store joins by one line in `ledger_suite.STORES`."""
+"""Every ledger passes this suite; another store joins by one line in `address`."""
 
-from collections.abc import AsyncIterator, Callable
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from ledger_suite import STORES, Play, Store
+from ledger_suite import STORES, Play, RedisServer
 
 from headway.rollout.ledger.base import Ledger
+from headway.rollout.ledger.make import make_ledger
+
+OpenLedger = Callable[..., Awaitable[Ledger]]
 
 
-@pytest.fixture(params=STORES, ids=lambda store: store.name)
-def store(request) -> Store:
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    if not RedisServer.is_installed():
+        pytest.skip("redis-server is not installed: apt-get install redis-server")
+    with tempfile.TemporaryDirectory() as folder:  # a socket's path must be short
+        server = RedisServer(Path(folder))
+        yield server
+        server.stop()
+
+
+@pytest.fixture(params=STORES)
+def store(request) -> str:
     return request.param
 
 
 @pytest.fixture
-async def open_ledger(store: Store, tmp_path: Path) -> AsyncIterator[Callable]:
-    """Opens a ledger on this test's store; a second call is the process after a restart."""
+def address(store: str, tmp_path: Path, request) -> str:
+    """A new, empty ledger."""
+    if store == "redis":
+        return request.getfixturevalue("redis_server").address()
+    return ":memory:" if store == "sqlite-memory" else str(tmp_path / "ledger.sqlite")
+
+
+@pytest.fixture
+async def open_ledger(address: str) -> AsyncIterator[OpenLedger]:
+    """Opens this test's ledger, as one of its owners; it is closed at the end, or by the test."""
     async with AsyncExitStack() as stack:
 
-        async def opened() -> Ledger:
-            await stack.aclose()
-            ledger = store.make(tmp_path)
-            await ledger.open()
+        async def opened(owner: str = "one", lease_s: float = 30.0) -> Ledger:
+            ledger = make_ledger(address)
+            await ledger.open(owner, lease_s)
             stack.push_async_callback(ledger.close)
             return ledger
 
@@ -31,10 +52,12 @@ async def open_ledger(store: Store, tmp_path: Path) -> AsyncIterator[Callable]:
 
 
 @pytest.fixture
-async def ledger(open_ledger) -> Ledger:
+async def ledger(open_ledger: OpenLedger) -> Ledger:
     return await open_ledger()
 
 
 @pytest.fixture
-async def play(ledger: Ledger) -> Play:
-    return Play(ledger)
+async def play(ledger: Ledger) -> AsyncIterator[Play]:
+    play = Play(ledger)
+    yield play
+    await play.check()

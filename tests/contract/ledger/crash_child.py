@@ -3,12 +3,10 @@
 import asyncio
 import itertools
 import sys
-from pathlib import Path
 
-from ledger_suite import STORES, UNBOUNDED
-from rollout_builders import make_group, make_request
+from ledger_suite import Play, ids
 
-from headway.contracts.codec import decode_groups
+from headway.rollout.ledger.make import make_ledger
 
 
 def acknowledge(event: str, rollout_id: str) -> None:
@@ -16,32 +14,32 @@ def acknowledge(event: str, rollout_id: str) -> None:
     sys.stdout.flush()
 
 
-async def main(store_name: str, folder: Path, round_number: str) -> None:
-    ledger = next(store for store in STORES if store.name == store_name).make(folder)
-    await ledger.open()
+async def main(address: str, round_number: str) -> None:
+    ledger = make_ledger(address)
+    await ledger.open(f"child{round_number}", 0.01)
+    play = Play(ledger)
     for index in itertools.count():
         name = f"r{round_number}-{index}"
-        await ledger.submit([make_request(name, size=1)], 10**6)
+        await play.submit(name, size=1)
         acknowledge("submit", name)
-        lease = await ledger.lease(UNBOUNDED, 0)
-        leased = lease.request.rollout_id
-        acknowledge("lease", leased)
-        if index % 5 == 4:
-            await ledger.requeue(leased, "so it goes")
-            acknowledge("requeue", leased)
-            continue
-        if index % 7 == 6:
-            await ledger.fail(leased, "so it goes")
-            acknowledge("fail", leased)
-            continue
-        await ledger.complete(make_group(leased, size=1))
-        acknowledge("complete", leased)
-        delivery = await ledger.deliver(name, 1, "default", None, 0, None)
-        (payload,) = delivery.payloads
-        (group,) = decode_groups(payload)
-        acknowledge("deliver", group.rollout_id)
-        await ledger.consume([group.rollout_id], 0, -1)
-        acknowledge("consume", group.rollout_id)
+        await ledger.expire()
+        leased = await play.lease()
+        for number, rollout_id in enumerate(leased):
+            acknowledge("lease", rollout_id)
+            if index % 5 == 4:
+                await ledger.requeue(play.leases[rollout_id], "so it goes")
+                acknowledge("requeue", rollout_id)
+                continue
+            if index % 7 == 6:
+                await ledger.fail(play.leases[rollout_id], "so it goes")
+                acknowledge("fail", rollout_id)
+                continue
+            await play.complete(rollout_id, size=1)
+            acknowledge("complete", rollout_id)
+            (given,) = ids(await play.deliver(1, f"d-{name}-{number}"))
+            acknowledge("deliver", given)
+            await play.consume(given)
+            acknowledge("consume", given)
 
 
-asyncio.run(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3]))
+asyncio.run(main(sys.argv[1], sys.argv[2]))

@@ -78,7 +78,9 @@ class Calls:
                 retry=Retry(NoBackoff(), 0),  # our own retries have a deadline
                 protocol=2,
             )
+            self._client.connection_pool.make_connection()  # refuses unknown parameters of the URL
         except (ValueError, TypeError) as error:
+            self._client = None
             raise ConfigError(f"ledger {self._address.shown}: {error}") from error
         try:
             await self._check(self._client)

@@ -40,10 +40,11 @@ def deliver(
         return Delivery(None, num_ready, dropped, is_held_back=True)
     order = "seq" if due is None else "oldest_version, seq"
     chosen = transaction.db.execute(
-        f"SELECT seq FROM rollouts WHERE state = 'ready' AND consumer = ? ORDER BY {order} LIMIT ?",
+        "SELECT seq, payload FROM rollouts JOIN payloads USING (seq) "
+        f"WHERE state = 'ready' AND consumer = ? ORDER BY {order} LIMIT ?",
         (consumer, count),
     ).fetchall()
-    payloads = _give_out(transaction, delivery_id, sorted(seq for (seq,) in chosen), version)
+    payloads = _give_out(transaction, delivery_id, sorted(chosen), version)
     return Delivery(payloads, num_ready, dropped)
 
 
@@ -200,7 +201,7 @@ def give_back(transaction: Transaction, consumer: str, step: int) -> int:
         target = "ready" if has_payload else "queued"
         transaction.db.execute(
             "UPDATE rollouts SET state = ?, delivery_id = NULL, step = NULL, staleness = NULL, "
-            "attempt = 0, since = ?2, deadline = ?2 + (deadline - since), num_events = num_events + 1, "
+            "attempt = 0, since = ?2, deadline = ?2 + timeout_s, num_events = num_events + 1, "
             "changed_at = ?2 WHERE seq = ?3",
             (target, transaction.now, seq),
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from headway.contracts.http import RolloutState
 from headway.rollout.ledger.base import OPEN_STATES
+from headway.rollout.ledger.on_sqlite.schema import ENDED as ENDED_TERM
 from headway.rollout.ledger.on_sqlite.transaction import GROW, Transaction
 from headway.rollout.ledger.proof import Proof
 from headway.rollout.ledger.transitions import ENDED
@@ -58,7 +59,7 @@ def revive(transaction: Transaction, rollout_ids: Sequence[str]) -> int:
     for rollout_id in dict.fromkeys(rollout_ids):
         row = transaction.db.execute(
             "UPDATE rollouts SET state = 'queued', attempt = 0, num_events = num_events + 1, "
-            "since = ?1, deadline = ?1 + (deadline - since), changed_at = ?1 "
+            "since = ?1, deadline = ?1 + timeout_s, changed_at = ?1 "
             "WHERE id = ?2 AND state = 'failed' RETURNING seq, consumer, size, num_events",
             (transaction.now, rollout_id),
         ).fetchone()
@@ -80,8 +81,8 @@ def forget(transaction: Transaction, older_than_s: float) -> int:
     for state in ENDED:
         rows += transaction.db.execute(
             "SELECT seq, state, size, staleness FROM rollouts "
-            f"WHERE state = '{state}' AND changed_at <= ? AND NOT (state = 'consumed' AND has_payload) "
-            "ORDER BY changed_at LIMIT ?",
+            f"WHERE {ENDED_TERM} AND state = '{state}' AND changed_at <= ? "
+            "AND NOT (state = 'consumed' AND has_payload) ORDER BY changed_at LIMIT ?",
             (before, CHUNK - len(rows)),
         ).fetchall()
     proof = Proof()

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from headway.contracts.http import RolloutState
 from headway.contracts.types import PolicyVersion, RolloutRequest
 from headway.rollout.ledger.base import Admission, Lease
+from headway.rollout.ledger.on_sqlite.schema import PENDING
 from headway.rollout.ledger.on_sqlite.transaction import Transaction
 from headway.rollout.ledger.refusals import other_content, queue_full
 from headway.rollout.ledger.transitions import NEXT_STATE, EventName, fenced
@@ -17,8 +18,8 @@ BOUNDED_STATES: tuple[RolloutState, ...] = ("leased", "ready", "delivered", "con
 
 INSERT = (
     "INSERT INTO rollouts (id, consumer, request, size, priority, min_version, state, num_events, "
-    "submitted_at, since, deadline, changed_at) "
-    "VALUES (?1, ?2, ?3, ?4, ?5, ?6, 'queued', 1, ?7, ?7, ?8, ?7) "
+    "submitted_at, since, timeout_s, deadline, changed_at) "
+    "VALUES (?1, ?2, ?3, ?4, ?5, ?6, 'queued', 1, ?7, ?7, ?8, ?7 + ?8, ?7) "
     "ON CONFLICT (id) DO NOTHING RETURNING seq"
 )
 
@@ -37,7 +38,7 @@ def submit(
 
 
 def _insert(transaction: Transaction, request: RolloutRequest, text: str) -> bool:
-    now, size, timeout_s = transaction.now, request.prompt.group_size, request.timeout_s
+    size = request.prompt.group_size
     row = transaction.db.execute(
         INSERT,
         (
@@ -47,8 +48,8 @@ def _insert(transaction: Transaction, request: RolloutRequest, text: str) -> boo
             size,
             request.priority,
             request.versions.min_version or 0,
-            now,
-            None if timeout_s is None else now + timeout_s,
+            transaction.now,
+            request.timeout_s,
         ),
     ).fetchone()
     if row is None:
@@ -178,8 +179,8 @@ def expire(transaction: Transaction) -> int:
 
 def _time_out(transaction: Transaction) -> int:
     rows = transaction.db.execute(
-        "SELECT seq, consumer, size, state, num_events, deadline - since FROM rollouts "
-        "WHERE deadline IS NOT NULL AND deadline <= ? AND state IN ('queued', 'leased')",
+        "SELECT seq, consumer, size, state, num_events, timeout_s FROM rollouts "
+        f"WHERE {PENDING} AND deadline <= ?",
         (transaction.now,),
     ).fetchall()
     for seq, consumer, size, state, number, timeout_s in rows:

@@ -11,6 +11,7 @@ from typing import Any
 from headway.contracts.http import LedgerAudit, RolloutState
 from headway.contracts.types import RolloutRequest
 from headway.rollout.ledger.base import Entry, Event
+from headway.rollout.ledger.on_sqlite.schema import ENDED
 from headway.rollout.ledger.on_sqlite.transaction import ALL, REVISION, Transaction
 from headway.rollout.ledger.proof import Findings, Proof
 from headway.rollout.ledger.refusals import no_such_page
@@ -68,6 +69,8 @@ def find(
     source = "rollouts"
     if state is not None and state in INDEX_OF:
         source += f" INDEXED BY {INDEX_OF[state]}"
+        if INDEX_OF[state] == "ended":
+            terms.append(ENDED)
     rows = transaction.db.execute(
         f"SELECT {COLUMNS} FROM {source} WHERE {' AND '.join(terms)} ORDER BY seq DESC LIMIT ?",
         (*values, limit),

@@ -13,7 +13,11 @@ from headway.contracts.errors import ConfigError
 VERSION = 1
 """`PRAGMA user_version`; a file without a version and with tables is of release 0.x."""
 
-TABLES = """
+ENDED = "state IN ('consumed', 'failed', 'filtered', 'stale', 'cancelled')"
+PENDING = "deadline IS NOT NULL AND state IN ('queued', 'leased')"
+"""What a query must repeat word for word for the partial index to serve it."""
+
+TABLES = f"""
 CREATE TABLE rollouts (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
@@ -39,6 +43,7 @@ CREATE TABLE rollouts (
     has_payload INTEGER NOT NULL DEFAULT 0,
     submitted_at REAL NOT NULL,
     since REAL NOT NULL,
+    timeout_s REAL,
     deadline REAL,
     changed_at REAL NOT NULL
 );
@@ -49,11 +54,9 @@ CREATE INDEX leased ON rollouts (consumer, admitted) WHERE state = 'leased';
 CREATE INDEX ready ON rollouts (consumer, oldest_version, seq) WHERE state = 'ready';
 CREATE INDEX delivered ON rollouts (consumer) WHERE state = 'delivered';
 CREATE INDEX consumed ON rollouts (consumer, has_payload, step) WHERE state = 'consumed';
-CREATE INDEX ended ON rollouts (state, changed_at)
-    WHERE state IN ('consumed', 'failed', 'filtered', 'stale', 'cancelled');
+CREATE INDEX ended ON rollouts (state, changed_at) WHERE {ENDED};
 CREATE INDEX deliveries ON rollouts (delivery_id) WHERE delivery_id IS NOT NULL;
-CREATE INDEX deadlines ON rollouts (deadline)
-    WHERE deadline IS NOT NULL AND state IN ('queued', 'leased');
+CREATE INDEX deadlines ON rollouts (deadline) WHERE {PENDING};
 CREATE TABLE payloads (seq INTEGER PRIMARY KEY, payload BLOB NOT NULL);
 CREATE TABLE events (
     rollout INTEGER NOT NULL,
