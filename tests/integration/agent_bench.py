@@ -13,13 +13,14 @@ from typing import Any
 import aiohttp
 import uvicorn
 from anthropic import AsyncAnthropic
+from anthropic import DefaultAsyncHttpxClient as AnthropicHttpxClient
 from games import byte_tokenizer, ids_of, logprob_of
 from generators import ScriptedGenerator
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from headway.contracts.codec import decode_groups
 from headway.contracts.config.gateway import ExecutorConfig, SessionsConfig
-from headway.contracts.http import LedgerCounts, WaitRequest
+from headway.contracts.http import WaitRequest
 from headway.contracts.types import LLMRequest, LLMResponse, Trajectory
 from headway.rollout.app import create_app
 from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox, Outbound
@@ -114,7 +115,8 @@ class Bench:
     policy: ScriptedPolicy
     service: RolloutService
     tokenizer: TextTokenizer
-    stack: AsyncExitStack
+    openai: AsyncOpenAI
+    anthropic: AsyncAnthropic
     opened: int = field(default=0)
 
     async def post(
@@ -130,16 +132,17 @@ class Bench:
         asked = {"rollout_id": f"s{self.opened}", "gconfig": {"max_new_tokens": 200}, **fields}
         status, told = await self.post("/v1/sessions", asked)
         assert status == 200, told
-        return await self.place(told)
+        return self.place(told)
 
-    async def place(self, told: dict[str, Any]) -> Place:
+    def place(self, told: dict[str, Any]) -> Place:
         """Clients for what a session's opener, or an agent, was told."""
-        options = {"api_key": told["api_key"], "max_retries": 0, "timeout": DEADLINE_S}
-        openai = AsyncOpenAI(base_url=told["openai_url"], **options)
-        anthropic = AsyncAnthropic(base_url=told["anthropic_url"], **options)
-        await self.stack.enter_async_context(openai)
-        await self.stack.enter_async_context(anthropic)
-        return Place(told, self, openai, anthropic)
+        key = told["api_key"]
+        return Place(
+            told,
+            self,
+            self.openai.copy(base_url=told["openai_url"], api_key=key),
+            self.anthropic.copy(base_url=told["anthropic_url"], api_key=key),
+        )
 
     async def rows(self, rollout_id: str) -> list[Trajectory]:
         request = WaitRequest(
@@ -152,18 +155,18 @@ class Bench:
 
     async def reason(self, rollout_id: str) -> str:
         """Why a rollout failed, once it has."""
-        await self.until_counts(failed=1)
-        entry = await self.service.ledger.get(rollout_id)
-        assert entry is not None
+        async with asyncio.timeout(DEADLINE_S):
+            while (entry := await self.service.ledger.get(rollout_id)) is None or (  # noqa: ASYNC110
+                entry.state in ("queued", "leased")
+            ):
+                await asyncio.sleep(0.01)
+        assert entry.state == "failed"
         return entry.reason or ""
 
-    async def until_counts(self, **wanted: int) -> LedgerCounts:
-        async with asyncio.timeout(DEADLINE_S):
-            while True:
-                counts = await self.service.ledger.counts()
-                if wanted.items() <= counts.model_dump().items():
-                    return counts
-                await asyncio.sleep(0.01)
+    def reset(self) -> None:
+        """A policy that nobody has asked."""
+        self.policy.asked.clear()
+        self.policy.version, self.policy.gate = 0, None
 
     async def until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -221,4 +224,15 @@ async def open_bench(
         url = await stack.enter_async_context(serving(app))
         desk.address = url
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        yield Bench(url, http, policy, app.state.service, tokenizer, stack)
+        openai, anthropic = await _clients(stack)
+        yield Bench(url, http, policy, app.state.service, tokenizer, openai, anthropic)
+
+
+async def _clients(stack: AsyncExitStack) -> tuple[AsyncOpenAI, AsyncAnthropic]:
+    """Clients to copy: loading certificates takes longer than most tests."""
+    options: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": DEADLINE_S}
+    openai = AsyncOpenAI(http_client=DefaultAsyncHttpxClient(verify=False), **options)
+    anthropic = AsyncAnthropic(http_client=AnthropicHttpxClient(verify=False), **options)
+    await stack.enter_async_context(openai)
+    await stack.enter_async_context(anthropic)
+    return openai, anthropic

@@ -12,11 +12,14 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+import pytest_asyncio
 from games import check_row, said
 
 from headway.contracts.errors import BackendError
 from headway.contracts.types import Trajectory
 from tests.integration.agent_bench import Bench, Place, open_bench
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
 GUESSES = [8, 4, 6]
@@ -192,10 +195,16 @@ GAMES = {
 }
 
 
-@pytest.fixture
-async def bench(tmp_path: Path):
-    async with open_bench(tmp_path, play_game) as one:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_bench(tmp_path_factory: pytest.TempPathFactory):
+    async with open_bench(tmp_path_factory.mktemp("bench"), play_game) as one:
         yield one
+
+
+@pytest.fixture
+def bench(shared_bench: Bench) -> Bench:
+    shared_bench.reset()
+    return shared_bench
 
 
 @pytest.mark.parametrize("game", GAMES)
@@ -258,7 +267,7 @@ async def test_an_agent_that_the_gateway_calls_plays_each_sample(tmp_path: Path)
             calls.append(body)
             if len(calls) == 1:
                 raise BackendError(f"{url} is restarting")
-            place = await bench.place(body["session"])
+            place = bench.place(body["session"])
             await chat_game(place, lambda: None)
             if body["sample_index"] == 0:
                 return {"reward": 0.5, "details": {"guesses": 3}}

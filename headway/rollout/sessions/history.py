@@ -134,17 +134,23 @@ class History:
         return rows
 
     def _find(self, setting: str, plain: Sequence[Message]) -> tuple[Node | None, int]:
-        """The last turn that these messages go on from, and how many of them lead up to it."""
-        node, count = None, 0
-        while True:
-            rest = plain[count:]
-            for child in self._roots.get(setting, []) if node is None else node.children:
-                size = len(child.seen)
-                if len(rest) > size and tuple(rest[:size]) == child.seen:
-                    node, count = child, count + size
-                    break
-            else:
-                return node, count
+        """The last turn that these messages go on from, and how many of them lead up to it.
+
+        Of turns that a client cannot tell apart, the one that nobody went on from.
+        """
+        found: list[tuple[Node, int]] = []
+        level = [(node, 0) for node in self._roots.get(setting, [])]
+        while level:
+            deeper = []
+            for node, start in level:
+                end = start + len(node.seen)
+                if len(plain) > end and tuple(plain[start:end]) == node.seen:
+                    deeper.append((node, end))
+            found += deeper
+            level = [(child, end) for node, end in deeper for child in node.children]
+        if not found:
+            return None, 0
+        return max(found, key=lambda one: (one[1], not one[0].children))
 
     def _bridge(self, parent: Node, ask: Ask, count: int) -> list[int] | None:
         """Tokens between an answer and the next one; None if the template does more than append."""

@@ -65,9 +65,8 @@ def _earlier(body: ResponsesRequest, session: Session) -> list[Message]:
 
 
 def _failed_event(failure: Failure) -> str:
-    error = openai_error(failure)["error"]
-    body = {"type": "error", "sequence_number": 0, **error}
-    return event(body | {"code": failure.code}, "error")
+    told = {"code": failure.code, "message": failure.message, "param": failure.param}
+    return event({"type": "error", "sequence_number": 0, **told}, "error")
 
 
 class ResponseAnswer:
