@@ -148,6 +148,19 @@ class TextTokenizer:
         """Text of token ids."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
+    def defuse(self, text: str) -> str:
+        """A text from outside that spells no special token: what it says cannot end a message.
+
+        A zero-width space parts what would be one; everything else stays.
+        """
+        return self._special.sub(lambda found: f"{found[0][0]}\u200b{found[0][1:]}", text)
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        names = [re.escape(token.content) for token in added if token.special]
+        return re.compile("|".join(sorted(names, key=len, reverse=True)) or r"(?!)")
+
     def token_bytes(self, token: int) -> bytes:
         """What one token adds to a text, in UTF-8; a token may hold part of a character."""
         name = self._tokenizer.id_to_token(token)

@@ -58,7 +58,7 @@ class _Prefix:
 
 
 class HttpOutbound:
-    """`Outbound` over aiohttp; connections are kept per event loop, and closed by `aclose`."""
+    """`Outbound` over aiohttp; it belongs to the event loop of its first call until `aclose`."""
 
     def __init__(self, config: OutboundConfig, resolver: AbstractResolver | None = None) -> None:
         """

@@ -171,9 +171,9 @@ class _ToolDesk:
         return await tool.call(json.loads(call.arguments), self.facilities)
 
     def _cut(self, result: str) -> str:
-        """A result in its bounds; half of a character becomes a sign for it."""
+        """A result within its bounds, in which nothing ends the message; half a character is replaced."""
         limit = self.args.max_result_tokens
-        text = result.encode(errors="replace").decode()
+        text = self.tokenizer.defuse(result.encode(errors="replace").decode())
         head = text[: limit * MAX_TOKEN_CHARS]
         ids = self.tokenizer.encode(head, add_special_tokens=False)
         if len(ids) <= limit and len(head) == len(text):
