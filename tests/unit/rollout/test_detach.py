@@ -40,7 +40,7 @@ async def test_nothing_is_claimed_while_a_consumer_detaches(
 ):
     backend = FakeBackend(FakeBackendConfig(token_latency_s=0.001), ModelConfig(path="none"), 0)
     ledger = SqliteLedger(":memory:")
-    await ledger.open()
+    await ledger.open("test", 30.0)
     generator = LocalGenerator(
         backend, VersionGate(backend, make_receiver(ReceiverConfig())), "local"
     )
