@@ -19,6 +19,7 @@ COMMANDS = {
     "train": ("trainer.main", "one trainer rank (python -m trainer)"),
     "config": ("headway.launch.show_config", "every setting of a process or experiment"),
     "status": ("headway.launch.status", "what a gateway is doing"),
+    "ledger": ("headway.rollout.ledger.commands.main", "look into a ledger, requeue, export"),
     "weights": ("weight_sync.commands.main", "list, prove, compare, delete published versions"),
     "pin": ("headway.launch.pin", "hold a version while others are published"),
     "rollback": ("headway.launch.rollback", "serve an earlier version until the next one"),

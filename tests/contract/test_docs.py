@@ -27,7 +27,7 @@ from headway.contracts.config.server import ServerConfig
 from headway.contracts.errors import ServiceError
 from headway.contracts.http import LedgerCounts, ServerStatus, StatusResponse
 from headway.contracts.types import Trajectory, TrajectoryBatch, TrajectoryGroup
-from headway.rollout.ledger.sqlite import NEXT_STATE
+from headway.rollout.ledger.transitions import NEXT_STATE
 from headway.rollout.tokenizer import TextTokenizer
 from headway.runtime.config import describe, load_config
 from headway.runtime.metrics import render_metrics

@@ -1,7 +1,7 @@
 """The one thread that works on the database: takes all waiting calls and commits them together.
 
-Callers await futures of their event loop; a loop is woken once per commit, not once per call. A call
-is answered after the commit that holds it.
+Callers await futures of their event loop. What a loop asks for in one turn is handed over together, and
+it is woken once per commit. A call is answered after the commit that holds it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Worker:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._turns: dict[asyncio.AbstractEventLoop, list[_Call]] = {}
+        self._calls: queue.SimpleQueue[list[_Call] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.owner = ""
         self.lease_s = 0.0
@@ -61,25 +62,45 @@ class Worker:
             raise
 
     def stop(self) -> None:
-        """Work off what waits, close the file and end the thread."""
-        if self._thread is not None:
-            self._calls.put(None)
-            self._thread.join()
-            self._thread = None
+        """Work off what waits, close the file, end the thread, and refuse what came meanwhile."""
+        if self._thread is None:
+            return
+        self._calls.put(None)
+        self._thread.join()
+        self._thread = None
+        while not self._calls.empty():
+            self._refuse(self._calls.get() or [])
 
     def call(self, work: Callable[[Transaction], R], kind: Kind) -> asyncio.Future[R]:
         """Have the thread run `work`; await what it returned."""
         if self._thread is None:
             raise StateError(f"ledger {self._path} is not open")
-        future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        self._calls.put(_Call(work, kind, future))
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[R] = loop.create_future()
+        turn = self._turns.get(loop)
+        if turn is None:
+            turn = self._turns[loop] = []
+            loop.call_soon(self._hand_over, loop)
+        turn.append(_Call(work, kind, future))
         return future
+
+    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        calls = self._turns.pop(loop)
+        if self._thread is None:
+            self._refuse(calls)
+        else:
+            self._calls.put(calls)
+
+    def _refuse(self, calls: list[_Call]) -> None:
+        for call in calls:
+            call.error = StateError(f"ledger {self._path} is not open")
+        _answer(calls)
 
     def _run(self) -> None:
         try:
             db = self._connect()
         except (sqlite3.Error, OSError, ServiceError) as error:
-            self._refuse(error)
+            self._refuse_all(error)
             return
         while (calls := self._take()) is not None:
             waiting = [call for call in calls if not call.future.cancelled()]
@@ -95,12 +116,12 @@ class Worker:
         """Everything that waits, at least one; None at the end."""
         calls: list[_Call] = []
         with suppress(queue.Empty):
-            call = self._calls.get()
-            while call is not None:
-                calls.append(call)
-                if len(calls) == MAX_CALLS:
+            turn = self._calls.get()
+            while turn is not None:
+                calls += turn
+                if len(calls) >= MAX_CALLS:
                     return calls
-                call = self._calls.get_nowait()
+                turn = self._calls.get_nowait()
             if calls:
                 self._calls.put(None)
         return calls or None
@@ -154,7 +175,7 @@ class Worker:
                 db.execute("ROLLBACK")
         return is_done
 
-    def _refuse(self, error: Exception) -> None:
+    def _refuse_all(self, error: Exception) -> None:
         """The file could not be opened: say so to everyone until `stop`."""
         while (calls := self._take()) is not None:
             for call in calls:

@@ -1,0 +1,22 @@
+"""`headway ledger requeue`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from headway.contracts.errors import Conflict
+from headway.rollout.ledger.base import Ledger
+
+
+async def requeue(ledger: Ledger, options: argparse.Namespace) -> None:
+    """Revive failed rollouts, and fail if one of the others was named."""
+    refused = []
+    for rollout_id in dict.fromkeys(options.rollout_ids):
+        if await ledger.revive([rollout_id]):
+            sys.stdout.write(f"{rollout_id} is queued\n")
+            continue
+        entry = await ledger.get(rollout_id)
+        refused.append(f"{rollout_id} is {'not in the ledger' if entry is None else entry.state}")
+    if refused:
+        raise Conflict(f"only failed rollouts are queued again: {', '.join(refused)}")

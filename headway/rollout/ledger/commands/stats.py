@@ -1,0 +1,16 @@
+"""`headway ledger stats`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from headway.rollout.ledger.base import Ledger
+
+
+async def stats(ledger: Ledger, options: argparse.Namespace) -> None:
+    """Print the counts, and their proof if it is asked for."""
+    counts = await ledger.counts(options.consumer)
+    sys.stdout.write(counts.model_dump_json(indent=1) + "\n")
+    if options.audit:
+        sys.stdout.write((await ledger.audit()).model_dump_json(indent=1) + "\n")
