@@ -86,7 +86,7 @@ async def _pause(generator: LocalGenerator, told: ServerReport, heartbeat_s: flo
         is_draining = generator.admission.draining.is_set()
         return (told.version, told.draining) == (generator.version, is_draining)
 
-    while (left_s := deadline - time.monotonic()) > 0 and is_told():
+    while (left_s := deadline - time.monotonic()) > 0 and is_told():  # noqa: ASYNC110 - swaps notify nobody
         await asyncio.sleep(min(LOOK_S, left_s))
 
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "weights": ("weight_sync.commands.main", "list, prove, compare, delete published versions"),
     "pin": ("headway.launch.pin", "hold a version while others are published"),
     "rollback": ("headway.launch.rollback", "serve an earlier version until the next one"),
+    "drain": ("headway.launch.drain", "take a generation server out of traffic"),
     "detach": ("headway.launch.detach", "end a consumer that will not come back"),
 }
 

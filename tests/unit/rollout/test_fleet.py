@@ -1,4 +1,4 @@
-"""Routing around servers that are full, drain or are gone; real sockets, servers scripted."""
+"""Routing around servers that are full, ill, slow, drain or are gone; real sockets, servers scripted."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 from rollout_builders import make_response
+from weight_server import until
 
 from headway.contracts.config.gateway import FleetConfig
-from headway.contracts.errors import BackendError, Draining, QueueFull, ServiceError
-from headway.contracts.http import GENERATE, ServerReport
+from headway.contracts.errors import (
+    BackendError,
+    Conflict,
+    Draining,
+    NotFound,
+    QueueFull,
+    ServiceError,
+)
+from headway.contracts.http import GENERATE, GENERATION_ABORT, ServerReport
 from headway.contracts.types import LLMRequest
 from headway.rollout.fleet import Fleet
 from headway.rollout.ledger.sqlite import SqliteLedger
+from headway.rollout.resume import generate_whole
 from headway.rollout.weight_book import WeightBook
 
 REQUEST = LLMRequest(rid="r" * 128, input_ids=(1, 2))
@@ -25,14 +34,49 @@ REQUEST = LLMRequest(rid="r" * 128, input_ids=(1, 2))
 class Server:
     """Answers what stands in `failures` first, then generations."""
 
-    def __init__(self, *failures: ServiceError) -> None:
+    def __init__(
+        self, *failures: ServiceError, latency_s: float = 0.0, max_running: int = 0
+    ) -> None:
         self.failures = list(failures)
+        self.latency_s = latency_s
+        self.max_running = max_running
         self.rids: list[str] = []
+        self.prompts: list[tuple[int, ...]] = []
         self.url = ""
+        self.is_stuck = False
+        """Requests end only by an abort, or with their connection."""
+        self.num_left = 0
+        """Requests whose client went away."""
+        self._abort = asyncio.Event()
+        self._running = asyncio.Semaphore(max_running or 4096)
+
+    def app(self) -> web.Application:
+        app = web.Application(handler_args={"handler_cancellation": True})
+        app.router.add_post(GENERATE, self.generate)
+        app.router.add_post(GENERATION_ABORT, self.abort)
+        return app
+
+    async def abort(self, request: web.Request) -> web.Response:
+        self._abort.set()
+        return web.Response(status=204)
 
     async def generate(self, request: web.Request) -> web.Response:
         req = LLMRequest.model_validate_json(await request.read())
         self.rids.append(req.rid)
+        self.prompts.append(req.input_ids)
+        try:
+            async with self._running:
+                return await self.answer(req)
+        except asyncio.CancelledError:
+            self.num_left += 1
+            raise
+
+    async def answer(self, req: LLMRequest) -> web.Response:
+        await asyncio.sleep(self.latency_s)
+        if self.is_stuck:
+            await self._abort.wait()
+            response = make_response(req, [5, 6]).model_copy(update={"stop_reason": "interrupt"})
+            return web.Response(text=response.model_dump_json())
         if not self.failures:
             return web.Response(text=make_response(req, [7]).model_dump_json())
         error = self.failures.pop(0)
@@ -44,19 +88,17 @@ class Server:
 
 
 @asynccontextmanager
-async def opened(*servers: Server, wait_s: float = 5.0) -> AsyncIterator[Fleet]:
+async def opened(*servers: Server, wait_s: float = 5.0, **settings) -> AsyncIterator[Fleet]:
     """A fleet in which the servers have reported themselves, in this order."""
 
     ledger = SqliteLedger(":memory:")
     await ledger.open("gateway", 30.0)
-    fleet = Fleet(FleetConfig(server_wait_s=wait_s), WeightBook(ledger))
+    fleet = Fleet(FleetConfig(server_wait_s=wait_s, **settings), WeightBook(ledger))
     runners = []
     await fleet.start()
     for index, server in enumerate(servers):
         if not server.url:
-            app = web.Application()
-            app.router.add_post(GENERATE, server.generate)
-            runners.append(web.AppRunner(app))
+            runners.append(web.AppRunner(server.app(), shutdown_timeout=0.05))
             await runners[-1].setup()
             site = web.TCPSite(runners[-1], "127.0.0.1", 0)
             await site.start()
@@ -73,7 +115,8 @@ async def opened(*servers: Server, wait_s: float = 5.0) -> AsyncIterator[Fleet]:
 
 
 def report(index: int, server: Server, **fields) -> ServerReport:
-    return ServerReport(server_id=f"s{index}", url=server.url, version=0, **fields)
+    known = {"server_id": f"s{index}", "url": server.url, "max_running": server.max_running}
+    return ServerReport(version=0, **known | fields)
 
 
 def states(fleet: Fleet) -> dict[str, str]:
@@ -148,3 +191,161 @@ async def test_a_request_that_is_sent_again_has_another_id_on_the_wire():
     first, second = only.rids
     assert first != second
     assert len(first) == 128
+
+
+def by_itself(fleet: Fleet) -> asyncio.Task:
+    """A request that waits for its answer, and goes on where it was interrupted."""
+    return asyncio.create_task(generate_whole(fleet.agenerate, str, REQUEST))
+
+
+async def test_a_server_that_fails_again_and_again_rests():
+    ill = Server(*[BackendError("ill")] * 3)
+    async with opened(ill, max_failures=2, quarantine_s=0.2) as fleet:
+        with pytest.raises(BackendError, match="ill"):
+            await fleet.agenerate(REQUEST)
+        assert states(fleet) == {"s0": "ready"}
+        response = await fleet.agenerate(REQUEST)  # its second failure, and a trial that fails, too
+        assert response.output_tokens == [7]
+        assert len(ill.rids) == 4
+        assert states(fleet) == {"s0": "ready"}
+
+
+async def test_others_serve_while_one_is_quarantined():
+    ill, well = Server(*[ServiceError("internal")] * 9), Server()
+    async with opened(ill, well, max_failures=1, quarantine_s=60.0) as fleet:
+        with pytest.raises(ServiceError, match="internal"):
+            await fleet.agenerate(REQUEST)
+        assert states(fleet) == {"s0": "quarantined", "s1": "ready"}
+        fleet.report(report(0, ill))
+        assert states(fleet)["s0"] == "quarantined"
+        for _ in range(3):
+            await fleet.agenerate(REQUEST)
+        assert (len(ill.rids), len(well.rids)) == (1, 3)
+
+
+async def test_what_a_request_brings_upon_itself_is_no_failure_of_its_server():
+    server = Server(*[Conflict("known")] * 5)
+    async with opened(server, max_failures=1) as fleet:
+        for _ in range(5):
+            with pytest.raises(Conflict):
+                await fleet.agenerate(REQUEST)
+        assert states(fleet) == {"s0": "ready"}
+
+
+async def test_a_request_begins_anew_elsewhere_when_its_server_is_lost():
+    dying, other = Server(), Server()
+    dying.is_stuck = True
+    async with opened(dying, other, lease_s=0.2) as fleet:
+        task = asyncio.create_task(fleet.agenerate(REQUEST))
+        await until(lambda: dying.rids)
+
+        def heartbeat_of_the_other() -> bool:
+            fleet.report(report(1, other))
+            return task.done()
+
+        await until(heartbeat_of_the_other)
+        assert task.result().output_tokens == [7]
+        assert states(fleet)["s0"] == "lost"
+
+
+async def test_a_request_that_kills_its_servers_does_not_kill_them_all():
+    servers = [Server() for _ in range(5)]
+    for server in servers:
+        server.is_stuck = True
+    async with opened(*servers) as fleet:
+
+        def playing() -> list[str]:
+            known = states(fleet)
+            names = [f"s{index}" for index, server in enumerate(servers) if server.rids]
+            return [name for name in names if known[name] == "ready"]
+
+        task = asyncio.create_task(fleet.agenerate(REQUEST))
+        for _ in range(3):
+            await until(playing)
+            fleet._members.lose(fleet._members.find(playing()[0]), "killed")
+        with pytest.raises(BackendError, match="was lost"):
+            await task
+        assert sorted(states(fleet).values()).count("lost") == 3
+
+
+async def test_a_drain_moves_what_runs_with_its_tokens():
+    leaving, staying = Server(), Server()
+    leaving.is_stuck = True
+    async with opened(leaving, staying) as fleet:
+        task = by_itself(fleet)
+        await until(lambda: leaving.rids)
+        status = await fleet.drain("s0")
+        assert (status.server_id, status.state) == ("s0", "draining")
+        assert (await task).output_tokens == [5, 6, 7]
+        assert staying.prompts == [(*REQUEST.input_ids, 5, 6)]
+        assert fleet.report(report(0, leaving)).state == "draining"
+        await fleet.agenerate(REQUEST)
+        assert len(leaving.rids) == 1
+
+
+async def test_a_drain_lasts_until_it_is_undone():
+    only = Server()
+    async with opened(only, wait_s=0.3) as fleet:
+        await fleet.drain("s0")
+        fleet.report(report(0, only, uptime_s=5.0))
+        with pytest.raises(BackendError, match="draining"):
+            await fleet.agenerate(REQUEST)
+        fleet._members.lose(fleet._members.find("s0"), "test")
+        assert fleet.report(report(0, only)).state == "draining"
+        assert (await fleet.drain("s0", drain=False)).state == "ready"
+        assert (await fleet.agenerate(REQUEST)).output_tokens == [7]
+
+
+async def test_drains_that_cannot_be():
+    only = Server()
+    async with opened(only) as fleet:
+        with pytest.raises(NotFound, match=r"'nobody' is here; known: .'s0'"):
+            await fleet.drain("nobody")
+        fleet.report(report(0, only, draining=True))
+        await fleet.drain("s0")
+        with pytest.raises(Conflict, match="shuts down"):
+            await fleet.drain("s0", drain=False)
+
+
+async def test_a_slow_answer_is_asked_for_twice_and_the_loser_is_ended():
+    slow, fast = Server(), Server()
+    slow.is_stuck = True
+    async with opened(slow, fast, hedge_after_s=0.05) as fleet:
+        assert (await fleet.agenerate(REQUEST)).output_tokens == [7]
+        assert (len(slow.rids), len(fast.rids)) == (1, 1)
+        await until(lambda: slow.num_left == 1)
+        assert states(fleet) == {"s0": "ready", "s1": "ready"}
+        slow.is_stuck = False
+        await fleet.agenerate(REQUEST)
+        assert fast.num_left == 0
+
+
+async def test_a_hedge_that_fails_leaves_the_first_one_alone():
+    slow, ill = Server(latency_s=0.2), Server(BackendError("ill"))
+    async with opened(slow, ill, hedge_after_s=0.01) as fleet:
+        assert (await fleet.agenerate(REQUEST)).output_tokens == [7]
+        assert len(ill.rids) == 1
+
+
+async def test_without_a_second_server_nothing_is_hedged():
+    only = Server(latency_s=0.05)
+    async with opened(only, hedge_after_s=0.01) as fleet:
+        assert (await fleet.agenerate(REQUEST)).output_tokens == [7]
+        assert len(only.rids) == 1
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["capacity_told", "capacity_unknown"])
+async def test_a_server_with_more_room_gets_more_of_the_work(told: bool):
+    small, big = Server(latency_s=0.01, max_running=2), Server(latency_s=0.01, max_running=8)
+    async with opened(small, big) as fleet:
+        for index, server in enumerate((small, big)):
+            fleet.report(report(index, server, **({} if told else {"max_running": 0})))
+        queue = iter(range(300))
+
+        async def play() -> None:
+            for _ in queue:
+                await fleet.agenerate(REQUEST)
+
+        await asyncio.gather(*(play() for _ in range(20)))
+        assert len(small.rids) + len(big.rids) == 300
+        assert 2.5 * len(small.rids) < len(big.rids)
