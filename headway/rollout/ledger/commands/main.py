@@ -22,8 +22,9 @@ REQUEUE = """Queue failed rollouts once more, with all their attempts.
 
 A running gateway takes them up when it next looks into its queue; one that shares a ledger looks often.
 Over HTTP, POST /v1/ledger/requeue tells it at once."""
-EXPORT = """Write one row per rollout, newest submission first: JSON Lines, or Parquet if the file is named
-*.parquet (needs pip install 'headway-rl[export]')."""
+EXPORT = """Write one row per rollout, newest submission first.
+
+As JSON Lines, or as Parquet if the file is named *.parquet (pip install 'headway-rl[export]')."""
 
 Run = Callable[[Ledger, argparse.Namespace], Awaitable[None]]
 
@@ -31,6 +32,8 @@ Run = Callable[[Ledger, argparse.Namespace], Awaitable[None]]
 def main(argv: Sequence[str]) -> None:
     """Run one command."""
     options = _parser().parse_args(argv)
+    if "://" not in options.ledger and not Path(options.ledger).is_file():
+        raise ConfigError(f"no ledger at {options.ledger!r}; name one with --ledger")
     asyncio.run(_run(options.run, options))
 
 
@@ -42,8 +45,6 @@ async def _run(run: Run, options: argparse.Namespace) -> None:
 @asynccontextmanager
 async def _visited(name: str) -> AsyncIterator[Ledger]:
     """The ledger, whoever works with it meanwhile."""
-    if "://" not in name and not Path(name).is_file():
-        raise ConfigError(f"no ledger at {name!r}; name one with --ledger")
     ledger = make_ledger(name)
     await ledger.connect()
     try:
