@@ -14,6 +14,7 @@ import asyncio
 import time
 
 from fastapi import APIRouter, Request
+from pydantic import ValidationError
 
 from headway.contracts import http
 from headway.contracts.config.base import PartConfig
@@ -97,15 +98,18 @@ def _rollout(body: http.SessionRequest) -> RolloutRequest:
             f"`session` to {http.ROLLOUTS}",
             "args",
         )
-    return RolloutRequest(
-        rollout_id=body.rollout_id,
-        consumer=body.consumer,
-        prompt=Prompt(group_id=body.group_id or body.rollout_id, text="", data=body.data),
-        workflow=WorkflowRef(name="session", args=body.args),
-        reward=body.reward or PartConfig(name=GIVEN),
-        gconfig=body.gconfig,
-        versions=body.versions,
-    )
+    try:
+        return RolloutRequest(
+            rollout_id=body.rollout_id,
+            consumer=body.consumer,
+            prompt=Prompt(group_id=body.group_id or body.rollout_id, text="", data=body.data),
+            workflow=WorkflowRef(name="session", args=body.args),
+            reward=body.reward or PartConfig(name=GIVEN),
+            gconfig=body.gconfig,
+            versions=body.versions,
+        )
+    except ValidationError as error:
+        raise InvalidField.of(error) from error
 
 
 def _check_coming(entry: Entry) -> None:

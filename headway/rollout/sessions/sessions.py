@@ -45,6 +45,11 @@ class Sessions:
         self._num_expected = 0
         self._changed = Signal()
 
+    @property
+    def num_open(self) -> int:
+        """Sessions that are open."""
+        return len(self._open)
+
     @asynccontextmanager
     async def open(self, sample: Sample, chat: Chat) -> AsyncIterator[Session]:
         """Let a client in until the block ends; it waits while too many are open."""
