@@ -20,12 +20,11 @@ def open_session(gateway: str) -> Iterator[SimpleNamespace]:
     try:
         yield session
     except Exception as error:
-        _end(gateway, session, {"failed": repr(error)})
+        _end(session, {"failed": repr(error)})
         raise
-    _end(gateway, session, {"reward": session.reward})
+    _end(session, {"reward": session.reward})
 
 
-def _end(gateway: str, session: SimpleNamespace, body: dict) -> None:
-    url = f"{gateway}/v1/sessions/{session.session_id}/end"
+def _end(session: SimpleNamespace, body: dict) -> None:
     headers = {"authorization": f"Bearer {session.api_key}"}
-    httpx.post(url, json=body, headers=headers, timeout=60.0).raise_for_status()
+    httpx.post(session.end_url, json=body, headers=headers, timeout=60.0).raise_for_status()

@@ -328,6 +328,8 @@ class SessionResponse(Config):
     api_key: str
     openai_url: str
     anthropic_url: str
+    end_url: str
+    """Takes the `SessionEndRequest`, with the same key."""
     expires_in_s: float
     """The session fails unless it ends before that."""
 

@@ -98,7 +98,7 @@ class Place:
 
     async def end(self, key: str | None = None, **body: Any) -> tuple[int, dict[str, Any]]:
         """Status and answer."""
-        path = f"/v1/sessions/{self.told['session_id']}/end"
+        path = self.told["end_url"].removeprefix(self.bench.url)
         return await self.bench.post(path, body, key or self.told["api_key"])
 
     async def rows(self, **end: Any) -> list[Trajectory]:

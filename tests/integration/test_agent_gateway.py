@@ -61,10 +61,9 @@ def play(told: dict[str, str], turns: int) -> list[str]:
     return heard
 
 
-def end(url: str, told: dict[str, str]) -> dict[str, str]:
+def end(told: dict[str, str]) -> dict[str, str]:
     headers = {"authorization": f"Bearer {told['api_key']}"}
-    path = f"{url}/v1/sessions/{told['session_id']}/end"
-    answer = httpx.post(path, json={"reward": 0.5}, headers=headers, timeout=60.0)
+    answer = httpx.post(told["end_url"], json={"reward": 0.5}, headers=headers, timeout=60.0)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -98,7 +97,7 @@ def test_an_agent_plays_and_a_trainer_waits_for_what_it_played(
     told = open_session(run.url, "game-1")
     assert len(told["api_key"]) == KEY_CHARS
     play(told, turns=3)
-    assert end(run.url, told) == {"rollout_id": "game-1", "state": "ready"}
+    assert end(told) == {"rollout_id": "game-1", "state": "ready"}
     check_batch(engine.wait(1, timeout=30.0), turns=3)
 
 
@@ -119,7 +118,7 @@ def test_a_session_of_a_killed_gateway_is_opened_anew(
     with pytest.raises(Exception, match="open it again with its rollout_id"):
         play(lost, turns=1)
     play(told, turns=2)
-    end(run.url, told)
+    end(told)
     attach(engine)
     check_batch(engine.wait(1, timeout=30.0), turns=2)
     audit = httpx.get(f"{run.url}/v1/ledger").json()

@@ -4,8 +4,8 @@
 curl -s $GATEWAY/v1/sessions -H 'content-type: application/json' -d '{"rollout_id": "s1"}'
 ```
 
-answers with `openai_url`, `anthropic_url` and `api_key`; the agent plays there, and whoever knows how it
-went posts `{"reward": 1.0}` to `/v1/sessions/{session_id}/end` with the same key.
+answers with `openai_url`, `anthropic_url`, `end_url` and `api_key`; the agent plays there, and whoever
+knows how it went posts `{"reward": 1.0}` to `end_url` with the same key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from headway.rollout.sessions.access import Entered, Host, host_of, sessions_of
 from headway.rollout.sessions.chat_completions import chat_routes
 from headway.rollout.sessions.messages import message_routes
 from headway.rollout.sessions.responses import response_routes
-from headway.rollout.sessions.session import Session
 from headway.rollout.sessions.sessions import Sessions, later
 from headway.runtime.disconnect import unless_disconnected
 
@@ -49,8 +48,8 @@ def session_routes() -> APIRouter:
 @desk.post(http.SESSIONS)
 async def open_session(body: http.SessionRequest, request: Request) -> http.SessionResponse:
     sessions = sessions_of(request)
-    session = await unless_disconnected(request, _opened(body, host_of(request), sessions))
-    return sessions.describe(session, str(request.base_url))
+    opening = _opened(body, host_of(request), sessions, str(request.base_url))
+    return await unless_disconnected(request, opening)
 
 
 @desk.get(http.SESSION)
@@ -72,23 +71,25 @@ async def end(
     return http.SessionEndResponse(rollout_id=rollout_id, state=entry.state)
 
 
-async def _opened(body: http.SessionRequest, host: Host, sessions: Sessions) -> Session:
+async def _opened(
+    body: http.SessionRequest, host: Host, sessions: Sessions, base_url: str
+) -> http.SessionResponse:
     rollout = _rollout(body)
     if (session := sessions.of_rollout(body.rollout_id)) is not None:
         await host.submit([rollout])  # refuses the same id with other content
-        return session
+        return sessions.describe(session, base_url)
     with sessions.expecting():
         (is_new,) = await host.submit([rollout])
         if not is_new:
             _check_coming(await _entry(host.ledger, body.rollout_id))
-        session = await sessions.until_open(body.rollout_id, body.timeout_s)
-    if session is None:
+        told = await sessions.until_open(body.rollout_id, base_url, body.timeout_s)
+    if told is None:
         _check_coming(await _entry(host.ledger, body.rollout_id))
         raise later(
             f"rollout {body.rollout_id!r} was not in play within {body.timeout_s:g} s; it keeps its "
             "place in the queue for the same request"
         )
-    return session
+    return told
 
 
 def _rollout(body: http.SessionRequest) -> RolloutRequest:

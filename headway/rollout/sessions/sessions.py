@@ -13,11 +13,12 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 from headway.contracts import http
 from headway.contracts.config.gateway import SessionsConfig
 from headway.contracts.errors import ConfigError, NotFound, QueueFull, Unauthorized
+from headway.rollout.sessions.board import Board
 from headway.rollout.sessions.chat import Chat
 from headway.rollout.sessions.session import Session
 from headway.rollout.signal import Signal
@@ -26,16 +27,22 @@ from headway.rollout.workflows.base import Sample
 REMEMBERED = 4096
 """Ended sessions that are remembered; the one that ended first is forgotten."""
 RETRY_AFTER_S = 5.0
+LOOK_S = 0.2
+"""Between looks at what other gateways opened."""
 
 
 class Sessions:
     """`SessionDesk`, and what the routes need of it."""
 
-    def __init__(self, config: SessionsConfig, lifetime_s: float = 600.0) -> None:
+    def __init__(
+        self, config: SessionsConfig, lifetime_s: float = 600.0, board: Board | None = None
+    ) -> None:
         """Args:
         config: bounds.
         lifetime_s: seconds after which a rollout in play fails (`executor.rollout_timeout_s`).
+        board: sessions of gateways that share the ledger; None if no other does.
         """
+        self.board = board
         self._config = config
         self._lifetime_s = lifetime_s
         self.address: str | None = None
@@ -59,12 +66,26 @@ class Sessions:
         self._open[session.id] = session
         self._changed.notify()
         try:
-            yield session
+            async with self._posted(session):
+                yield session
         finally:
             del self._open[session.id]
             session.close("the session has ended; its rollout is not in play any more")
             self._remember(session)
             self._changed.notify()
+
+    @asynccontextmanager
+    async def _posted(self, session: Session) -> AsyncIterator[None]:
+        """Other gateways may be asked for it, unless it is one of several of its rollout."""
+        if self.board is None or session.sample.prompt.group_size > 1:
+            yield
+            return
+        told = self.describe(session)
+        await self.board.post(told)
+        try:
+            yield
+        finally:
+            await self.board.take(told)
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
@@ -91,15 +112,24 @@ class Sessions:
                 return session
         return None
 
-    async def until_open(self, rollout_id: str, timeout_s: float) -> Session | None:
-        """Wait until a rollout is in play; None if it is not within the time."""
+    async def until_open(
+        self, rollout_id: str, base_url: str, timeout_s: float
+    ) -> http.SessionResponse | None:
+        """Wait until a rollout is in play, and say where; None if it is not within the time."""
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     changed = self._changed.event()
                     if (session := self.of_rollout(rollout_id)) is not None:
-                        return session
-                    await changed.wait()
+                        return self.describe(session, base_url)
+                    if self.board is None:
+                        await changed.wait()
+                    elif (told := await self.board.find(rollout_id)) is not None:
+                        return told
+                    else:
+                        with suppress(TimeoutError):
+                            async with asyncio.timeout(LOOK_S):
+                                await changed.wait()
         except TimeoutError:
             return None
 
@@ -141,6 +171,7 @@ class Sessions:
             api_key=session.key,
             openai_url=base + http.SESSION_OPENAI.format(session_id=session.id),
             anthropic_url=base + http.SESSION_ANTHROPIC.format(session_id=session.id),
+            end_url=base + http.SESSION_END.format(session_id=session.id),
             expires_in_s=max(0.0, left_s),
         )
 

@@ -23,7 +23,9 @@ from headway.contracts.errors import (
 from headway.contracts.http import SessionEndRequest
 from headway.contracts.types import Prompt, RewardResult
 from headway.rollout.faces.error_shapes import InvalidField
+from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.sessions import sessions as desk
+from headway.rollout.sessions.board import Board
 from headway.rollout.sessions.chat import Ask, Chat
 from headway.rollout.sessions.sessions import Sessions
 from headway.rollout.workflows.base import Sample, Stage
@@ -80,7 +82,7 @@ async def test_a_workflow_waits_for_a_place_and_a_client_is_told_to_come_later(c
             raise AssertionError
         place = house.open(SAMPLE, chat)
         entering = asyncio.ensure_future(place.__aenter__())
-        waiting = asyncio.ensure_future(house.until_open("other", timeout_s=5.0))
+        waiting = asyncio.ensure_future(house.until_open("other", "http://gate", timeout_s=5.0))
         await asyncio.sleep(0)
         assert not entering.done()
     second = await asyncio.wait_for(entering, 5.0)
@@ -90,7 +92,7 @@ async def test_a_workflow_waits_for_a_place_and_a_client_is_told_to_come_later(c
 
 
 async def test_what_nobody_opens_is_not_waited_for_forever():
-    assert await sessions().until_open("r", timeout_s=0.0) is None
+    assert await sessions().until_open("r", "http://gate", timeout_s=0.0) is None
 
 
 async def test_an_address_is_configured_or_learned(chat: Chat):
@@ -197,3 +199,22 @@ async def test_the_same_end_is_told_again_and_another_is_not(chat: Chat):
         with pytest.raises(Exception, match="another reward or reason"):
             session.end(SessionEndRequest(reward=0.0))
         assert (await session.until_end()).reward == 1.0
+
+
+async def test_gateways_that_share_a_ledger_find_each_others_sessions(chat: Chat):
+    ledger = SqliteLedger(":memory:")
+    await ledger.open("one", 30.0)
+    config = [SessionsConfig(public_url=f"https://gate-{name}.example") for name in "ab"]
+    here, there = (Sessions(one, 60.0, Board(ledger)) for one in config)
+    looking = asyncio.create_task(here.until_open("r", "http://here", timeout_s=10.0))
+    async with there.open(SAMPLE, chat) as session:
+        told = await looking
+        assert told is not None and told.api_key == session.key
+        assert told.end_url == f"https://gate-b.example/v1/sessions/{session.id}/end"
+        neighbour = replace(SAMPLE, rollout_id="s")
+        async with here.open(neighbour, chat), here.open(SAMPLE, chat) as newer:
+            found = await Board(ledger).find("r")
+            assert found is not None and found.session_id == newer.id
+    assert await Board(ledger).find("r") is None
+    assert await Board(ledger).find("s") is None
+    await ledger.close()
