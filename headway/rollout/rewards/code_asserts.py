@@ -70,15 +70,19 @@ def split_asserts(tests: str, setup: str, entry_point: str | None) -> AssertTest
 
     Args:
         entry_point: the function under test; None takes the first name that the asserts call and that
-            is neither a builtin nor of the set-up.
+            is not of the set-up, rather none of a builtin.
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: this is no Python.
     """
     statements = ast.parse(tests).body
     before = ast.parse(setup).body
-    known = _BUILTINS.union(*map(_touched, before))
-    entry_point = entry_point or _first_unknown(statements, known)
-    known |= sys.stdlib_module_names
+    bound = frozenset[str]().union(*map(_touched, before))
+    known = bound | _BUILTINS | sys.stdlib_module_names
+    entry_point = (
+        entry_point
+        or _first_called(statements, bound | _BUILTINS)
+        or _first_called(statements, bound)  # it is named like a builtin
+    )
     checks: list[Check] = []
     inside: list[str] = []
     for statement in statements:
@@ -154,7 +158,7 @@ def _root(node: ast.expr) -> str | None:
     return node.id
 
 
-def _first_unknown(statements: Sequence[ast.stmt], known: frozenset[str]) -> str | None:
+def _first_called(statements: Sequence[ast.stmt], known: frozenset[str]) -> str | None:
     for statement in statements:
         for node in ast.walk(statement):
             if isinstance(node, ast.Call):

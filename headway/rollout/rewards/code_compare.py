@@ -36,8 +36,6 @@ def _same_token(token: str, wanted: str) -> bool:
 
 
 def _same_json(value: Any, wanted: Any) -> bool:
-    if isinstance(wanted, bool) or isinstance(value, bool):
-        return value is wanted
     if isinstance(wanted, float) and isinstance(value, int | float):
         return _close(value, wanted)
     if isinstance(wanted, list) and isinstance(value, list):

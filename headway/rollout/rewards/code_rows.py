@@ -75,7 +75,7 @@ def _input_output(given: Any, max_tests: int | None) -> StdinTests | CallTests:
         cases = list(zip(inputs, outputs, strict=True))[:max_tests]
         if not cases:
             raise ValueError("it is empty")
-        if table.get("fn_name") is None:
+        if not table.get("fn_name"):
             return StdinTests(tuple((_lines(given), _lines(wanted)) for given, wanted in cases))
         function = _name(table["fn_name"])
         return CallTests(function, tuple((_arguments(args), wanted) for args, wanted in cases))

@@ -23,7 +23,7 @@ _CODE = """{play}
 
 _out = sys.stdout
 def _emit(message):
-    _out.write("\\n{mark}" + json.dumps(message))
+    _out.write("\\n{mark}" + json.dumps(message) + "\\n")
     _out.flush()
 
 sys.exit(play({source!r}, {calls!r}, _emit))

@@ -9,6 +9,7 @@ from typing import Any, cast, get_args
 from headway.rollout.facilities import Outcome, Program, ProgramStatus
 
 STOPPED: dict[str, ProgramStatus] = {
+    "cpu": "timeout",
     "wall": "timeout",
     "output": "output_limit",
     "memory": "memory",

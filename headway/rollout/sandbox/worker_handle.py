@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import socket
 import struct
 import subprocess
@@ -85,8 +87,10 @@ class WorkerHandle:
         """End the worker and all that it runs."""
         if self._popen is None:
             return
-        self._writer.transport.abort()
-        self._popen.kill()
+        self._writer.transport.abort()  # a worker that listens ends by this alone
+        for pid in (*_children(self._popen.pid), self._popen.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self._popen.wait()
         self._popen = None
         if self._stderr is not None:
@@ -152,7 +156,16 @@ class WorkerHandle:
         return WorkerLost(f"{said} ({reason})" if said else reason)
 
 
+def _children(pid: int) -> list[int]:
+    """bwrap's own child is pid 1 of its namespace; as root, bwrap lacks the right to end it."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            return [int(child) for child in file.read().split()]
+    except OSError:  # it ended
+        return []
+
+
 def _remove(folder: str) -> None:
     """Remove what programs left, however deep and whatever its modes; /bin/rm does not recurse."""
-    subprocess.run(["chmod", "-Rf", "u+rwx", folder], check=False)
-    subprocess.run(["rm", "-rf", "--", folder], check=False)
+    subprocess.run(["/bin/chmod", "-Rf", "u+rwx", folder], check=False)
+    subprocess.run(["/bin/rm", "-rf", "--", folder], check=False)
