@@ -38,7 +38,6 @@ from measure import report
 
 from headway.contracts.errors import ServiceError
 from headway.launch.quickstart import task
-from headway.runtime.config import dump_yaml
 from headway.runtime.inference_client import RemoteInferenceEngine
 
 HERE = Path(__file__).parent
@@ -158,7 +157,7 @@ class World:
 
     def _command(self, module: str, name: str, config: dict[str, Any]) -> list[str]:
         file = self._folder / f"{name}.yaml"
-        file.write_text(dump_yaml(config))
+        file.write_text(json.dumps(config))
         return [sys.executable, "-m", *module.split(), "--config", str(file)]
 
     def _launch(self, name: str, command: list[str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from typing import cast
 
 import aiohttp
 import uvloop
@@ -47,8 +48,7 @@ class Stub(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         self._seen += data

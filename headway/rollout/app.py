@@ -15,6 +15,7 @@ from headway.rollout.routes import rollouts, service_of
 from headway.rollout.service import RolloutService
 from headway.runtime.disconnect import unless_disconnected
 from headway.runtime.http_service import create_service
+from headway.runtime.json_route import JsonRoute
 from headway.runtime.metrics import METRICS_TYPE, render_metrics
 
 OpenService = Callable[[], AbstractAsyncContextManager[RolloutService]]
@@ -52,7 +53,7 @@ def create_app(
     return app
 
 
-common = APIRouter()
+common = APIRouter(route_class=JsonRoute)
 
 
 @common.post(http.GENERATE, response_model=LLMResponse)

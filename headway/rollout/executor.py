@@ -81,6 +81,8 @@ class Executor:
         self._config = config
         self._tasks: dict[asyncio.Task[None], Lease] = {}
         self._running = 0
+        self._reporting: set[str] = set()
+        """Leases whose outcome the ledger is being told: it may have ended them already."""
         self._loops: list[asyncio.Task[None]] = []
         self._claim_lock = asyncio.Lock()
         self._outcomes: deque[str | None] = deque(maxlen=config.error_window)
@@ -177,6 +179,7 @@ class Executor:
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         lease = self._tasks.pop(task)
+        self._reporting.discard(lease.key)
         self._running -= lease.request.prompt.group_size
         self._changed.notify()
 
@@ -185,6 +188,8 @@ class Executor:
             await asyncio.sleep(self._config.lease_s / 4)
             try:
                 lost = await self._ledger.renew([lease.key for lease in self._tasks.values()])
+                lost -= self._reporting
+                lost &= {lease.key for lease in self._tasks.values()}
                 if lost:
                     log.warning("leases were lost", extra={"leases": sorted(lost)[:8]})
                     await self.stop(partial(_is_among, lost))
@@ -254,6 +259,7 @@ class Executor:
         self, report: Callable[[Lease, *Ts], Awaitable[None]], lease: Lease, *args: *Ts
     ) -> None:
         """Tell the ledger what came of a lease, however long it does not answer."""
+        self._reporting.add(lease.key)
         while True:
             try:
                 return await report(lease, *args)

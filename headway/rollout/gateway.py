@@ -31,6 +31,7 @@ from headway.rollout.tokenizer import TextTokenizer
 from headway.rollout.weight_book import WeightBook
 from headway.runtime.config import load_config
 from headway.runtime.http_service import serve
+from headway.runtime.json_route import JsonRoute
 from headway.runtime.logging import configure_logging
 from headway.runtime.outbound import HttpOutbound
 from headway.runtime.secret import read_token
@@ -38,7 +39,7 @@ from headway.runtime.secret import read_token
 OBSERVE_S = 1.0
 """Between looks at the servers' caches."""
 
-fleet_routes = APIRouter()
+fleet_routes = APIRouter(route_class=JsonRoute)
 
 
 @fleet_routes.post(http.SERVERS)

@@ -25,12 +25,13 @@ from headway.rollout.catalog import reward_views, workflow_views
 from headway.rollout.service import RolloutService
 from headway.rollout.views import batch_view, rollout_view, summary
 from headway.runtime.disconnect import unless_disconnected
+from headway.runtime.json_route import JsonRoute
 
 JSON = "application/json"
 STREAM_POLL_S = 15.0
 """A stream without news sends a comment so often, which keeps proxies from closing it."""
 
-rollouts = APIRouter()
+rollouts = APIRouter(route_class=JsonRoute)
 
 
 def service_of(request: Request) -> RolloutService:
