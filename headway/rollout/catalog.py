@@ -6,7 +6,7 @@ import inspect
 
 from headway.contracts.http import PartView
 from headway.rollout.rewards.base import REWARDS, reward_schema
-from headway.rollout.workflows.base import WORKFLOWS, workflow_schema
+from headway.rollout.workflows.base import WORKFLOWS, get_workflow, workflow_schema
 
 
 def workflow_views() -> list[PartView]:
@@ -14,8 +14,8 @@ def workflow_views() -> list[PartView]:
     return [
         PartView(
             name=name,
-            version=WORKFLOWS.get(name).version,
-            summary=_first_line(WORKFLOWS.get(name)),
+            version=get_workflow(name).version,
+            summary=_first_line(get_workflow(name)),
             args_schema=workflow_schema(name),
         )
         for name in WORKFLOWS.names()

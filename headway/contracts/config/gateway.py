@@ -214,8 +214,8 @@ class GatewayConfig(Config):
     """SQLite file of the trajectory ledger; `:memory:` keeps nothing; a `redis://` or `rediss://` URL is
     shared by several gateways."""
     modules: tuple[str, ...] = Field((), max_length=64)
-    """Python modules to import at the start, whose `register_workflow`, `register_reward` and
-    `register_filter` calls add names. Nothing that a request carries is ever imported."""
+    """Python modules to import at the start, whose `register_workflow`, `register_reward`,
+    `register_filter` and `register_tool` calls add names. Nothing that a request carries is ever imported."""
     executor: ExecutorConfig = ExecutorConfig()
     fleet: FleetConfig = FleetConfig()
     sandbox: SandboxConfig = SandboxConfig()
