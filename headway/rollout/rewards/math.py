@@ -110,13 +110,21 @@ def _judged(is_right: bool, found: str) -> RewardResult:
 
 def _is_equal(gold: str, box: str | None, tail: str) -> bool:
     """Whether math-verify takes the boxed answer, or the last one of the text, for the gold one."""
+    return _verify(gold, _parse(tail)) if box is None else _is_equal_box(gold, box)
+
+
+@lru_cache(maxsize=1024)  # siblings make the same mistakes
+def _is_equal_box(gold: str, box: str) -> bool:
+    return _verify(gold, _parse_box(box))
+
+
+def _verify(gold: str, found: list[Any]) -> bool:
     from math_verify import verify
 
-    found = _parse(tail) if box is None else _parse_box(box)
     return bool(verify(_parse_box(gold), found, timeout_seconds=None))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _parse_box(latex: str) -> list[Any]:
     return _parse(f"\\boxed{{{latex}}}")
 

@@ -1,6 +1,8 @@
 """Plain functions in the signatures of the field, registered as they are."""
 
+import importlib.util
 import pickle
+from pathlib import Path
 
 import pytest
 import sample_rewards
@@ -9,7 +11,7 @@ from headway.contracts.errors import ConfigError, DataError
 from headway.contracts.types import RewardResult
 from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox
 from headway.rollout.parts import args_model
-from headway.rollout.rewards.base import Answer
+from headway.rollout.rewards.base import Answer, make_reward
 from headway.rollout.rewards.functions import as_factory
 
 ANSWER = Answer("2+2=", "4", {"answer": "4", "level": 1, "prompt": "taken"}, (1, 2), (3,))
@@ -93,3 +95,15 @@ def test_unknown_arguments_are_refused():
 
     with pytest.raises(ConfigError, match="unknown key bonus"):
         build_part(as_factory(sample_rewards.areal_reward), "reward", "areal", {"bonus": 1})
+
+
+def test_the_rewards_of_the_example_judge():
+    file = Path(__file__).parents[3] / "examples" / "rewards" / "my_rewards.py"
+    spec = importlib.util.spec_from_file_location("my_rewards", file)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    row = {"answer": "2+2\n#### 4", "ground_truth": "4", "keywords": ["4", "Five"]}
+    answer = Answer("2+2=", "4", row, (1,), (2,))
+    assert make_reward("brevity", {"per_token": 0.5})(answer) == -0.5
+    assert make_reward("gsm8k_areal", {})(answer) == 1.0
+    assert make_reward("my_compute_score", {})(answer) == RewardResult(1.0, {"length": 1})
+    assert make_reward("keywords", {})(answer).score == 0.5
