@@ -7,17 +7,20 @@ ServiceError
 ├── RequestTooLong       prompt + new tokens exceed the context            413
 ├── RequestTimeout       a generation took longer than allowed             504  retryable
 ├── Unauthorized         no token, or a wrong one                          401
+├── Forbidden            a token without the role, or a URL not allowed    403
 ├── NotFound             no such rollout, server or version                404
 ├── Conflict             the same id with other content, or a second owner 409
 ├── SessionEnded         nothing is played in this session any more        410
 ├── QueueFull            try again later                                   429  retryable
 ├── StaleVersion         a version behind the one that was asked for       409
+│   └── VersionMoved     a pinned rollout met a swap, and is played anew   409  retryable
 ├── Starved              fewer rollouts are outstanding than waited for    409
 ├── BackendError         a generation server failed or went away           503  retryable
 │   └── Draining         it is shutting down and takes nothing new          503  retryable
 ├── WorkflowError        a workflow raised                                 500
 │   └── ErrorBudgetExceeded  too many rollouts failed; the run must stop   500
 ├── RewardError          a verifier raised, hung or returned no number     500
+│   └── RewardOutage     it judged nothing, and is asked again             503  retryable
 ├── SyncError            a weight version is torn, tampered or not staged  409
 │   └── Fenced           from a publisher or an epoch that was superseded   409
 ├── StateError           the state store failed                            503  retryable

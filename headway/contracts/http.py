@@ -6,11 +6,13 @@ Control is JSON; trajectories travel as `codec` payloads. Bodies that fail raise
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, FiniteFloat, StringConstraints
 
-from headway.contracts.config.base import Config, PartConfig
+from headway.contracts.config.base import Config, JsonObject, PartConfig
+from headway.contracts.config.gateway import Role
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.types import (
@@ -93,8 +95,52 @@ SGLANG_CHECKER = "/weights_checker"
 SGLANG_TOKENIZE = "/tokenize"
 SGLANG_DETOKENIZE = "/detokenize"
 
-OPEN_PATHS = (HEALTH, SGLANG_PING, SGLANG_READY)
-"""Answered without a token: probes hold no secrets."""
+OPEN_PATHS = (HEALTH, SGLANG_PING, SGLANG_READY, UI)
+"""Answered without a token: probes hold no secrets, nor does the dashboard's page, which asks for one."""
+OPEN_PREFIXES = (SESSION_PATHS, f"{UI}/")
+"""What lies below is answered without a token of the service."""
+
+OPENAPI = "/openapi.json"
+OPENAPI_PAGES = ("/docs", "/docs/oauth2-redirect", "/redoc")
+
+_ROUTES: Mapping[Role, tuple[tuple[str, ...], ...]] = {
+    "submit": (
+        ("GET", METRICS, STATUS, LEDGER, WORKFLOWS, REWARDS, ROLLOUTS, ROLLOUT, WEIGHTS),
+        ("POST", GENERATE, GENERATE_STREAM, ROLLOUTS, SESSIONS),
+        ("GET", MODELS, MODEL, OPENAPI, *OPENAPI_PAGES),
+        ("POST", COMPLETIONS, CHAT_COMPLETIONS),
+        ("POST", SGLANG_GENERATE, SGLANG_TOKENIZE, SGLANG_DETOKENIZE),
+        ("PUT", SGLANG_GENERATE),
+        ("GET", SGLANG_HEALTH, SGLANG_MODEL, SGLANG_MODEL_OLD, SGLANG_LOADS),
+        ("GET", SGLANG_SERVER, SGLANG_SERVER_OLD),
+    ),
+    "consume": (
+        ("POST", ROLLOUTS_WAIT, ROLLOUTS_CONSUMED, ROLLOUTS_CANCEL, CONSUMER, WEIGHTS),
+        ("DELETE", CONSUMER, WEIGHTS),
+        ("GET", ROLLOUTS_STREAM, WEIGHTS_HELD),
+    ),
+    "admin": (
+        ("GET", SCALE),
+        ("POST", SERVERS, SERVERS_DRAIN, LEDGER_REQUEUE, WEIGHTS_PIN, WEIGHTS_ROLLBACK),
+        ("POST", WEIGHTS_PREPARE, WEIGHTS_COMMIT, WEIGHTS_ABORT),
+        ("POST", GENERATION_ABORT, GENERATION_PAUSE, GENERATION_RESUME, GENERATION_FLUSH),
+        ("POST", SGLANG_PAUSE, SGLANG_CONTINUE, SGLANG_FLUSH, SGLANG_ABORT),
+        ("POST", SGLANG_UPDATE_DISK, SGLANG_UPDATE_GROUP, SGLANG_RELABEL),
+        ("POST", SGLANG_GROUP_INIT, SGLANG_GROUP_DESTROY),
+        ("POST", SGLANG_UPDATE_BEGIN, SGLANG_UPDATE_END),
+        ("POST", SGLANG_WEIGHTS, SGLANG_CHECKER),
+        ("GET", SGLANG_WEIGHTS, SGLANG_FLUSH),
+    ),
+}
+ACCESS: Mapping[str, Role] = {
+    f"{method} {path}": role
+    for role, rows in _ROUTES.items()
+    for method, *paths in rows
+    for path in paths
+}
+"""`METHOD path` -> the role that it asks for. What is not here asks for `admin`."""
+ROUTINE = frozenset({f"POST {SERVERS}", f"POST {ROLLOUTS_WAIT}"})
+"""Sent over and over by our own processes: no line of the audit log each."""
 
 REQUEST_ID_HEADER = "x-request-id"
 READY_HEADER = "x-headway-ready"
@@ -309,13 +355,13 @@ class SessionRequest(Config):
     consumer: Identifier = "default"
     group_id: Identifier | None = None
     """Siblings of one task share it; None takes the rollout id."""
-    data: dict[str, Any] = {}
+    data: JsonObject = {}
     """For the reward."""
     reward: PartConfig | None = None
     """Scores the session when it ends without a reward of its own."""
     gconfig: SamplingConfig = SamplingConfig()
     """Bounds and defaults of every request in the session."""
-    args: dict[str, Any] = {}
+    args: JsonObject = {}
     """Of the `session` workflow."""
     versions: VersionBounds = VersionBounds()
     timeout_s: float = Field(60.0, ge=0.0, le=300.0)
@@ -341,7 +387,7 @@ class SessionEndRequest(Config):
     """Of the whole session; None has the submitted reward judge the last answer."""
     turn_rewards: dict[int, FiniteFloat] = Field({}, max_length=65536)
     """By turn, counted from 0 in the order of the answers (`metadata.turn` of each)."""
-    details: dict[str, Any] = {}
+    details: JsonObject = {}
     failed: str | None = Field(None, min_length=1, max_length=4096)
     """The agent broke: the rollout is recorded as failed with this reason."""
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from headway.contracts.config.base import Config, PartConfig
+from headway.contracts.config.base import Config, JsonObject, PartConfig
 from headway.contracts.config.sampling import SamplingConfig
 
 PolicyVersion = int
@@ -55,7 +55,7 @@ class Prompt(Config):
     """A chat, rendered with the model's chat template."""
     input_ids: tuple[TokenId, ...] | None = None
     """Token ids, used as they are."""
-    data: dict[str, Any] = {}
+    data: JsonObject = {}
     """The rest of the data row, for the reward."""
 
     @model_validator(mode="after")

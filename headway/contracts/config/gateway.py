@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, field_validator, model_validator
 
 from headway.contracts.config.base import Config
+from headway.contracts.errors import ConfigError
 
 EnvironmentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 """Names the variable that holds a secret: secrets never stand in a config."""
@@ -14,7 +15,9 @@ EnvironmentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-
 
 Role = Literal["submit", "consume", "admin"]
 """`submit` may ask for generation, rollouts and sessions; `consume` may also wait, attach and publish
-weights; `admin` may do everything, also register servers and move what serves."""
+weights; `admin` may do everything, also register servers and move what serves. Each has what the ones
+before it have; `http.ACCESS` says which route asks for which."""
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class TokenConfig(Config):
@@ -58,12 +61,35 @@ class ServiceConfig(Config):
     tls: TLSConfig | None = None
     """None speaks plain HTTP."""
     header_timeout_s: float = Field(10.0, gt=0.0)
-    """A connection whose request has not arrived whole for so long is closed."""
+    """A connection whose request has not arrived whole after so long is closed; its body has a second
+    more for every 64 KiB that came."""
     max_connections: int = Field(8192, ge=1)
     """Connections at once; more get 503."""
     drain_timeout_s: float = Field(5.0, ge=0.0)
     """After SIGTERM, seconds in which requests may end; what a generation server still generates
     then is answered with the tokens so far."""
+
+    @field_validator("tokens")
+    @classmethod
+    def _names_differ(cls, tokens: tuple[TokenConfig, ...]) -> tuple[TokenConfig, ...]:
+        names = [token.name for token in tokens]
+        if len(set(names)) < len(names):
+            raise ValueError(f"tokens are named {', '.join(names)}; each needs a name of its own")
+        return tokens
+
+    def env_for(self, role: Role) -> str | None:
+        """The variable with a token that has this role; None where no token is asked for.
+
+        Raises:
+            ConfigError: there are tokens, and none has it.
+        """
+        if self.token_env is not None or not self.tokens:
+            return self.token_env
+        able = ROLES[ROLES.index(role) :]
+        for token in self.tokens:
+            if any(each in able for each in token.roles):
+                return token.env
+        raise ConfigError(f"service.tokens has none with the role {role}; add one")
 
 
 def default_port(port: int) -> BeforeValidator:
@@ -215,7 +241,8 @@ class GatewayConfig(Config):
     shared by several gateways."""
     modules: tuple[str, ...] = Field((), max_length=64)
     """Python modules to import at the start, whose `register_workflow`, `register_reward`,
-    `register_filter` and `register_tool` calls add names. Nothing that a request carries is ever imported."""
+    `register_filter` and `register_tool` calls add names. Nothing that a request carries is ever
+    imported."""
     executor: ExecutorConfig = ExecutorConfig()
     fleet: FleetConfig = FleetConfig()
     sandbox: SandboxConfig = SandboxConfig()
