@@ -25,6 +25,7 @@ from headway.rollout.registry.make import make_registry
 from headway.rollout.routes import service_of
 from headway.rollout.sandbox.choice import make_sandbox
 from headway.rollout.service import RolloutService, Surroundings
+from headway.rollout.sessions.board import Board
 from headway.rollout.sessions.routes import session_routes
 from headway.rollout.sessions.sessions import Sessions
 from headway.rollout.tokenizer import TextTokenizer
@@ -112,7 +113,8 @@ async def open_gateway(
         sandbox = make_sandbox(config.sandbox, outbound)
         stack.push_async_callback(sandbox.aclose)
         await sandbox.start()
-        sessions = Sessions(config.sessions, config.executor.rollout_timeout_s)
+        board = Board(ledger) if ledger.is_shared else None
+        sessions = Sessions(config.sessions, config.executor.rollout_timeout_s, board)
         sessions.address = address()
         fleet = Fleet(config.fleet, book, fleet_token, metrics, registry)
         bound = AdaptiveBound(config.executor.max_concurrent, config.executor.min_concurrent)
