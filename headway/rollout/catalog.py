@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-
 from headway.contracts.http import PartView
-from headway.rollout.rewards.base import REWARDS, reward_schema
+from headway.rollout.rewards.base import REWARDS, reward_factory, reward_schema
 from headway.rollout.workflows.base import WORKFLOWS, get_workflow, workflow_schema
 
 
@@ -28,7 +26,7 @@ def reward_views() -> list[PartView]:
         PartView(
             name=name,
             version=None,
-            summary=_first_line(REWARDS.get(name)),
+            summary=_first_line(reward_factory(name)),
             args_schema=reward_schema(name),
         )
         for name in REWARDS.names()
@@ -36,4 +34,4 @@ def reward_views() -> list[PartView]:
 
 
 def _first_line(part: object) -> str:
-    return (inspect.getdoc(part) or "").partition("\n")[0]
+    return (part.__doc__ or "").strip().partition("\n")[0]

@@ -125,6 +125,7 @@ async def open_gateway(
         stack.push_async_callback(fleet.aclose)
         await fleet.start()
         stack.push_async_callback(service.aclose)
+        await service.warm_up()
         await service.start()
         watches = [_follow(fleet, service)]
         if config.executor.adapt:

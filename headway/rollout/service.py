@@ -103,7 +103,6 @@ class RolloutService:
     async def start(self) -> None:
         """Find out who is attached, then begin to play."""
         await self._consumers.refresh()
-        await self._scorer.start()
         self._executor.start()
         self._loops = [asyncio.create_task(self._tidy(), name="forget old rollouts")]
         if self.ledger.is_shared:
@@ -117,6 +116,10 @@ class RolloutService:
         await asyncio.gather(*self._loops, return_exceptions=True)
         await self._executor.aclose()
         await self._scorer.aclose()
+
+    async def warm_up(self) -> None:
+        """Start the processes that run verifiers, for which the first answer would wait otherwise."""
+        await self._scorer.start()
 
     def notify(self) -> None:
         """Something outside changed: a version that another gateway committed, the room to play."""
