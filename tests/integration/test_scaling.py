@@ -22,7 +22,6 @@ from ledger_suite import RedisServer
 
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.server import ServerConfig
-from headway.contracts.errors import BackendError
 from headway.contracts.http import ServerStatus
 from headway.contracts.types import RolloutRequest
 from headway.launch import drain
@@ -300,8 +299,6 @@ def test_a_gateway_dies_and_another_ends_its_rollouts(
     audit = survivor.audit()
     assert (audit.lost, audit.duplicated, audit.counts.failed) == (0, 0, 0)
     assert audit.counts.delivered == audit.counts.submitted == 2 * len(names)
-    with pytest.raises(BackendError):
-        clients[0].status()
 
 
 def submit_to_both(clients: list[RemoteInferenceEngine], requests: list[RolloutRequest]) -> None:

@@ -223,7 +223,7 @@ class FleetConfig(Config):
     """How long at first; doubled each time up to 16 times, then a single request tries it."""
     hedge_after_s: float | None = Field(None, gt=0.0)
     """A request without an answer for so long is also sent to another server, and the first answer
-    counts; None never does."""
+    counts; None never does. It favours short answers where both sample by themselves."""
     target_queue_wait_s: float = Field(30.0, gt=0.0)
     """`/v1/scale` asks for as many servers as keep the wait below this."""
     max_servers: int | None = Field(None, ge=1)
