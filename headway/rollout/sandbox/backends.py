@@ -78,17 +78,17 @@ def bubblewrap_command() -> Command:
 
 def landlock_command() -> Command:
     """A worker that restricts itself to reading Python and to a scratch folder."""
-    folder = tempfile.mkdtemp(prefix="headway-sandbox-")
+    python, folder = _base_python(), tempfile.mkdtemp(prefix="headway-sandbox-")
     readable = [sys.base_prefix, "/usr", *_LIBRARIES, "/dev/urandom", "/dev/random", "/dev/zero"]
     settings = {"mode": "landlock", "scratch": folder, "readable": readable}
-    return Command(_worker(_base_python(), str(_ROOT), settings), folder)
+    return Command(_worker(python, str(_ROOT), settings), folder)
 
 
 def unsafe_command() -> Command:
     """A worker with resource limits only."""
-    folder = tempfile.mkdtemp(prefix="headway-sandbox-")
+    python, folder = _base_python(), tempfile.mkdtemp(prefix="headway-sandbox-")
     settings = {"mode": "unsafe", "scratch": folder}
-    return Command(_worker(_base_python(), str(_ROOT), settings), folder)
+    return Command(_worker(python, str(_ROOT), settings), folder)
 
 
 BUBBLEWRAP = Backend(

@@ -57,8 +57,6 @@ def judge(facilities):
     async def judged(row: dict, completion: str, **args) -> RewardResult:
         reward = make_reward("code", {"cpu_s": 2.0, **args})
         assert isinstance(reward, AsyncReward)
-        if completion.startswith("\n"):
-            completion = textwrap.dedent(completion)
         result = await reward.judge(Answer("", completion, row), facilities)
         assert isinstance(result, RewardResult)
         return result
@@ -286,7 +284,7 @@ async def test_setup_is_run_where_the_calls_need_it(judge):
             def __init__(self, x): self.x, self.left = x, None
         def total(node): return node.x + total(node.left) if node else 0
         """
-    assert (await judge(row, program)).score == 1.0
+    assert (await judge(row, textwrap.dedent(program))).score == 1.0
 
 
 @pytest.mark.parametrize("test", ["assert f(1) == g(1)", "assert all(f(x) == x for x in [1])"])
@@ -429,8 +427,15 @@ async def test_every_codecontests_reference_is_accepted(judge):
 
 async def test_quixbugs_verdicts(judge):
     rows = rows_of("quixbugs/quixbugs.jsonl")
-    for row in rows:
-        right = await judge(row, row["solutions"][0], cpu_s=20.0)
-        assert right.verdict == "accepted", row["query_id"]
-        for wrong, verdict in zip(row["wrong_solutions"], row["wrong_verdicts"], strict=True):
-            assert (await judge(row, wrong, cpu_s=4.0)).verdict == verdict, row["query_id"]
+
+    async def differs(row: dict, program: str, verdict: str, cpu_s: float) -> str | None:
+        found = (await judge(row, program, cpu_s=cpu_s)).verdict
+        return None if found == verdict else f"{row['query_id']}: {found}, not {verdict}"
+
+    right = [differs(row, row["solutions"][0], "accepted", 20.0) for row in rows]
+    wrong = [
+        differs(row, program, verdict, 4.0)
+        for row in rows
+        for program, verdict in zip(row["wrong_solutions"], row["wrong_verdicts"], strict=True)
+    ]
+    assert [found for found in await asyncio.gather(*right, *wrong) if found] == []
