@@ -14,8 +14,9 @@ from headway.contracts.config.server import ServerConfig
 from headway.contracts.errors import ConfigError
 from headway.rollout.app import create_app
 from headway.rollout.service import RolloutService
+from headway.runtime.access import Access
 from headway.runtime.config import load_config
-from headway.runtime.http_service import serve
+from headway.runtime.listener import check_exposure, serve
 from headway.runtime.logging import configure_logging
 from headway.runtime.secret import read_token
 from inference_server.backends.base import GenerationBackend
@@ -41,12 +42,11 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(
             f"service.host={config.service.host} cannot be called by the gateway; set advertise_url"
         )
-    token, gateway_token = (
-        read_token(config.service.token_env),
-        read_token(config.gateway_token_env),
-    )
+    access = Access.from_config(config.service)
+    gateway_token = read_token(config.gateway_token_env)
+    check_exposure(config.service)  # before a model is loaded
     generator = make_generator(config)
-    app = make_app(config, generator, token, gateway_token)
+    app = make_app(config, generator, access, gateway_token)
 
     async def drain() -> None:
         await app.state.service.drain()
@@ -58,13 +58,13 @@ def main(argv: Sequence[str]) -> None:
 def make_app(
     config: ServerConfig,
     generator: LocalGenerator,
-    token: str | None = None,
+    access: Access | None = None,
     gateway_token: str | None = None,
 ) -> FastAPI:
     """The app of one server.
 
     Args:
-        token: what callers must carry.
+        access: who may call what; None asks for no token.
         gateway_token: what this server carries to its gateway.
     """
 
@@ -96,7 +96,7 @@ def make_app(
         held.router,
         openai.router,
         sglang.router,
-        token=token,
+        access=access,
         metrics=generator.metrics.registry,
     )
     app.state.shelf = Shelf(generator.gate.receiver.held if config.weights.peers else None)

@@ -17,6 +17,7 @@ from headway.contracts.errors import BackendError, ServiceError
 from headway.contracts.http import SERVERS, ServerReport, ServerReportResponse
 from headway.runtime.secret import authorization
 from headway.runtime.server_calls import error_of
+from headway.runtime.tls import client_context
 from inference_server.engine import LocalGenerator
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,11 @@ async def keep_registered(
     """Report forever to one of these gateways, and to the next when it does not answer."""
     server_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
     timeout = aiohttp.ClientTimeout(total=max(5.0, heartbeat_s))
-    async with aiohttp.ClientSession(timeout=timeout, headers=authorization(token)) as session:
+    async with aiohttp.ClientSession(
+        timeout=timeout,
+        headers=authorization(token),
+        connector=aiohttp.TCPConnector(ssl=client_context()),
+    ) as session:
         reporter = Reporter(session, gateways)
         while True:
             report = generator.report(server_id, url)

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from headway.contracts.errors import SyncError
 from headway.runtime.secret import authorization
+from headway.runtime.tls import client_context
 from weight_sync.patience import Patience
 
 _URL = re.compile(r"https?://[A-Za-z0-9._~\[\]:-]+(/[A-Za-z0-9._~-]+)*")
@@ -199,8 +200,10 @@ class HttpFiles:
                     connection.close()
 
     def _make_connection(self) -> Connection:
-        make = Connection if self._parts.scheme == "http" else http.client.HTTPSConnection
-        return make(self._parts.hostname or "", self._parts.port, timeout=CONNECT_S)
+        host, port = self._parts.hostname or "", self._parts.port
+        if self._parts.scheme == "http":
+            return Connection(host, port, timeout=CONNECT_S)
+        return http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=client_context())
 
     def _check_status(self, name: str, status: int) -> None:
         if status in (200, 206):

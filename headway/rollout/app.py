@@ -13,6 +13,7 @@ from headway.contracts.types import LLMRequest, LLMResponse, WeightUpdateMeta
 from headway.rollout.consumers import Publisher
 from headway.rollout.routes import rollouts, service_of
 from headway.rollout.service import RolloutService
+from headway.runtime.access import Access
 from headway.runtime.disconnect import unless_disconnected
 from headway.runtime.http_service import create_service
 from headway.runtime.json_route import JsonRoute
@@ -26,7 +27,7 @@ def create_app(
     open_service: OpenService,
     max_body_bytes: int,
     *routers: APIRouter,
-    token: str | None = None,
+    access: Access | None = None,
     metrics: CollectorRegistry | None = None,
 ) -> FastAPI:
     """An app that opens a service, serves it, and closes it on shutdown.
@@ -36,7 +37,7 @@ def create_app(
         open_service: entered on the server's event loop, before the first request.
         max_body_bytes: larger requests get 413.
         routers: routes of this kind of process, besides the common ones.
-        token: what every request must carry; None asks for nothing.
+        access: who may call what; None asks for no token.
         metrics: what this kind of process measures, besides the common figures.
     """
 
@@ -46,7 +47,7 @@ def create_app(
             app.state.service = service
             yield
 
-    app = create_service(title, lifespan, max_body_bytes, token)
+    app = create_service(title, lifespan, max_body_bytes, access)
     app.state.metrics = metrics
     for router in (common, rollouts, *routers):
         app.include_router(router)

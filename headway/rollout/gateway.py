@@ -3,39 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from importlib import import_module
 
 from fastapi import APIRouter, FastAPI, Request
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
 from headway.contracts import http
 from headway.contracts.config.gateway import GatewayConfig
-from headway.contracts.errors import ConfigError
+from headway.contracts.errors import ConfigError, StateError
 from headway.rollout.app import create_app
 from headway.rollout.concurrency import AdaptiveBound
+from headway.rollout.dashboard.history import INTERVAL_S, History
+from headway.rollout.dashboard.routes import dashboard_routes
 from headway.rollout.facilities import Facilities
 from headway.rollout.fleet import Fleet
 from headway.rollout.ledger.make import make_ledger
 from headway.rollout.registry.make import make_registry
+from headway.rollout.rollout_metrics import RolloutMetrics
 from headway.rollout.routes import service_of
 from headway.rollout.sandbox.choice import make_sandbox
+from headway.rollout.scale import headroom_of
 from headway.rollout.service import RolloutService, Surroundings
 from headway.rollout.sessions.board import Board
 from headway.rollout.sessions.routes import session_routes
 from headway.rollout.sessions.sessions import Sessions
 from headway.rollout.tokenizer import TextTokenizer
+from headway.rollout.watched_ledger import watched
 from headway.rollout.weight_book import WeightBook
+from headway.runtime.access import Access
 from headway.runtime.config import load_config
-from headway.runtime.http_service import serve
 from headway.runtime.json_route import JsonRoute
+from headway.runtime.listener import serve
 from headway.runtime.logging import configure_logging
 from headway.runtime.outbound import HttpOutbound
 from headway.runtime.secret import read_token
+
+log = logging.getLogger(__name__)
 
 OBSERVE_S = 1.0
 """Between looks at the servers' caches."""
@@ -57,8 +67,7 @@ async def drain_server(body: http.DrainRequest, request: Request) -> http.Server
 async def scale(request: Request) -> http.ScaleResponse:
     service = service_of(request)
     status = await service.status()
-    headroom = None if status.max_staleness is None else status.capacity
-    return _fleet(request).scale(status.counts, headroom)
+    return _fleet(request).scale(status.counts, headroom_of(status))
 
 
 @fleet_routes.get(http.WEIGHTS)
@@ -87,6 +96,7 @@ async def open_gateway(
     fleet_token: str | None = None,
     metrics: CollectorRegistry | None = None,
     address: Callable[[], str | None] = lambda: None,
+    history: History | None = None,
 ) -> AsyncIterator[RolloutService]:
     """Open the ledger, restore what was published, and play rollouts against the fleet.
 
@@ -95,12 +105,15 @@ async def open_gateway(
         fleet_token: what the servers ask for.
         metrics: where figures are shown.
         address: the URL that this gateway listens on, once it does.
+        history: kept for the dashboard.
     """
     _import_modules(config.modules)
+    metrics = metrics or CollectorRegistry()
+    history = history or History()
     tokenizer = TextTokenizer(config.tokenizer)
     owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
     async with AsyncExitStack() as stack:
-        ledger = make_ledger(config.ledger)
+        ledger = watched(make_ledger(config.ledger), [RolloutMetrics(metrics), history])
         stack.push_async_callback(ledger.close)
         await ledger.open(owner, config.executor.lease_s)
         registry = make_registry(config.ledger)
@@ -116,6 +129,9 @@ async def open_gateway(
         board = Board(ledger) if ledger.is_shared else None
         sessions = Sessions(config.sessions, config.executor.rollout_timeout_s, board)
         sessions.address = address()
+        Gauge(
+            "headway_session_open_sessions", "Sessions that are open here", registry=metrics
+        ).set_function(lambda: sessions.num_open)
         fleet = Fleet(config.fleet, book, fleet_token, metrics, registry)
         bound = AdaptiveBound(config.executor.max_concurrent, config.executor.min_concurrent)
         around = Surroundings(
@@ -127,7 +143,7 @@ async def open_gateway(
         stack.push_async_callback(service.aclose)
         await service.warm_up()
         await service.start()
-        watches = [_follow(fleet, service)]
+        watches = [_follow(fleet, service), _observe(fleet, service, history)]
         if config.executor.adapt:
             watches.append(_adapt(bound, fleet, service))
         stack.push_async_callback(_end, [asyncio.ensure_future(watch) for watch in watches])
@@ -139,6 +155,18 @@ async def _follow(fleet: Fleet, service: RolloutService) -> None:
     while True:
         await fleet.turned.event().wait()
         service.notify()
+
+
+async def _observe(fleet: Fleet, service: RolloutService, history: History) -> None:
+    """Figures that are means over time, and the dashboard's curves."""
+    while True:
+        try:
+            status = await service.status()
+            fleet.scale(status.counts, headroom_of(status))
+            history.note(time.time(), status)
+        except StateError as error:
+            log.warning("the ledger does not answer", extra={"reason": str(error)})
+        await asyncio.sleep(INTERVAL_S)
 
 
 async def _adapt(bound: AdaptiveBound, fleet: Fleet, service: RolloutService) -> None:
@@ -171,12 +199,21 @@ def _import_modules(names: Sequence[str]) -> None:
             ) from error
 
 
-def make_gateway(config: GatewayConfig, fleet_token: str | None, token: str | None) -> FastAPI:
-    """The app of a gateway."""
-    metrics = CollectorRegistry()
+def make_gateway(
+    config: GatewayConfig, fleet_token: str | None = None, access: Access | None = None
+) -> FastAPI:
+    """The app of a gateway.
+
+    Args:
+        fleet_token: what the servers ask for.
+        access: who may call what; None asks for no token.
+    """
+    metrics, history = CollectorRegistry(), History()
 
     def open_service() -> AbstractAsyncContextManager[RolloutService]:
-        return open_gateway(config, fleet_token, metrics, lambda: getattr(app.state, "url", None))
+        return open_gateway(
+            config, fleet_token, metrics, lambda: getattr(app.state, "url", None), history
+        )
 
     app = create_app(
         "Headway gateway",
@@ -184,7 +221,8 @@ def make_gateway(config: GatewayConfig, fleet_token: str | None, token: str | No
         config.service.max_body_bytes,
         fleet_routes,
         session_routes(),
-        token=token,
+        *([dashboard_routes(history)] if config.dashboard else []),
+        access=access,
         metrics=metrics,
     )
     return app
@@ -195,7 +233,6 @@ def main(argv: Sequence[str]) -> None:
     config = load_config(GatewayConfig, argv)
     configure_logging("gateway")
     TextTokenizer(config.tokenizer)  # a wrong directory fails before the port is taken
-    app = make_gateway(
-        config, read_token(config.fleet.token_env), read_token(config.service.token_env)
-    )
+    access = Access.from_config(config.service)
+    app = make_gateway(config, read_token(config.fleet.token_env), access)
     serve(app, config.service)

@@ -31,6 +31,7 @@ from headway.rollout.health import Health
 from headway.rollout.signal import Signal
 from headway.runtime.secret import authorization
 from headway.runtime.server_calls import post_generate, post_order
+from headway.runtime.tls import client_context
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,8 @@ class Members:
         self.arrival = Signal()
         """Raised when a server joins, becomes ready or has room again."""
         self.is_open = False
+        self.num_quarantines = 0
+        """That began."""
         self.is_blind = False
         """What other gateways are told cannot be heard: their servers are lost by nobody's silence."""
         self._config = config
@@ -122,7 +125,9 @@ class Members:
         self._opened_at = time.monotonic()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=MAX_CONNECTIONS, keepalive_timeout=CLIENT_KEEP_ALIVE_S
+                limit=MAX_CONNECTIONS,
+                keepalive_timeout=CLIENT_KEEP_ALIVE_S,
+                ssl=client_context(),
             ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             headers=authorization(self._token),
@@ -281,6 +286,7 @@ class Members:
 
     def _fail(self, member: Member, reason: str, is_trial: bool = True) -> None:
         if member.health.fail(time.monotonic(), is_trial):
+            self.num_quarantines += 1
             log.warning("server quarantined", extra={"server": member.name, "reason": reason})
 
     async def order(self, member: Member, path: str, body: BaseModel, timeout_s: float) -> bytes:

@@ -38,6 +38,7 @@ from headway.contracts.types import (
 )
 from headway.runtime.secret import authorization
 from headway.runtime.server_calls import error_of, post_generate
+from headway.runtime.tls import client_context
 
 POLL_S = 20.0
 SUBMIT_CHUNK = 256
@@ -66,6 +67,7 @@ class RemoteInferenceEngine:
         self._client = httpx.Client(
             timeout=httpx.Timeout(request_timeout_s, connect=5.0),
             headers=self._headers,
+            verify=client_context(),
         )
         self._updates = ThreadPoolExecutor(1, thread_name_prefix="weight-update")
         self._session: aiohttp.ClientSession | None = None
@@ -82,7 +84,11 @@ class RemoteInferenceEngine:
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=self._request_timeout_s, sock_connect=5.0)
-            self._session = aiohttp.ClientSession(timeout=timeout, headers=self._headers)
+            self._session = aiohttp.ClientSession(
+                timeout=timeout,
+                headers=self._headers,
+                connector=aiohttp.TCPConnector(ssl=client_context()),
+            )
         return await post_generate(self._session, self._url, req)
 
     def attach(self, spec: ConsumerSpec) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from hmac import compare_digest
+from typing import overload
 
 from headway.contracts.errors import ConfigError
 
@@ -12,6 +13,10 @@ SCHEME = "Bearer"
 FLAG = "--token-env"
 
 
+@overload
+def read_token(variable: str) -> str: ...
+@overload
+def read_token(variable: str | None) -> str | None: ...
 def read_token(variable: str | None) -> str | None:
     """The token that an environment variable holds; None where none is named.
 
@@ -52,8 +57,12 @@ def authorization(token: str | None) -> dict[str, str]:
     return {} if token is None else {"authorization": f"{SCHEME} {token}"}
 
 
+def bearer_of(header: bytes) -> bytes:
+    """The token in an `authorization` header; empty if there is none."""
+    scheme, _, given = header.partition(b" ")
+    return given.strip() if scheme.lower() == SCHEME.lower().encode() else b""
+
+
 def is_authorized(header: bytes, token: str) -> bool:
     """Whether an `authorization` header carries the token; takes as long for any wrong one."""
-    scheme, _, given = header.partition(b" ")
-    is_bearer = scheme.lower() == SCHEME.lower().encode()
-    return compare_digest(given.strip(), token.encode()) and is_bearer
+    return compare_digest(bearer_of(header), token.encode())

@@ -28,6 +28,7 @@ from headway.contracts.config.server import ServerConfig
 from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
 from headway.rollout.tokenizer import TextTokenizer
+from headway.runtime.access import Access
 from inference_server.backends.base import OnDelta
 from inference_server.backends.fake import FakeBackend
 from inference_server.engine import LocalGenerator, make_generator
@@ -102,7 +103,7 @@ def serving(
     config: ServerConfig, generator: LocalGenerator, token: str | None = None
 ) -> Iterator[Server]:
     listener = socket.create_server(("127.0.0.1", 0))
-    app = make_app(config, generator, token)
+    app = make_app(config, generator, Access.of(token))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, args=([listener],), name="server")
     thread.start()

@@ -35,7 +35,7 @@ class LocalRun:
         self._processes: dict[str, Process] = {}
         self._restarts = 0
         self.url = ""
-        self.token = read_token(config.gateway.service.token_env)
+        self.token = read_token(config.gateway.service.env_for("consume"))
         """What callers of the gateway carry."""
 
     def __enter__(self) -> Self:
@@ -58,7 +58,7 @@ class LocalRun:
     def start_gateway(self) -> None:
         """Start the gateway and learn its URL."""
         fleet = self._config.gateway.fleet.model_copy(
-            update={"token_env": self._config.server.service.token_env}
+            update={"token_env": self._config.server.service.env_for("admin")}
         )
         gateway = self._config.gateway.model_copy(update={"fleet": fleet})
         service = _served(gateway, self._ready_file("gateway"))
@@ -78,7 +78,7 @@ class LocalRun:
             server = _served(self._config.server, self._ready_file(name)).model_copy(
                 update={
                     "gateway": self.url,
-                    "gateway_token_env": self._config.gateway.service.token_env,
+                    "gateway_token_env": self._config.gateway.service.env_for("admin"),
                     "weights": self._receiver(),
                 }
             )
@@ -89,7 +89,7 @@ class LocalRun:
     def start_trainer(self) -> None:
         """Start the trainer, under torchrun if it has several ranks."""
         rollout = self._config.trainer.rollout.model_copy(
-            update={"url": self.url, "token_env": self._config.gateway.service.token_env}
+            update={"url": self.url, "token_env": self._config.gateway.service.env_for("consume")}
         )
         trainer = self._config.trainer.model_copy(update={"rollout": rollout})
         ranks = self._config.num_trainer_ranks

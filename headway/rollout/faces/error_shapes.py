@@ -19,6 +19,7 @@ from fastapi.routing import APIRoute
 from pydantic import ValidationError
 
 from headway.contracts.errors import ServiceError
+from headway.runtime.json_route import JsonRoute
 from headway.runtime.logging import note_request
 
 MAX_PROBLEMS = 4
@@ -68,7 +69,7 @@ class InvalidField(ServiceError):
 def route_in(shape: Shape) -> type[APIRoute]:
     """The `route_class` of a router that answers failures in this shape."""
 
-    class ShapedRoute(APIRoute):
+    class ShapedRoute(JsonRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
 

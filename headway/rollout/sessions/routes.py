@@ -29,12 +29,13 @@ from headway.rollout.sessions.messages import message_routes
 from headway.rollout.sessions.responses import response_routes
 from headway.rollout.sessions.sessions import Sessions, later
 from headway.runtime.disconnect import unless_disconnected
+from headway.runtime.json_route import JsonRoute
 
 RECORD_S = 5.0
 """The end of a session is answered after so long, though its result may not be recorded yet."""
 RECORD_POLL_S = 0.01
 
-desk = APIRouter()
+desk = APIRouter(route_class=JsonRoute)
 
 
 def session_routes() -> APIRouter:

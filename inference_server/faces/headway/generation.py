@@ -14,9 +14,10 @@ from headway.contracts.errors import ServiceError
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
 from headway.runtime.disconnect import unless_disconnected
 from headway.runtime.event_stream import EventStream
+from headway.runtime.json_route import JsonRoute
 from inference_server.engine import LocalGenerator
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 Part = LLMDelta | LLMResponse
 

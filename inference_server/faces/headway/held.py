@@ -13,6 +13,7 @@ from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
 from headway.contracts import http
+from headway.runtime.json_route import JsonRoute
 from inference_server.shelf import Shelf
 from weight_sync.manifest import BlobName
 
@@ -20,7 +21,7 @@ CHUNK_BYTES = 1 << 20
 BINARY = "application/octet-stream"
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.get(http.WEIGHTS_HELD, response_class=Response)

@@ -6,9 +6,10 @@ from fastapi import APIRouter, Request
 
 from headway.contracts import http
 from headway.runtime.disconnect import unless_disconnected
+from headway.runtime.json_route import JsonRoute
 from inference_server.version_gate import VersionGate
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post(http.WEIGHTS_PREPARE)

@@ -16,6 +16,7 @@ from headway.contracts import http
 from headway.contracts.config.server import ServerConfig
 from headway.contracts.errors import ConfigError, ErrorBody, ServiceError, Unauthorized
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
+from headway.runtime.access import Access
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.secret import authorization, is_authorized, read_token, take_token
 from headway.runtime.server_calls import error_of
@@ -63,7 +64,7 @@ async def serving(token: str | None = None, latency_s=0.001, **fields) -> AsyncI
     backend = {"type": "fake", "token_latency_s": latency_s}
     config = ServerConfig.model_validate({"model": {"path": "x"}, "backend": backend, **fields})
     generator = make_generator(config)
-    app = make_app(config, generator, token)
+    app = make_app(config, generator, Access.of(token))
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=1)
     )

@@ -1,0 +1,148 @@
+"""Serving an app: bind, announce readiness, drain on a signal, end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import math
+import os
+import resource
+import socket
+from collections.abc import Callable, Coroutine
+from ipaddress import ip_address
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from headway.contracts.config.gateway import ServiceConfig
+from headway.contracts.errors import ConfigError
+from headway.runtime.limits import limited_protocol
+from headway.runtime.tls import server_options
+
+Drain = Callable[[], Coroutine[Any, Any, None]]
+KEEP_ALIVE_S = 75
+FLUSH_S = 1
+"""For answers on their way out, after a drain."""
+TICK_S = 0.05
+OTHER_FILES = 1024
+"""File descriptors for everything but incoming connections."""
+
+
+def serve(app: FastAPI, config: ServiceConfig, drain: Drain | None = None) -> None:
+    """Bind, serve until SIGTERM or SIGINT, and announce readiness in `config.ready_file`.
+
+    A first signal calls `drain`, while requests are still served; a second one ends it at once.
+
+    Raises:
+        ConfigError: the port is in use, or the address is not this machine's, or the whole network would
+            be let in without a token.
+    """
+    check_exposure(config)
+    tls = server_options(config.tls)
+    listener = _bind(config)
+    _allow_files(config.max_connections + OTHER_FILES)
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if tls else "http"
+    server = _AnnouncingServer(
+        uvicorn.Config(
+            app,
+            http=limited_protocol(config),
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=math.ceil(
+                config.drain_timeout_s if drain is None else FLUSH_S
+            ),
+            **tls,
+        ),
+        url=f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}",
+        ready_file=Path(config.ready_file) if config.ready_file else None,
+        drain=drain,
+    )
+    app.state.url = server.url
+    server.run(sockets=[listener])
+
+
+def check_exposure(config: ServiceConfig) -> None:
+    """Refuse to let the network in without a token, unless that is meant.
+
+    Raises:
+        ConfigError: `host` is beyond loopback, and neither a token nor `allow_anonymous` is set.
+    """
+    has_tokens = config.token_env is not None or config.tokens
+    if has_tokens or config.allow_anonymous or _is_loopback(config.host):
+        return
+    raise ConfigError(
+        f"service.host={config.host} is beyond loopback, and no token is asked for: whoever reaches the "
+        "port could do everything; set service.token_env or service.tokens, or, on a network of your "
+        "own, service.allow_anonymous"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _AnnouncingServer(uvicorn.Server):
+    def __init__(
+        self, config: uvicorn.Config, url: str, ready_file: Path | None, drain: Drain | None
+    ) -> None:
+        super().__init__(config)
+        self.url = url
+        self._ready_file = ready_file
+        self._drain = drain
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and self._ready_file:
+            partial = self._ready_file.with_suffix(".partial")
+            partial.write_text(json.dumps({"url": self.url, "pid": os.getpid()}))
+            partial.replace(self._ready_file)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._drain is not None:
+            draining = asyncio.create_task(self._drain(), name="drain")
+            while not (draining.done() or self.force_exit):
+                await asyncio.wait((draining,), timeout=TICK_S)
+            draining.cancel()
+            await asyncio.gather(draining, return_exceptions=True)
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit  # the second signal, of whatever kind
+        super().handle_exit(sig, frame)
+
+
+def _bind(config: ServiceConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {config.port} on {config.host} is in use; stop the other process or set "
+                "service.port (0 takes a free one)"
+            ) from error
+        raise ConfigError(f"cannot bind {config.host}:{config.port}: {error.strerror}") from error
+    return listener
+
+
+def _allow_files(wanted: int) -> None:
+    """Many systems let a process have 1024 files at first, and more when it asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
