@@ -97,16 +97,15 @@ def describe(
     for name, field in model.model_fields.items():
         value = _default_of(field) if defaults is None else getattr(defaults, name)
         sections = _section_models(field.annotation)
-        if sections:
-            for section in sections:
-                known = value if isinstance(value, section) else None
-                lines += describe(section, f"{prefix}{name}.", known)
-            continue
-        flag = f"--{prefix}{name}".replace("_", "-")
-        is_required = defaults is None and field.is_required()
-        default = "required" if is_required else f"default {value}"
-        text = " ".join((field.description or "").split())
-        lines.append(f"  {flag}  ({default})\n      {text}".rstrip())
+        if not sections or type(None) in get_args(field.annotation):  # a section that may be absent
+            flag = f"--{prefix}{name}".replace("_", "-")
+            is_required = defaults is None and field.is_required()
+            default = "required" if is_required else f"default {value}"
+            text = " ".join((field.description or "").split())
+            lines.append(f"  {flag}  ({default})\n      {text}".rstrip())
+        for section in sections:
+            known = value if isinstance(value, section) else None
+            lines += describe(section, f"{prefix}{name}.", known)
     return lines
 
 

@@ -6,8 +6,11 @@ from pathlib import Path
 import numpy as np
 
 from headway.contracts.codec import decode_groups, encode_groups
+from headway.contracts.types import Turn
 
-SCHEMA_1 = Path(__file__).parent / "data" / "trajectories-schema-1.safetensors"
+DATA = Path(__file__).parent / "data"
+SCHEMA_1 = DATA / "trajectories-schema-1.safetensors"
+SCHEMA_2 = DATA / "trajectories-schema-2.safetensors"
 
 
 def test_schema_1_still_decodes():
@@ -27,9 +30,29 @@ def test_schema_1_still_decodes():
     assert second.oldest_version == 0
 
 
-def test_schema_1_is_written_as_it_was():
+def test_schema_1_told_nothing_of_verdicts_and_turns():
+    for group in decode_groups(SCHEMA_1.read_bytes()):
+        for row in group.trajectories:
+            assert (row.verdict, row.details, row.turns, row.branch) == ("scored", {}, (), 0)
+
+
+def test_schema_2_still_decodes():
+    first, second = decode_groups(SCHEMA_2.read_bytes())
+    one, two = first.trajectories
+    assert (one.verdict, one.details, one.trajectory_id) == (
+        "accepted",
+        {"expected": "4"},
+        "run-7:12/0",
+    )
+    assert one.turns == (Turn(1, 2, "stop", 0.5, {"tool": "calculator"}), Turn(2, 3, "stop"))
+    assert (two.verdict, two.turns, two.trajectory_id) == ("timeout", (), "run-7:12/0.1")
+    np.testing.assert_array_equal(one.versions, np.array([-1, 3, 4], np.int32))
+    assert second.trajectories[0].stop_reason == "interrupt"
+
+
+def test_schema_2_is_written_as_it_was():
     """If this fails, raise `SCHEMA_VERSION` and store a payload of the new schema beside this one."""
-    payload = SCHEMA_1.read_bytes()
+    payload = SCHEMA_2.read_bytes()
     assert parts(encode_groups(decode_groups(payload))) == parts(payload)
 
 
