@@ -193,8 +193,8 @@ class Executor:
                 if lost:
                     log.warning("leases were lost", extra={"leases": sorted(lost)[:8]})
                     await self.stop(partial(_is_among, lost))
-                if await self._ledger.expire():
-                    self._changed.notify()
+                await self._ledger.expire()
+                self._changed.notify()  # also for what a tool has put back into the queue
             except StateError as error:
                 log.warning("leases could not be renewed", extra={"reason": str(error)})
 

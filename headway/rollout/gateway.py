@@ -9,7 +9,7 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from importlib import import_module
 
 from fastapi import APIRouter, FastAPI, Request
@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 
 OBSERVE_S = 1.0
 """Between looks at the servers' caches."""
+SCALE_S = 5.0
+"""Between answers to how many servers are wanted."""
 
 fleet_routes = APIRouter(route_class=JsonRoute)
 
@@ -167,6 +169,20 @@ async def _observe(fleet: Fleet, service: RolloutService, history: History) -> N
         except StateError as error:
             log.warning("the ledger does not answer", extra={"reason": str(error)})
         await asyncio.sleep(INTERVAL_S)
+
+
+async def _scale(fleet: Fleet, service: RolloutService) -> None:
+    """Keep the wanted number of servers current, whether or not anybody asks."""
+    while True:
+        with suppress(StateError):  # the ledger does not answer: what was wanted last stands
+            await _ask_scale(fleet, service)
+        await asyncio.sleep(SCALE_S)
+
+
+async def _ask_scale(fleet: Fleet, service: RolloutService) -> http.ScaleResponse:
+    status = await service.status()
+    headroom = None if status.max_staleness is None else status.capacity
+    return fleet.scale(status.counts, headroom)
 
 
 async def _adapt(bound: AdaptiveBound, fleet: Fleet, service: RolloutService) -> None:

@@ -28,6 +28,7 @@ class TokenConfig(Config):
     env: EnvironmentName
     """Environment variable that holds the token."""
     roles: tuple[Role, ...] = Field(min_length=1)
+    """What it may do; `consume` includes `submit`, and `admin` everything."""
 
 
 class TLSConfig(Config):
@@ -172,7 +173,9 @@ class OutboundConfig(Config):
     timeout_s: float = Field(60.0, gt=0.0)
     """Seconds for one call, at most."""
     max_response_bytes: int = Field(8 << 20, ge=1024)
+    """Largest answer that is read."""
     max_connections: int = Field(256, ge=1)
+    """Calls at once; more wait."""
 
 
 class SessionsConfig(Config):
@@ -183,6 +186,7 @@ class SessionsConfig(Config):
     idle_timeout_s: float = Field(600.0, gt=0.0)
     """A session without a request for so long fails."""
     max_turns: int = Field(256, ge=1)
+    """Turns of one session; more are refused."""
     """Requests that are answered in one session; further ones are refused."""
     public_url: str | None = Field(None, pattern=r"^https?://[^\s]*[^\s/]$", max_length=512)
     """Where agents reach this gateway; None takes what `POST /v1/sessions` was sent to, and for agents
@@ -195,6 +199,7 @@ class RetentionConfig(Config):
     ended_s: float | None = Field(None, gt=0.0)
     """Forget what ended longer ago, but for counts; None keeps everything."""
     interval_s: float = Field(60.0, gt=0.0)
+    """Between looks for what may be forgotten."""
 
 
 class FleetConfig(Config):
