@@ -9,7 +9,7 @@ Schema 1 had no verdicts, details, turns and branches; it is read still.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ _TOKEN_COLUMNS: dict[str, type[np.generic]] = {
 }
 
 
+_COLUMNS = (*_TOKEN_COLUMNS, "lengths", "rewards")
 _Turn = tuple[int, int, StopReason, float | None, dict[str, Any]]
 """The fields of a `Turn`, in its order."""
 
@@ -106,16 +107,27 @@ def encode_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
         "turns": [[_turn_fields(turn) for turn in row.turns] for row in rows],
         "branch": [row.branch for row in rows],
     }
-    metadata = {"schema_version": str(SCHEMA_VERSION), "trajectories": json.dumps(header)}
-    payload: bytes = save_tensors(columns, metadata=metadata)
-    return payload
+    return _save(columns, header)
 
 
 def join_payloads(payloads: Sequence[bytes]) -> bytes:
-    """One payload with the groups of several, in order."""
+    """One payload with the groups of several, in order; of ours, so only their headers are checked.
+
+    Raises:
+        DataError: one of them is no payload.
+    """
     if len(payloads) == 1:
         return payloads[0]
-    return encode_groups([group for payload in payloads for group in decode_groups(payload)])
+    headers = [_read_header(payload) for payload in payloads]
+    if any(header.verdict is None for header in headers):  # of schema 1
+        return encode_groups([group for payload in payloads for group in decode_groups(payload)])
+    parts = [_load_columns(payload) for payload in payloads]
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in _COLUMNS}
+    header = {
+        name: [row for one in headers for row in getattr(one, name)]
+        for name in _Header.model_fields
+    }
+    return _save(columns, header)
 
 
 def decode_groups(payload: bytes) -> tuple[TrajectoryGroup, ...]:
@@ -126,12 +138,7 @@ def decode_groups(payload: bytes) -> tuple[TrajectoryGroup, ...]:
             reward that is not finite.
     """
     header = _read_header(payload)
-    try:
-        columns = load_tensors(payload)
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:  # KeyError: unknown dtype
-        raise DataError(
-            f"trajectory payload of {len(payload)} bytes is damaged: {error}"
-        ) from error
+    columns = _load_columns(payload)
     lengths = _column(columns, "lengths", np.int64)
     rewards = _column(columns, "rewards", np.float32)
     num_rows, num_tokens = len(lengths), sum(lengths.tolist())  # exact: no int64 to overflow
@@ -203,6 +210,22 @@ def _read_header(payload: bytes) -> _Header:
         return _Header.model_validate_json(metadata["trajectories"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{len(payload)} bytes are not a trajectory payload: {error}") from error
+
+
+def _save(columns: dict[str, NDArray[Any]], header: Mapping[str, Any]) -> bytes:
+    metadata = {"schema_version": str(SCHEMA_VERSION), "trajectories": json.dumps(header)}
+    payload: bytes = save_tensors(columns, metadata=metadata)
+    return payload
+
+
+def _load_columns(payload: bytes) -> dict[str, NDArray[Any]]:
+    try:
+        columns: dict[str, NDArray[Any]] = load_tensors(payload)
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:  # KeyError: unknown dtype
+        raise DataError(
+            f"trajectory payload of {len(payload)} bytes is damaged: {error}"
+        ) from error
+    return columns
 
 
 def _column(columns: dict[str, NDArray[Any]], name: str, dtype: type[np.generic]) -> NDArray[Any]:

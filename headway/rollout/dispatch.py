@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 
 import aiohttp
 
@@ -31,7 +32,7 @@ from headway.rollout.weight_book import WeightBook
 
 JITTER = 0.25
 """Share by which the wait for a full server varies."""
-RID_CHARS = 119
+RID_CHARS = 110
 """Of a request's id, so that a suffix fits."""
 MAX_LOSSES = 2
 """Servers that a request may be lost with before that is its caller's to know."""
@@ -46,6 +47,9 @@ class Dispatch:
         self._book = book
         self._router = Router()
         self._routed: WeightRecord | None = None
+        self._mark = uuid.uuid4().hex[:8]
+        """Of this gateway: two may send the same request."""
+        self._numbers = count()
 
     def forget(self, server_id: str) -> None:
         """Nothing has its home there any more."""
@@ -94,7 +98,7 @@ class Dispatch:
         """None: it did not take the request."""
         # An id of its own each time: a server may not have noticed yet that a request sent before
         # was given up.
-        rid = f"{req.rid[:RID_CHARS]}.{uuid.uuid4().hex[:8]}"
+        rid = f"{req.rid[:RID_CHARS]}.{self._mark}{next(self._numbers):x}"
         try:
             with _outstanding(member, req):
                 return await self._members.generate(member, req.model_copy(update={"rid": rid}))

@@ -1,3 +1,6 @@
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -5,12 +8,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from rollout_builders import make_group, make_trajectory
 
-from headway.contracts.codec import decode_groups, encode_groups
+from headway.contracts.codec import decode_groups, encode_groups, join_payloads
 from headway.contracts.errors import DataError
-from headway.contracts.types import Trajectory, TrajectoryGroup
+from headway.contracts.types import Trajectory, TrajectoryGroup, Turn
 
 COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions")
 FIELDS = ("rollout_id", "group_id", "sample_index", "stop_reason")
+NOTES = ("verdict", "details", "turns", "branch", "trajectory_id")
 
 
 def assert_equal_bits(left: tuple[TrajectoryGroup, ...], right: tuple[TrajectoryGroup, ...]):
@@ -56,6 +60,39 @@ def groups(draw) -> TrajectoryGroup:
 @given(st.lists(groups(), max_size=4).map(tuple))
 def test_round_trip_is_bit_exact(batch):
     assert_equal_bits(decode_groups(encode_groups(batch)), batch)
+
+
+@given(st.lists(groups(), min_size=1, max_size=4))
+def test_joined_payloads_are_those_of_all_groups(batch):
+    joined = join_payloads([encode_groups([group]) for group in batch])
+    assert_equal_bits(tuple(batch), decode_groups(joined))
+
+
+def test_payloads_of_a_former_schema_join_with_those_of_this_one():
+    path = Path(__file__).parents[2] / "contract" / "data" / "trajectories-schema-1.safetensors"
+    payloads = [path.read_bytes(), encode_groups([make_group("new")])]
+    joined = decode_groups(join_payloads(payloads))
+    assert [group.rollout_id for group in joined] == ["run-7:12", "run-7:13", "new"]
+
+
+def test_notes_travel_with_their_trajectory():
+    row = replace(
+        make_trajectory("r"),
+        verdict="wrong_answer",
+        details={"seen": ["x"]},
+        turns=(Turn(1, 2, "stop", 0.5, {"tool": "calculator"}), Turn(2, 3, "length")),
+        branch=2,
+    )
+    group = TrajectoryGroup("r", "g", (make_trajectory("r"), row))
+    for payload in (encode_groups([group]), join_payloads([encode_groups([group])] * 2)):
+        back = decode_groups(payload)[0].trajectories[1]
+        assert [getattr(back, name) for name in NOTES] == [getattr(row, name) for name in NOTES]
+
+
+def test_a_turn_beyond_its_row_is_refused():
+    row = replace(make_trajectory("r"), turns=(Turn(1, 99, "stop"),))
+    with pytest.raises(DataError, match="turns beyond 3 tokens"):
+        decode_groups(encode_groups([TrajectoryGroup("r", "g", (row,))]))
 
 
 def test_no_groups_are_a_payload_too():
