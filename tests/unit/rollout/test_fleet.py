@@ -190,7 +190,7 @@ async def test_a_request_that_is_sent_again_has_another_id_on_the_wire():
             assert (await fleet.agenerate(REQUEST)).rid == REQUEST.rid
     first, second = only.rids
     assert first != second
-    assert len(first) == 128
+    assert len(first) <= 128
 
 
 def by_itself(fleet: Fleet) -> asyncio.Task:
