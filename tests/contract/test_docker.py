@@ -19,6 +19,7 @@ from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.server import ServerConfig
 from headway.launch.cli import COMMANDS
 from headway.runtime.config import load_config
+from headway.runtime.listener import check_exposure
 from weight_sync.transports.disk import make_local_publisher
 
 ROOT = Path(__file__).parents[2]
@@ -149,6 +150,19 @@ def test_services_find_one_another():
         assert server.gateway == trainer.rollout.url
         assert server.advertise_url == f"http://{name}:{server.service.port}"
         assert server.weights.allow == (trainer.weight_sync.origin,)
+
+
+@pytest.mark.parametrize("service", ["gateway", "server-1", "server-2"])
+def test_who_binds_beyond_loopback_says_that_it_is_meant(service: str):
+    config = config_of(service)
+    assert isinstance(config, GatewayConfig | ServerConfig)
+    assert config.service.host == "0.0.0.0"
+    check_exposure(config.service)
+
+
+def test_only_loopback_is_published():
+    published = [port for s in COMPOSE["services"].values() for port in s.get("ports", [])]
+    assert all(port.startswith("127.0.0.1:") for port in published)
 
 
 @pytest.mark.parametrize(("stage", "service"), [("control", "gateway"), ("inference", "server-1")])

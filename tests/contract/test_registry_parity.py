@@ -7,7 +7,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
-from headway.contracts.config import experiment, server, weight_sync
+from headway.contracts.config import experiment, gateway, server, weight_sync
 from headway.contracts.config.base import Config
 from headway.contracts.config.rollout import RolloutConfig
 from headway.contracts.config.trainer import TrainerConfig
@@ -35,6 +35,8 @@ UNION_REGISTRIES: dict[type[Config], Registry | None] = {
     weight_sync.CollectiveSync: TRANSPORTS,
 }
 """The registry that holds the target of each tagged configuration."""
+CHOICES = (gateway.SandboxConfig,)
+"""Their `type` is a setting like others: one section with a fixed set of ways, nothing to register."""
 
 
 def own_targets(registry: Registry) -> dict[str, object]:
@@ -68,9 +70,14 @@ def registries() -> list:
 
 def test_every_tagged_configuration_is_known_here():
     names = {config.__name__ for config in tagged_configs()}
-    assert names == {config.__name__ for config in UNION_REGISTRIES}, (
+    assert names == {config.__name__ for config in (*UNION_REGISTRIES, *CHOICES)}, (
         "a configuration with `type` was added: name its registry in UNION_REGISTRIES"
     )
+
+
+@pytest.mark.parametrize("config", CHOICES, ids=lambda c: c.__name__)
+def test_a_choice_offers_several_ways(config):
+    assert len(get_args(config.model_fields["type"].annotation)) > 1
 
 
 @pytest.mark.parametrize("config", UNION_REGISTRIES, ids=lambda c: c.__name__)
