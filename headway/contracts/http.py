@@ -54,6 +54,8 @@ SCALE = "/v1/scale"
 SERVERS_DRAIN = "/v1/servers/drain"
 LEDGER_REQUEUE = "/v1/ledger/requeue"
 UI = "/ui"
+UI_FILE = "/ui/{name}"
+DASHBOARD = "/v1/dashboard"
 CONSUMER = "/v1/consumer"
 LEDGER = "/v1/ledger"
 WEIGHTS = "/v1/weights"
@@ -105,7 +107,7 @@ OPENAPI_PAGES = ("/docs", "/docs/oauth2-redirect", "/redoc")
 
 _ROUTES: Mapping[Role, tuple[tuple[str, ...], ...]] = {
     "submit": (
-        ("GET", METRICS, STATUS, LEDGER, WORKFLOWS, REWARDS, ROLLOUTS, ROLLOUT, WEIGHTS),
+        ("GET", METRICS, STATUS, LEDGER, WORKFLOWS, REWARDS, ROLLOUTS, ROLLOUT, WEIGHTS, DASHBOARD),
         ("POST", GENERATE, GENERATE_STREAM, ROLLOUTS, SESSIONS),
         ("GET", MODELS, MODEL, OPENAPI, *OPENAPI_PAGES),
         ("POST", COMPLETIONS, CHAT_COMPLETIONS),
@@ -669,6 +671,47 @@ class StatusResponse(Config):
     """Committed updates during which at least one sequence was being generated."""
     generated_tokens: int = 0
     last_failures: list[str] = []
+
+
+class HistoryPoint(Config):
+    """What one gateway saw in the seconds up to a moment."""
+
+    at: float
+    """Seconds since the epoch."""
+    version: PolicyVersion
+    queued: int
+    leased: int
+    ready: int
+    delivered: int
+    consumed: int
+    """Trajectories by state, as `LedgerCounts`."""
+    generated_tokens: int
+    """Since the gateway started."""
+    num_rewards: int = 0
+    """Trajectories that this gateway finished since the point before."""
+    mean_reward: float | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    staleness: dict[int, int] = {}
+    """At delivery by this gateway since the point before: versions -> trajectories."""
+
+
+class DashboardResponse(Config):
+    """`GET /v1/dashboard`: what the page at `/ui` shows of the service; cheap."""
+
+    service_version: str
+    """Of this package."""
+    now: float
+    """Seconds since the epoch, by the gateway's clock."""
+    interval_s: float
+    """Between the points of the history."""
+    status: StatusResponse
+    weights: WeightStatus
+    scale: ScaleResponse
+    sessions_open: int
+    """In this gateway."""
+    history: list[HistoryPoint]
+    """Oldest first; those after `after`, if that was asked for."""
 
 
 class HealthResponse(Config):

@@ -27,6 +27,7 @@ from headway.contracts.http import (
 )
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
 from headway.rollout.dispatch import Dispatch
+from headway.rollout.fleet_metrics import show_fleet
 from headway.rollout.members import Member, Members
 from headway.rollout.publication import Publications
 from headway.rollout.registry.base import Registry
@@ -71,6 +72,7 @@ class Fleet:
         )
         self._dispatch = Dispatch(config, self._members, book)
         self._scaler = Scaler(config, metrics)
+        show_fleet(metrics, self.statuses, lambda: self._members.num_quarantines)
 
     async def start(self) -> None:
         """Open connections, learn who is there, and begin to watch leases.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Gauge
 
 from headway.contracts.config.gateway import FleetConfig
-from headway.contracts.http import LedgerCounts, ScaleResponse, ServerStatus
+from headway.contracts.http import LedgerCounts, ScaleResponse, ServerStatus, StatusResponse
 from headway.rollout.concurrency import FULL
 
 SETTLE_S = 300.0
@@ -73,6 +73,11 @@ def wanted_servers(
         kv_usage=_mean([server.kv_usage for server in ready]),
         headroom=demand.headroom,
     )
+
+
+def headroom_of(status: StatusResponse) -> int | None:
+    """What `Demand` calls so, of a service."""
+    return None if status.max_staleness is None else status.capacity
 
 
 class Scaler:

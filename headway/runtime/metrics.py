@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from headway.contracts.http import StatusResponse
+from headway.contracts.http import ServerStatus, StatusResponse
 
 METRICS_TYPE = "text/plain; version=0.0.4"
 
@@ -55,19 +55,24 @@ class StatusCollector(Collector):
         yield from self._of_servers()
 
     def _of_servers(self) -> Iterator[Metric]:
-        versions = GaugeMetricFamily(
-            "headway_server_weight_version",
-            "Version that a server samples with",
-            labels=["server"],
-        )
-        running = GaugeMetricFamily(
-            "headway_server_running_sequences", "Sequences being generated", labels=["server"]
-        )
-        for server in self._status.servers:
-            versions.add_metric([server.server_id], server.version)
-            running.add_metric([server.server_id], server.running)
-        yield versions
-        yield running
+        servers = self._status.servers
+        gauges: dict[str, tuple[str, Callable[[ServerStatus], float]]] = {
+            "weight_version": ("Version that a server samples with", lambda s: s.version),
+            "running_sequences": ("Sequences being generated", lambda s: s.running),
+            "queued_sequences": ("Sequences that wait for a place", lambda s: s.queued),
+            "kv_usage": ("Share of the key-value cache in use", lambda s: s.kv_usage),
+        }
+        counters: dict[str, tuple[str, Callable[[ServerStatus], float]]] = {
+            "generated_tokens": ("Tokens sampled by a server", lambda s: s.generated_tokens),
+            "busy_seconds": ("Seconds with work", lambda s: s.busy_s),
+            "preemptions": ("Sequences that lost their cache", lambda s: s.preemptions),
+        }
+        for kind, figures in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (meaning, read) in figures.items():
+                family = kind(f"headway_server_{name}", meaning, labels=["server"])
+                for server in servers:
+                    family.add_metric([server.server_id], read(server))
+                yield family
 
 
 def render_metrics(status: StatusResponse, more: CollectorRegistry | None = None) -> bytes:

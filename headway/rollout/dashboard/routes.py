@@ -1,0 +1,85 @@
+"""`/ui`: the page, which anybody may load, and `/v1/dashboard`: what it shows, which asks for a token.
+
+The page is a handful of static files without a build step. It may load nothing from elsewhere and run
+nothing inline; text from rollouts reaches it as JSON and is only ever set as text.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import FileResponse
+
+from headway import __version__
+from headway.contracts import http
+from headway.contracts.errors import NotFound
+from headway.rollout.dashboard.history import INTERVAL_S, History
+from headway.rollout.fleet import Fleet
+from headway.rollout.routes import service_of
+from headway.rollout.scale import headroom_of
+from headway.runtime.json_route import JsonRoute
+
+STATIC = Path(__file__).with_name("static")
+INDEX = "index.html"
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def dashboard_routes(history: History) -> APIRouter:
+    """The routes of a gateway that shows itself.
+
+    Args:
+        history: of this gateway.
+    """
+    router = APIRouter(route_class=JsonRoute)
+    files = {path.name: path for path in STATIC.iterdir() if path.suffix in MEDIA_TYPES}
+
+    @router.get(http.UI, response_class=FileResponse)
+    async def page() -> FileResponse:
+        return _answer(files[INDEX])
+
+    @router.get(http.UI_FILE, response_class=FileResponse)
+    async def file(name: str) -> FileResponse:
+        if name not in files:
+            raise NotFound(f"the dashboard has no file {name[:64]!r}")
+        return _answer(files[name])
+
+    @router.get(http.DASHBOARD)
+    async def dashboard(
+        request: Request, after: Annotated[float, Query(allow_inf_nan=False)] = 0.0
+    ) -> http.DashboardResponse:
+        service = service_of(request)
+        status = await service.status()
+        fleet = service.generator
+        if not isinstance(fleet, Fleet):
+            raise TypeError(f"a dashboard shows a fleet, not a {type(fleet).__name__}")
+        return http.DashboardResponse(
+            service_version=__version__,
+            now=time.time(),
+            interval_s=INTERVAL_S,
+            status=status,
+            weights=fleet.weights(),
+            scale=fleet.scale(status.counts, headroom_of(status)),
+            sessions_open=0 if service.sessions is None else service.sessions.num_open,
+            history=history.since(after),
+        )
+
+    return router
+
+
+def _answer(path: Path) -> FileResponse:
+    return FileResponse(path, media_type=MEDIA_TYPES[path.suffix], headers=HEADERS)
