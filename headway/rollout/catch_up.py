@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 MAX_DEVIATIONS = 1
 """A server sends its reports one after the other, so of those that come after a commit only the first
-can be from before it."""
+can be from before it. Where versions come faster than reports, each may be from before the newest one:
+so they are counted anew for every version."""
 
 
 class CatchUp:
@@ -58,6 +59,8 @@ class CatchUp:
         if self.is_current(member):
             member.num_deviations = 0
             return
+        if member.deviates_from != self._book.committed:
+            member.deviates_from, member.num_deviations = self._book.committed, 0
         member.num_deviations += 1
         if member.num_deviations > MAX_DEVIATIONS:
             self._members.fence(

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.errors import BackendError, Draining, NotFound, ServiceError
-from headway.contracts.http import ServerReport, ServerState, ServerStatus
+from headway.contracts.http import ServerReport, ServerState, ServerStatus, WeightRecord
 from headway.contracts.types import LLMRequest, LLMResponse
 from headway.rollout.health import Health
 from headway.rollout.signal import Signal
@@ -64,6 +64,8 @@ class Member:
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     num_deviations: int = 0
     """Reports of another version than the committed one, in a row."""
+    deviates_from: WeightRecord | None = None
+    """What was committed when the last of them was looked at."""
     is_publishing: bool = False
     """It takes part in a transaction, which decides what it serves."""
     catching_up: asyncio.Task[None] | None = None

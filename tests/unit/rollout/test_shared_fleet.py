@@ -142,6 +142,40 @@ async def test_nobody_is_fenced_while_another_gateway_publishes(store: Store):
         assert other.servers[0].prepares == other.servers[0].prepares[:1]  # nothing to catch up
 
 
+async def test_versions_that_come_faster_than_reports_fence_nobody(store: Store, caplog):
+    async with two(store) as (one, other):
+        await exchange(other, one)
+        for version in range(1, 5):
+            before = other.servers[0].report()
+            await one.fleet.update_weights(update(version))
+            other.fleet.report(before)
+            await exchange(other, one)
+        assert fences(caplog) == []
+        assert [order.version for order in other.servers[0].prepares] == [1, 2, 3, 4]
+
+
+async def test_who_goes_astray_is_fenced_and_brought_back(store: Store, caplog):
+    async with two(store) as (one, other):
+        await one.fleet.update_weights(update(1))
+        await until_all(one, other, {"a": "ready", "b": "ready"})
+        (stray,) = other.servers
+        stray.version, stray.digest = 0, ""
+        await until(lambda: other.heartbeat() or stray.version == 1)
+        await until_all(one, other, {"a": "ready", "b": "ready"})
+        assert any(reason.startswith("it reports version 0") for reason in fences(caplog))
+
+
+async def exchange(*gateways: Gateway) -> None:
+    """Each tells what it heard, hears the others, and has judged all of it."""
+    for gateway in gateways:
+        await gateway.fleet.drain("a", drain=False)  # nothing drains: that changes nothing else
+
+
+def fences(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Why servers were fenced."""
+    return [each.reason for each in caplog.records if each.message == "server fenced"]
+
+
 async def test_who_could_not_stage_is_fenced_everywhere_and_caught_up_by_its_own(store: Store):
     async with two(store, straggler_s=0.0, quorum=0.5) as (one, other):
         slow = other.servers[0]
