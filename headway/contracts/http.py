@@ -97,6 +97,9 @@ SGLANG_CHECKER = "/weights_checker"
 SGLANG_TOKENIZE = "/tokenize"
 SGLANG_DETOKENIZE = "/detokenize"
 
+MAX_COUNT = 2**53
+"""Whole numbers below are the same to every reader of JSON."""
+
 OPEN_PATHS = (HEALTH, SGLANG_PING, SGLANG_READY, UI)
 """Answered without a token: probes hold no secrets, nor does the dashboard's page, which asks for one."""
 OPEN_PREFIXES = (SESSION_PATHS, f"{UI}/")
@@ -403,8 +406,8 @@ class ConsumedRequest(Config):
     """`POST /v1/rollouts/consumed`."""
 
     rollout_ids: tuple[Identifier, ...] = Field(max_length=65536)
-    step: int = Field(ge=0)
-    checkpoint_step: int = Field(ge=-1)
+    step: int = Field(ge=0, lt=MAX_COUNT)
+    checkpoint_step: int = Field(ge=-1, lt=MAX_COUNT)
     """Consumption up to this step is safe in a checkpoint: payloads may be forgotten."""
 
 
@@ -412,9 +415,9 @@ class ConsumerRequest(Config):
     """`POST /v1/consumer`: see `ConsumerSpec`."""
 
     consumer: Identifier
-    batch_size: int = Field(ge=1)
-    max_staleness: int = Field(ge=0)
-    step: int = Field(ge=-1)
+    batch_size: int = Field(ge=1, lt=MAX_COUNT)
+    max_staleness: int = Field(ge=0, lt=MAX_COUNT)
+    step: int = Field(ge=-1, lt=MAX_COUNT)
     version: PolicyVersion = Field(ge=0)
 
 
@@ -460,7 +463,7 @@ class WeightUpdateRequest(Config):
     """What the swap does to running sequences; None takes each server's `update_policy`."""
     publisher: Identifier | None = None
     """The attached consumer who publishes; needed while one is attached."""
-    term: int = Field(0, ge=0)
+    term: int = Field(0, ge=0, lt=MAX_COUNT)
     """What `POST /v1/consumer` answered; an older incarnation of the publisher is refused."""
 
 
@@ -469,15 +472,15 @@ class WeightCancelRequest(Config):
 
     version: PolicyVersion = Field(ge=0)
     publisher: Identifier | None = None
-    term: int = Field(0, ge=0)
+    term: int = Field(0, ge=0, lt=MAX_COUNT)
     reason: str = Field("", max_length=4096)
 
 
 class Seat(Config):
     """See `types.GroupSeat`."""
 
-    rank: int = Field(ge=1)
-    world_size: int = Field(ge=2)
+    rank: int = Field(ge=1, lt=MAX_COUNT)
+    world_size: int = Field(ge=2, lt=MAX_COUNT)
 
 
 class WeightPrepareRequest(Config):
@@ -487,7 +490,7 @@ class WeightPrepareRequest(Config):
     it has heard of; whoever comes with an older one gets `fenced`.
     """
 
-    epoch: int = Field(ge=0)
+    epoch: int = Field(ge=0, lt=MAX_COUNT)
     version: PolicyVersion = Field(ge=0)
     path: WeightPath
     digest: str | None = None
@@ -509,7 +512,7 @@ class WeightPrepareResponse(Config):
 class WeightCommitRequest(Config):
     """`POST /v1/weights/commit`."""
 
-    epoch: int = Field(ge=0)
+    epoch: int = Field(ge=0, lt=MAX_COUNT)
     version: PolicyVersion = Field(ge=0)
     policy: UpdatePolicy | None = None
     """See `WeightUpdateRequest`."""
@@ -518,14 +521,14 @@ class WeightCommitRequest(Config):
 class WeightAbortRequest(Config):
     """`POST /v1/weights/abort`: forget what this epoch staged, or still stages."""
 
-    epoch: int = Field(ge=0)
+    epoch: int = Field(ge=0, lt=MAX_COUNT)
     version: PolicyVersion = Field(ge=0)
 
 
 class WeightUpdateResponse(Config):
     version: PolicyVersion
     """The version that serves."""
-    running: int = Field(0, ge=0)
+    running: int = Field(0, ge=0, lt=MAX_COUNT)
     """Sequences that were being generated at the moment of the swap."""
     digest: str = ""
     """Of the version that serves; empty if it is not known."""
@@ -592,9 +595,9 @@ class ServerReport(Config):
     server_id: Identifier
     url: str = Field(pattern=r"^https?://[^\s/]+$", max_length=512)
     version: PolicyVersion = Field(ge=0)
-    running: int = Field(0, ge=0)
-    queued: int = Field(0, ge=0)
-    generated_tokens: int = Field(0, ge=0)
+    running: int = Field(0, ge=0, lt=MAX_COUNT)
+    queued: int = Field(0, ge=0, lt=MAX_COUNT)
+    generated_tokens: int = Field(0, ge=0, lt=MAX_COUNT)
     busy_s: float = Field(0.0, ge=0.0)
     """Seconds in which the engine had work, since the server started."""
     uptime_s: float = Field(0.0, ge=0.0)
@@ -602,11 +605,11 @@ class ServerReport(Config):
     """Of the weights that serve; empty if it is not known."""
     kv_usage: float = Field(0.0, ge=0.0, le=1.0)
     """Share of the key-value cache in use."""
-    preemptions: int = Field(0, ge=0)
+    preemptions: int = Field(0, ge=0, lt=MAX_COUNT)
     """Running sequences that lost their cache for want of memory, since the server started."""
-    max_running: int = Field(0, ge=0)
+    max_running: int = Field(0, ge=0, lt=MAX_COUNT)
     """Sequences that it decodes at once, at most; 0 if that is not known."""
-    num_ranks: int = Field(1, ge=1)
+    num_ranks: int = Field(1, ge=1, lt=MAX_COUNT)
     """Seats that this server takes in a process group: its engine's ranks."""
     draining: bool = False
     """It is shutting down: what runs may end, nothing new is taken."""

@@ -16,7 +16,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from headway.contracts.config.base import Config, JsonObject, PartConfig
 from headway.contracts.config.sampling import SamplingConfig
 
-PolicyVersion = int
+PolicyVersion = Annotated[int, Field(lt=2**31)]
 """+1 per publication of weights; 0 is the model that a run starts from."""
 
 Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:@+-]{1,128}$")]
