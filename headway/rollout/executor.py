@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVarTuple
+from typing import Any, TypeVarTuple
 
 from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.errors import (
@@ -79,8 +79,10 @@ class Executor:
         self._admit = admit
         self._limit = limit
         self._config = config
-        self._tasks: dict[asyncio.Task[None], Lease] = {}
+        self._tasks: dict[asyncio.Task[bool], Lease] = {}
         self._running = 0
+        self.num_kept = 0
+        """Rollouts that ended with a result, each told by one notification of `changed`."""
         self._reporting: set[str] = set()
         """Leases whose outcome the ledger is being told: it may have ended them already."""
         self._loops: list[asyncio.Task[None]] = []
@@ -177,8 +179,15 @@ class Executor:
             await asyncio.sleep(0)
         return bool(leases)
 
-    def _forget(self, task: asyncio.Task[None]) -> None:
+    def _forget(self, task: asyncio.Task[bool]) -> None:
         lease = self._tasks.pop(task)
+        if task.cancelled():
+            pass
+        elif (error := task.exception()) is not None:  # its lease ends, and it is played again
+            extra = {"rollout_id": lease.rollout_id}
+            log.error("the end of a rollout was not recorded", exc_info=error, extra=extra)
+        else:
+            self.num_kept += task.result()
         self._reporting.discard(lease.key)
         self._running -= lease.request.prompt.group_size
         self._changed.notify()
@@ -198,10 +207,11 @@ class Executor:
             except StateError as error:
                 log.warning("leases could not be renewed", extra={"reason": str(error)})
 
-    async def _run(self, lease: Lease) -> None:
+    async def _run(self, lease: Lease) -> bool:
+        """Whether it ended with a result that is kept."""
         with suppress(Fenced):  # its lease is another's by now: who has it reports
             try:
-                await self._finish(lease, await self._play_in_time(lease))
+                return await self._finish(lease, await self._play_in_time(lease))
             except asyncio.CancelledError:
                 await self._report(self._ledger.requeue, lease, "its play was cancelled")
                 raise
@@ -215,6 +225,7 @@ class Executor:
                 extra = {"rollout_id": lease.rollout_id}
                 log.warning("workflow raised", exc_info=error, extra=extra)
                 await self._fail(lease, f"workflow raised {type(error).__name__}: {error}")
+        return False
 
     async def _play_in_time(self, lease: Lease) -> Played:
         limit_s, whose = self._config.rollout_timeout_s, "still in play"
@@ -230,7 +241,7 @@ class Executor:
                 raise RuntimeError(f"TimeoutError: {error}") from error
             raise TimeoutError(f"{whose} after {max(0.0, limit_s):g} s") from None
 
-    async def _finish(self, lease: Lease, played: Played) -> None:
+    async def _finish(self, lease: Lease, played: Played) -> bool:
         if played.dropped_because is None:
             await self._report(self._ledger.complete, lease, played.group)
         else:
@@ -238,6 +249,7 @@ class Executor:
             mean = sum(rewards) / len(rewards)
             await self._report(self._ledger.drop_filtered, lease, played.dropped_because, mean)
         self._outcomes.append(None)
+        return played.dropped_because is None
 
     async def _retry_or_fail(self, lease: Lease, error: ServiceError) -> None:
         if lease.attempt >= self._config.max_attempts:
@@ -273,7 +285,7 @@ def _is_among(keys: set[str], lease: Lease) -> bool:
     return lease.key in keys
 
 
-async def _end(tasks: list[asyncio.Task[None]]) -> None:
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

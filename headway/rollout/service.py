@@ -170,18 +170,26 @@ class RolloutService:
             Starved: the attached consumer has fewer groups outstanding than it waits for.
         """
         deadline = time.monotonic() + request.timeout_s
+        count = request.count if request.rollout_ids is None else len(request.rollout_ids)
         while True:
-            changed = self._changed.event()
             self._executor.check_budget()
+            others, kept = self._num_other_changes, self._executor.num_kept
             payloads, num_ready = await self._deliver(request)
             left = deadline - time.monotonic()
             if payloads is not None or left <= 0:
                 return payloads, num_ready
+            enough = kept + max(1, count - num_ready)
             try:
                 async with asyncio.timeout(left):
-                    await changed.wait()
+                    while others == self._num_other_changes and self._executor.num_kept < enough:
+                        await self._changed.event().wait()
             except TimeoutError:
-                return None, num_ready
+                return await self._deliver(request)
+
+    @property
+    def _num_other_changes(self) -> int:
+        """Changes besides rollouts that ended with a result, of which a batch takes many."""
+        return self._changed.count - self._executor.num_kept
 
     async def _deliver(self, request: WaitRequest) -> tuple[tuple[bytes, ...] | None, int]:
         if request.rollout_ids is not None:

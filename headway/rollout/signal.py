@@ -10,6 +10,8 @@ class Signal:
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
+        self.count = 0
+        """Notifications so far."""
 
     def event(self) -> asyncio.Event:
         """Take this before looking at the state, wait on it after."""
@@ -17,5 +19,6 @@ class Signal:
 
     def notify(self) -> None:
         """The state changed."""
+        self.count += 1
         self._event.set()
         self._event = asyncio.Event()
