@@ -93,6 +93,20 @@ def batch_of_trajectories(trajectories: Sequence[Trajectory]) -> SequenceBatch:
     )
 
 
+def first_branches(trajectories: Sequence[Trajectory]) -> list[bool]:
+    """Per trajectory, whether it is the first of its sample.
+
+    A session whose history forked is several trajectories of one sample, all with the sample's reward.
+    """
+    seen: set[tuple[str, int]] = set()
+    are_first = []
+    for trajectory in trajectories:
+        sample = (trajectory.rollout_id, trajectory.sample_index)
+        are_first.append(sample not in seen)
+        seen.add(sample)
+    return are_first
+
+
 def shift_left(column: Tensor, lengths: Sequence[int], fill: float) -> Tensor:
     """Move each sequence's values one position to the left; its last position gets `fill`."""
     shifted = column.roll(-1)

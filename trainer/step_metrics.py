@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from itertools import compress
 
 import numpy as np
 
 from headway.contracts.types import TrajectoryBatch
+from trainer.batching import first_branches
 from trainer.checkpoint import RunState
 
 
@@ -14,9 +16,9 @@ def describe_step(state: RunState, batch: TrajectoryBatch) -> dict[str, float]:
     """What was consumed by step `state.step` at version `state.version`.
 
     Returns:
-        `reward` (mean score), `staleness_max` and `staleness_mean` (versions; per trajectory, by its
-        oldest token), `mixed_versions` (share of trajectories sampled by several versions),
-        `response_tokens` (mean), `truncated` (share), `trajectories` and `tokens` (counts).
+        `reward` (mean score of the samples), `staleness_max` and `staleness_mean` (versions; per
+        trajectory, by its oldest token), `mixed_versions` (share of trajectories sampled by several
+        versions), `response_tokens` (mean), `truncated` (share), `trajectories` and `tokens` (counts).
     """
     rows = batch.trajectories
     staleness = [state.version - row.oldest_version for row in rows]
@@ -25,7 +27,7 @@ def describe_step(state: RunState, batch: TrajectoryBatch) -> dict[str, float]:
         "step": state.step,
         "version": state.version,
         "time": time.time(),
-        "reward": float(np.mean([row.reward for row in rows])),
+        "reward": float(np.mean([row.reward for row in compress(rows, first_branches(rows))])),
         "staleness_max": max(staleness),
         "staleness_mean": float(np.mean(staleness)),
         "mixed_versions": float(np.mean(spans)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -127,6 +128,29 @@ def test_mini_batches_hold_whole_groups_and_take_their_proximal_from_before_the_
         for piece, index in zip(pieces, group, strict=True):
             expected = torch.tensor(token_logprobs_of(before, trajectories[index])).float()
             torch.testing.assert_close(piece[:-1], expected, atol=1e-4, rtol=0)
+
+
+def test_branches_of_a_sample_share_its_advantage_and_count_once(llama_dir, trajectories):
+    a, b, c = trajectories[:3]  # rewards and advantages of three samples, the first in two branches
+    forked = replace(trajectories[5], rollout_id="a", sample_index=0, branch=1, reward=a.reward)
+    seen = advantages_of(llama_dir, [a, forked, b, c])
+    alone = advantages_of(llama_dir, [a, b, c])
+    assert seen == [alone[0], alone[0], alone[1], alone[2]]
+    assert len(set(alone)) == 3
+
+
+def advantages_of(folder, rows) -> list[float]:
+    """One per trajectory, as the actor hands them to its engine."""
+    engine = open_engine(folder)
+    seen = []
+    engine.train_batch = lambda batch, *args: seen.append(batch) or {}
+    PPOActor(engine, TOPOLOGY, AlgorithmConfig(), MicroBatchSpec(10_000), TEMPERATURE).train_step(
+        rows
+    )
+    (batch,) = seen
+    pieces = torch.split(batch["advantages"], list(batch.lengths))
+    assert all((piece == piece[0]).all() for piece in pieces)
+    return [float(piece[0]) for piece in pieces]
 
 
 def test_groups_of_equal_rewards_move_nothing(llama_dir, trajectories):

@@ -35,6 +35,24 @@ def test_two_groups_by_hand():
     torch.testing.assert_close(centred, torch.tensor([0.5, -0.5, -0.5, 0.5, 1.0, -1.0]))
 
 
+def test_each_sample_counts_once_however_often_it_forked_by_hand():
+    # Samples 1, 0 and 0.5, of which the first is three branches: mean 0.5, variance 1/6.
+    rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.5])
+    counts = torch.tensor([True, False, False, True, True])
+    groups = torch.zeros(5, dtype=torch.int64)
+    centred = group_advantages(rewards, groups, scale_by_std=False, counts=counts)
+    assert centred.tolist() == [0.5, 0.5, 0.5, -0.5, 0.0]
+    got = group_advantages(rewards, groups, counts=counts)
+    high = 0.5 / (math.sqrt(1 / 6) + EPS)
+    assert got.tolist() == pytest.approx([high, high, high, -high, 0.0], rel=1e-6)
+
+
+def test_a_group_of_which_nothing_counts_is_refused():
+    groups = torch.tensor([0, 1])
+    with pytest.raises(ValueError, match="counts"):
+        group_advantages(torch.ones(2), groups, counts=torch.tensor([True, False]))
+
+
 @pytest.mark.parametrize("scale_by_std", [True, False])
 @pytest.mark.parametrize("value", [0.1, 1 / 3, -7.3, 0.0])
 def test_equal_rewards_give_exact_zeros(value, scale_by_std):

@@ -7,7 +7,11 @@ from torch import Tensor
 
 
 def group_advantages(
-    rewards: Tensor, group_ids: Tensor, scale_by_std: bool = True, eps: float = 1e-6
+    rewards: Tensor,
+    group_ids: Tensor,
+    scale_by_std: bool = True,
+    eps: float = 1e-6,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """Centre rewards within each prompt group, and scale them by the group's spread.
 
@@ -17,10 +21,12 @@ def group_advantages(
         scale_by_std: divide by the population standard deviation; false only centres (Dr. GRPO,
             arXiv:2503.20783).
         eps: added to the standard deviation.
+        counts: [N] bool, true where a trajectory is part of its group's mean and spread: one of each
+            sample, whose further branches repeat its reward. None counts all.
     Returns:
         [N] float32. A group with equal rewards gives zeros, not NaN.
     Raises:
-        ValueError: shapes differ, N == 0, or a reward is not finite.
+        ValueError: shapes differ, N == 0, a reward is not finite, or of a group none counts.
     Source:
         GRPO outcome supervision, DeepSeekMath (arXiv:2402.03300) 4.1; population std.
     """
@@ -34,15 +40,16 @@ def group_advantages(
         )
     _, index = torch.unique(group_ids, return_inverse=True)
     values = rewards.double()
-    num_groups = int(index.max()) + 1
-    sizes = torch.zeros(num_groups, dtype=torch.float64).index_add_(
-        0, index, torch.ones_like(values)
-    )
-    mean = torch.zeros_like(sizes).index_add_(0, index, values) / sizes
+    weights = torch.ones_like(values) if counts is None else counts.double()
+    zeros = torch.zeros(int(index.max()) + 1, dtype=torch.float64)
+    sizes = zeros.index_add(0, index, weights)
+    if (sizes == 0).any():
+        raise ValueError("of a group no trajectory counts; one of each sample is wanted")
+    mean = zeros.index_add(0, index, weights * values) / sizes
     centred = values - mean[index]
     if not scale_by_std:
         return centred.float()
-    variance = torch.zeros_like(sizes).index_add_(0, index, centred.square()) / sizes
+    variance = zeros.index_add(0, index, weights * centred.square()) / sizes
     return (centred / (variance.sqrt()[index] + eps)).float()
 
 

@@ -11,7 +11,12 @@ from trainer.algorithms.advantages import group_advantages, shape_rewards
 from trainer.algorithms.logprobs import token_logprobs
 from trainer.algorithms.losses import decoupled_ppo_loss
 from trainer.api import LossOutput, MicroBatchSpec, TrainEngine
-from trainer.batching import SequenceBatch, batch_of_trajectories, partition_by_tokens
+from trainer.batching import (
+    SequenceBatch,
+    batch_of_trajectories,
+    first_branches,
+    partition_by_tokens,
+)
 from trainer.topology import Topology
 
 
@@ -82,7 +87,13 @@ class PPOActor:
             rollout_id: n for n, rollout_id in enumerate({t.rollout_id: None for t in trajectories})
         }
         group_ids = torch.tensor([names[t.rollout_id] for t in trajectories])
-        return group_advantages(rewards, group_ids, config.scale_by_std)[batch["sequence"]]
+        advantages = group_advantages(
+            rewards,
+            group_ids,
+            config.scale_by_std,
+            counts=torch.tensor(first_branches(trajectories)),
+        )
+        return advantages[batch["sequence"]]
 
     def _with_proximal(self, batch: SequenceBatch) -> SequenceBatch:
         if not self._config.decoupled:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from headway.contracts.types import TrajectoryBatch, TrajectoryGroup
@@ -23,6 +25,14 @@ def test_staleness_counts_from_the_oldest_token(make_trajectory):
     assert figures["truncated"] == 0.5
     assert (figures["step"], figures["version"]) == (9, 4)
     assert (figures["trajectories"], figures["tokens"]) == (2, 12)
+
+
+def test_the_reward_of_a_sample_counts_once_however_often_it_forked(make_trajectory):
+    first, second = (make_trajectory(2, 4, sample=n, reward=float(n)) for n in range(2))
+    fork = replace(second, branch=1)
+    batch = TrajectoryBatch((TrajectoryGroup("r0", "g0", (first, second, fork)),))
+    figures = describe_step(RunState("run"), batch)
+    assert (figures["reward"], figures["trajectories"]) == (0.5, 3)
 
 
 def test_a_step_moves_all_counters_together():
