@@ -76,6 +76,7 @@ def forget(transaction: Transaction, older_than_s: float) -> int:
 
     A consumed one whose payload is kept may be given back still: it stays.
     """
+    transaction.flush()
     before = transaction.now - older_than_s
     rows: list[tuple[int, RolloutState, int, int | None]] = []
     for state in ENDED:

@@ -72,14 +72,12 @@ class Transaction:
     def savepoint(self) -> Iterator[None]:
         """Take back what is done within, if it raises."""
         tallies = {key: list(tally) for key, tally in self._tallies.items()}
-        num_events, num_changes = len(self._events), self._num_changes
+        counted, events, num_changes = set(self._counted), list(self._events), self._num_changes
         self.db.execute("SAVEPOINT one")
         try:
             yield
         except BaseException:
-            self._tallies = tallies
-            self._counted.intersection_update(tallies)
-            del self._events[num_events:]
+            self._tallies, self._counted, self._events = tallies, counted, events
             self._num_changes = num_changes
             self.db.execute("ROLLBACK TO one")
             raise
@@ -87,12 +85,13 @@ class Transaction:
             self.db.execute("RELEASE one")
 
     def flush(self) -> None:
-        """Write what was gathered."""
+        """Write what was gathered: at the end, and before something reads events, tallies or revision."""
         if not self._num_changes:
             return
         self.db.executemany("INSERT INTO events VALUES (?, ?, ?, ?, ?)", self._events)
         self.db.executemany(SET_TALLY, [(*key, *self._tallies[key]) for key in self._counted])
         self.db.execute(GROW, (REVISION, self._num_changes))
+        self._events, self._counted, self._num_changes = [], set(), 0
 
     def _tally(self, state: str, consumer: str) -> list[int]:
         known = self._tallies.get((state, consumer))

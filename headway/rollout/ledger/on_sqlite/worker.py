@@ -190,7 +190,7 @@ def _run_all(transaction: Transaction, calls: list[_Call]) -> bool:
     """Without savepoints, which cost as much as the calls; false if one failed, nothing counts then."""
     for call in calls:
         try:
-            call.answer = call.work(transaction)
+            call.answer = _work(call, transaction)
         except sqlite3.Error:
             raise
         except Exception:  # noqa: BLE001 - it is raised again by `_run_each`, for its caller
@@ -203,12 +203,18 @@ def _run_each(transaction: Transaction, calls: list[_Call]) -> bool:
     for call in calls:
         try:
             with transaction.savepoint():
-                call.answer = call.work(transaction)
+                call.answer = _work(call, transaction)
         except sqlite3.Error:
             raise
         except Exception as error:  # noqa: BLE001 - it is the caller's, who gets it
             call.error = error
     return True
+
+
+def _work(call: _Call, transaction: Transaction) -> Any:
+    if call.kind == "read":
+        transaction.flush()
+    return call.work(transaction)
 
 
 def _answer(calls: list[_Call]) -> None:
