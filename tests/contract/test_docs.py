@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fastapi.testclient import TestClient
 from pydantic import BaseModel
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -25,8 +26,9 @@ from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import ServerConfig
 from headway.contracts.errors import ServiceError
-from headway.contracts.http import LedgerCounts, ServerStatus, StatusResponse
+from headway.contracts.http import METRICS, LedgerCounts, ServerStatus, StatusResponse
 from headway.contracts.types import Trajectory, TrajectoryBatch, TrajectoryGroup
+from headway.rollout.gateway import make_gateway
 from headway.rollout.ledger.transitions import NEXT_STATE
 from headway.rollout.tokenizer import TextTokenizer
 from headway.runtime.config import describe, load_config
@@ -125,6 +127,20 @@ def test_operations_page_lists_every_metric():
     assert {name.split("{")[0] for name in listed} == served
 
 
+def test_operations_page_lists_every_metric_of_a_gateway(tokenizer_dir: Path):
+    config = GatewayConfig.model_validate(
+        {"tokenizer": str(tokenizer_dir), "ledger": ":memory:", "sandbox": {"type": "none"}}
+    )
+    with TestClient(make_gateway(config)) as client:
+        text = client.get(METRICS).text
+    served = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    common, gateways = (
+        {name.split("{")[0] for name in first_column(page("operations.md"), heading)}
+        for heading in ("## Metrics", "The gateway's page has")
+    )
+    assert common | gateways == {name for name in served if not name.endswith("_created")}
+
+
 def test_operations_page_lists_every_figure_of_a_step():
     columns = {
         "input_ids": np.zeros(2, np.int32),
@@ -211,7 +227,8 @@ from headway.contracts.config.base import PartConfig
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import FakeBackendConfig, ServerConfig
-from headway.contracts.types import Prompt, RolloutRequest
+from headway.contracts.types import Prompt, RolloutRequest, WorkflowRef
+from headway.rollout.tools.base import make_tool
 from inference_server.engine import LocalInferenceEngine
 
 if __name__ == "__main__":
@@ -223,12 +240,14 @@ if __name__ == "__main__":
     request = RolloutRequest(
         rollout_id="r",
         prompt=Prompt(group_id="g", group_size=2, text="w1 w2"),
-        workflow=PartConfig(name="brief", args={"cost_per_token": 0.01}),
+        workflow=WorkflowRef(name="brief", version="1", args={"cost_per_token": 0.01}),
         reward=PartConfig(name="length", args={"words": 10}),
+        filter=PartConfig(name="unanimous"),
         gconfig=SamplingConfig(max_new_tokens=10),
     )
     batch = engine.rollout([request], timeout=30.0)
     print([round(row.reward, 6) for row in batch.trajectories])
+    print(make_tool(PartConfig(name="clock")).name)
     engine.destroy()
 """
 
@@ -256,7 +275,7 @@ def test_parts_of_the_extending_page_run_as_an_installed_package(
         text=True,
         timeout=60,
     )
-    assert done.stdout == "[0.9, 0.9]\n", done.stderr
+    assert done.stdout == "[0.9, 0.9]\nclock\n", done.stderr
 
 
 def test_wrong_input_ends_a_command_with_status_2(tmp_path: Path):
