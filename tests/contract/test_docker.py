@@ -18,6 +18,8 @@ from headway.contracts.config.experiment import GRPOExperiment
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.server import ServerConfig
 from headway.launch.cli import COMMANDS
+from headway.rollout.ledger.make import make_ledger
+from headway.rollout.ledger.redis import RedisLedger
 from headway.runtime.config import load_config
 from headway.runtime.listener import check_exposure
 from weight_sync.transports.disk import make_local_publisher
@@ -93,13 +95,34 @@ def test_the_wheel_holds_every_package_of_the_distribution():
         assert f"COPY {package.rstrip('*')} " in copied
 
 
-def test_every_extra_is_declared_and_the_control_image_takes_none():
+def test_every_extra_is_declared_and_the_control_image_takes_no_torch():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    known = project["optional-dependencies"]
+    wanted = {"control": ["redis", "rewards"], "inference": ["inference"], "trainer": ["trainer"]}
     for stage, lines in stages().items():
-        extras = re.findall(r"whl\)\[(\w+)\]", " ".join(lines))
-        assert extras == ([] if stage not in ("inference", "trainer") else [stage])
-        assert set(extras) <= project["optional-dependencies"].keys()
-    assert not any("torch" in requirement for requirement in project["dependencies"])
+        extras = ",".join(re.findall(r"whl\)\[([\w,]+)\]", " ".join(lines)))
+        assert [extra for extra in extras.split(",") if extra] == wanted.get(stage, [])
+    assert {extra for extras in wanted.values() for extra in extras} <= known.keys()
+    control = [*project["dependencies"], *known["redis"], *known["rewards"]]
+    assert not any("torch" in requirement for requirement in control)
+
+
+def test_the_gateway_of_the_image_can_hold_programs():
+    (line,) = [line for line in stages()["control"] if "apt-get install" in line]
+    packages = re.search(
+        r"^DEBIAN_PACKAGES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+    assert packages is not None
+    assert {"bubblewrap"} <= set(line.split()) & set(packages.group(1).split())
+
+
+def test_the_ledger_that_the_comment_names_is_on_the_redis_of_the_profile():
+    text = (ROOT / "docker" / "compose.yaml").read_text()
+    (url,) = re.findall(r'"(redis://[^"]+)"', text)
+    assert isinstance(make_ledger(url), RedisLedger)
+    redis = COMPOSE["services"][url.removeprefix("redis://").split(":")[0]]
+    assert redis["command"][-2:] == ["--maxmemory-policy", "noeviction"]
+    assert {"--appendonly", "yes"} <= set(redis["command"])
 
 
 @pytest.mark.parametrize("stage", CONFIG_OF_TARGET)

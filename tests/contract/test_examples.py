@@ -21,8 +21,8 @@ FILES = [
     for pattern in ("*.yaml", "*.yml")
     for file in sorted((ROOT / folder).rglob(pattern))
 ]
-FOREIGN_KEYS = {"services", "apiVersion"}
-"""Compose files and Kubernetes manifests."""
+FOREIGN_KEYS = {"services", "apiVersion", "groups", "scrape_configs"}
+"""Compose files, Kubernetes manifests, Prometheus."""
 SERVER_PAGES = [ROOT / "docs" / "servers.md", ROOT / "examples" / "servers" / "README.md"]
 START = "python -m inference_server "
 
