@@ -69,7 +69,7 @@ async def test_commands_pin_release_and_roll_back(url: str, capsys: pytest.Captu
 
 
 async def test_the_status_shows_what_is_published(url: str, capsys: pytest.CaptureFixture[str]):
-    await run("status", url)
+    await run("status", url, "--json")
     pages = capsys.readouterr().out.replace("\n}\n{", "\n}\0{").split("\0")
     status, _, weights = (json.loads(page) for page in pages)
     assert (status["version"], status["head"]) == (2, 2)

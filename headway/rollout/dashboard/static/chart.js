@@ -99,12 +99,12 @@ function axis(highest, { start, end, width }) {
   return [...rules, scale, from, to];
 }
 
-// A hairline in the version's colour where it began to serve.
+// A tick in the version's colour where it began to serve.
 function publications(points, { x }) {
   return points.slice(1).flatMap((point, i) => {
     if (point.version === points[i].version) return [];
     const at = x(point.at).toFixed(1);
-    const line = svg("line", { class: `publication v${hueOf(point.version)}`, x1: at, x2: at, y1: TOP, y2: FLOOR });
+    const line = svg("line", { class: `publication v${hueOf(point.version)}`, x1: at, x2: at, y1: TOP - 5, y2: TOP + 1 });
     line.append(svg("title", {}, `version ${point.version} serves`));
     return [line];
   });
@@ -136,7 +136,6 @@ export function histogram({ title }) {
     if (bound !== null) {
       const at = (bound + 1) * step;
       image.append(svg("line", { class: "bound", x1: at, x2: at, y1: TOP, y2: FLOOR }));
-      image.append(svg("text", { x: at - 4, y: TOP - 5, "text-anchor": "end" }, `bound ${bound}`));
     }
     output.textContent = words;
   };

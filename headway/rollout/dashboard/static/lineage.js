@@ -5,11 +5,11 @@ import { clock, decimal, duration, moment, NONE } from "./format.js";
 import { versionChip } from "./marks.js";
 import { notes } from "./notes.js";
 
-export function lineage({ summary, request, events, group }) {
+export function lineage({ summary, request, events, group }, chosen) {
   return [
     h("h3", {}, "Outcome"), list(outcome(summary)),
     h("h3", {}, "Events"), h("ol", { class: "events" }, events.map((event, i) => line(event, events[i - 1] ?? event))),
-    ...verdicts(group),
+    ...verdict(group?.trajectories[chosen]),
     h("h3", {}, "Asked for"), list(asked(summary, request)),
   ];
 }
@@ -38,11 +38,10 @@ function line(event, before) {
     event.detail ? h("span", {}, event.detail.replaceAll("_", " ").replaceAll("=", " ")) : null);
 }
 
-function verdicts(group) {
-  const told = (group?.trajectories ?? []).filter((row) => Object.keys(row.details).length);
-  if (!told.length) return [];
-  return [h("h3", {}, "Verifier"), ...told.map((row) => h("details", { open: told.length === 1 },
-    h("summary", {}, `sample ${row.sample_index}${row.branch ? `.${row.branch}` : ""}: ${row.verdict.replaceAll("_", " ")}`), notes(row.details)))];
+function verdict(row) {
+  if (!row) return [];
+  const name = `sample ${row.sample_index}${row.branch ? `.${row.branch}` : ""}`;
+  return [h("h3", {}, `Verifier on ${name}`), notes({ verdict: row.verdict.replaceAll("_", " "), ...row.details })];
 }
 
 function asked(summary, { workflow, reward, filter, gconfig, versions, priority, timeout_s, prompt }) {

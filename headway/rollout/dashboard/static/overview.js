@@ -12,6 +12,7 @@ const KEPT = 300;
 const SPEED_POINTS = 3;
 const REWARD_POINTS = 15;
 const NEWEST = 8;
+const TOLD_OF = ["consumed", "delivered", "ready", "leased"];
 const STATES = ["queued", "leased", "ready", "delivered", "consumed", "failed", "filtered", "stale", "cancelled"];
 
 export function overview() {
@@ -21,20 +22,22 @@ export function overview() {
   const states = h("tbody");
   const failures = h("ol", { class: "failures" });
   const newest = h("div");
+  const newestTitle = h("h2");
   const element = h("div", { class: "overview" },
     readouts,
     h("section", { class: "charts", "aria-label": "Last minutes" }, charts.map((chart) => chart.element)),
-    h("section", { class: "fleet" }, h("h2", {}, "Fleet"), fleet.element),
-    h("section", { class: "states" }, h("h2", {}, "Trajectories by state"), h("table", {}, states)),
-    h("section", { class: "newest" }, h("h2", {}, "Newest rollouts", h("a", { href: "#/rollouts" }, "all")), newest),
-    h("section", { class: "recent" }, h("h2", {}, "Last failures"), failures));
+    h("div", {},
+      h("section", { class: "fleet" }, h("h2", {}, "Fleet"), fleet.element),
+      h("section", { class: "newest" }, newestTitle, newest)),
+    h("div", {},
+      h("section", { class: "states" }, h("h2", {}, "Trajectories by state"), h("table", {}, states)),
+      h("section", {}, h("h2", {}, "Last failures"), failures)));
   let history = [];
 
   const refresh = async (signal) => {
-    const [told, listed] = await Promise.all([
-      getDashboard(history.at(-1)?.at ?? 0, signal),
-      getRollouts({ limit: NEWEST }, signal),
-    ]);
+    const told = await getDashboard(history.at(-1)?.at ?? 0, signal);
+    const state = TOLD_OF.find((one) => told.status.counts[one]) ?? "";
+    const listed = await getRollouts({ limit: NEWEST, state }, signal);
     history = [...history, ...told.history].slice(-KEPT);
     const points = derive(history);
     fill(readouts, makeReadouts(told, points));
@@ -43,6 +46,7 @@ export function overview() {
     fill(states, STATES.map((state) => stateRow(state, told.status.counts)));
     const reasons = told.status.last_failures.toReversed();
     fill(failures, reasons.length ? reasons.map((reason) => h("li", {}, reason)) : h("li", { class: "none" }, "none lately"));
+    fill(newestTitle, `Newest ${state} rollouts`, h("a", { href: "#/rollouts", "data-key": "all" }, "all rollouts"));
     fill(newest, rolloutTable(listed.rollouts, told.now));
   };
   return { title: "Overview", element, refresh, every: 2 };
@@ -94,7 +98,10 @@ function makeCharts() {
   });
   const speed = timeChart({
     title: "Tokens per second",
-    series: [{ kind: "area", tone: "speed", read: (point) => point.speed }],
+    series: [
+      { kind: "area", tone: "speed", read: (point) => point.speed },
+      { kind: "line", tone: "speed", read: (point) => point.speed },
+    ],
     tell: (point) => count(point.speed),
   });
   const reward = timeChart({
@@ -123,7 +130,8 @@ function drawStaleness(chart, points, bound) {
   }
   const number = [...counts.values()].reduce((sum, one) => sum + one, 0);
   const mean = [...counts].reduce((sum, [versions, one]) => sum + versions * one, 0) / number;
-  chart.draw(counts, bound, number ? `mean ${decimal(mean)} versions` : "none delivered");
+  const limit = bound === null ? "" : `, bound ${bound}`;
+  chart.draw(counts, bound, number ? `mean ${decimal(mean)}${limit}` : "none delivered");
 }
 
 function stateRow(state, counts) {

@@ -21,14 +21,15 @@ export function rollout(id) {
   let chosen = 0;
 
   async function refresh(signal) {
+    if (told === null) document.addEventListener("keydown", press, { signal });
     const answer = await getRollout(id, signal);
     view.every = OPEN.includes(answer.summary.state) ? 2 : 0;
     if (told !== null && JSON.stringify(answer) === JSON.stringify(told)) return;
     const isFirst = !told?.group;
     told = answer;
     fill(head, makeTitle(answer));
-    fill(story, lineage(answer));
     if (isFirst) choose(0);
+    fill(story, lineage(answer, chosen));
   }
 
   function choose(place) {
@@ -37,14 +38,15 @@ export function rollout(id) {
     fill(strip, siblings(rows, chosen, choose));
     reader.element.hidden = !rows.length;
     fill(prompt, rows.length ? null : makePrompt(told));
+    fill(story, lineage(told, chosen));
     if (rows.length) reader.show(rows[chosen]);
   }
 
-  element.addEventListener("keydown", (event) => {
-    if (event.target.closest("input, select") || event.ctrlKey || event.metaKey || event.altKey) return;
+  function press(event) {
+    if (event.target.closest("select, input:not([type=radio])") || event.ctrlKey || event.metaKey || event.altKey) return;
     const act = { "[": () => choose(chosen - 1), "]": () => choose(chosen + 1), v: () => reader.colour("version"), l: () => reader.colour("logprob") }[event.key];
     if (act && told?.group) act();
-  });
+  }
   return view;
 }
 

@@ -53,9 +53,9 @@ export function transcript() {
     const turn = row.turns[segment.turn];
     const size = `${to - from} tokens`;
     const name = isSampled ? `turn ${number}` : from === 0 ? "prompt" : "given";
-    const facts = [size, turn && turn.end === to ? `ended by ${turn.stop_reason}` : null, turn?.reward != null ? `reward ${decimal(turn.reward, 3)}` : null];
+    const facts = [size, turn && turn.end === to ? `ended by ${turn.stop_reason}` : null, turn?.reward != null ? `reward ${decimal(turn.reward, 3)}` : null].filter(Boolean);
     return h("section", { class: `segment ${isSampled ? "sampled" : "given"}` },
-      h("header", {}, h("b", {}, name), h("span", {}, facts.filter(Boolean).join(" \u00b7 "))),
+      h("header", {}, h("b", {}, name), facts.map((fact) => h("span", {}, fact))),
       h("p", { class: "text" }, isSampled ? paint(from, to) : plain(from, to)),
       turn && turn.end === to ? notes(turn.note) : null);
   }
