@@ -12,7 +12,7 @@ curl -s $GATEWAY/v1/rollouts/wait -H 'content-type: application/json' -d '{"deli
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
@@ -45,7 +45,13 @@ async def submit(body: http.SubmitRequest, request: Request) -> http.SubmitRespo
     return http.SubmitResponse(new=await service_of(request).submit(body.rollouts))
 
 
-@rollouts.post(http.ROLLOUTS_WAIT, response_class=Response)
+WAITED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {MEDIA_TYPE: {}, JSON: {"schema": http.BatchView.model_json_schema()}}},
+    204: {"description": "Nothing within `timeout_s`"},
+}
+
+
+@rollouts.post(http.ROLLOUTS_WAIT, response_class=Response, responses=WAITED)
 async def wait(body: http.WaitRequest, request: Request) -> Response:
     payloads, num_ready = await unless_disconnected(request, service_of(request).wait(body))
     if payloads is None:

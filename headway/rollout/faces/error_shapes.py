@@ -16,9 +16,9 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from headway.contracts.errors import ServiceError
+from headway.contracts.errors import ErrorBody, ServiceError
 from headway.runtime.json_route import JsonRoute
 from headway.runtime.logging import note_request
 
@@ -43,6 +43,19 @@ class Failure:
 
 Shape = Callable[[Failure], dict[str, Any]]
 """The JSON body of a failure."""
+
+
+class ShapedError(BaseModel):
+    """A failure in the words of a route's own API."""
+
+    error: dict[str, Any]
+
+
+FAILURES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ShapedError | ErrorBody},
+    "5XX": {"model": ShapedError | ErrorBody},
+}
+"""For the OpenAPI page: `APIRouter(responses=FAILURES)`."""
 
 
 class InvalidField(ServiceError):

@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from headway.contracts.http import SESSION_OPENAI
-from headway.rollout.faces.error_shapes import Failure, InvalidField, route_in
+from headway.rollout.faces.error_shapes import FAILURES, Failure, InvalidField, route_in
 from headway.rollout.faces.openai.chat_request import ChatRequest
 from headway.rollout.faces.openai.errors import openai_error
 from headway.rollout.faces.openai.fields import SAMPLING_NAMES
@@ -27,7 +27,7 @@ from headway.rollout.tool_calls import ToolCall
 MODEL = "policy"
 """How the session's model is listed; requests may call it by any name."""
 
-chat_routes = APIRouter(route_class=route_in(openai_error))
+chat_routes = APIRouter(route_class=route_in(openai_error), responses=FAILURES)
 
 
 @chat_routes.get(SESSION_OPENAI + "/models")

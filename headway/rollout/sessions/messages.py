@@ -12,12 +12,12 @@ from fastapi import APIRouter, Request, Response
 from headway.contracts.http import SESSION_ANTHROPIC
 from headway.rollout.faces.anthropic.errors import anthropic_error
 from headway.rollout.faces.anthropic.request import SAMPLING_NAMES, MessagesRequest
-from headway.rollout.faces.error_shapes import Failure, route_in
+from headway.rollout.faces.error_shapes import FAILURES, Failure, route_in
 from headway.rollout.sessions.access import Entered
 from headway.rollout.sessions.answers import answer_stream, answer_whole, event
 from headway.rollout.sessions.chat import Ask, Chat, Reply
 
-message_routes = APIRouter(route_class=route_in(anthropic_error))
+message_routes = APIRouter(route_class=route_in(anthropic_error), responses=FAILURES)
 
 
 @message_routes.post(SESSION_ANTHROPIC + "/v1/messages", response_class=Response)

@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from headway.contracts.http import SESSION_OPENAI
-from headway.rollout.faces.error_shapes import Failure, InvalidField, route_in
+from headway.rollout.faces.error_shapes import FAILURES, Failure, InvalidField, route_in
 from headway.rollout.faces.openai.errors import openai_error
 from headway.rollout.faces.openai.responses_request import SAMPLING_NAMES, ResponsesRequest
 from headway.rollout.sessions.access import Entered
@@ -24,7 +24,7 @@ from headway.rollout.sessions.chat_completions import MODEL
 from headway.rollout.sessions.session import Session
 from headway.rollout.tool_calls import ToolCall
 
-response_routes = APIRouter(route_class=route_in(openai_error))
+response_routes = APIRouter(route_class=route_in(openai_error), responses=FAILURES)
 
 
 @response_routes.post(SESSION_OPENAI + "/responses", response_class=Response)

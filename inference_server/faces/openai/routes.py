@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from headway.contracts import http
 from headway.contracts.errors import ServiceError
-from headway.rollout.faces.error_shapes import failure_of, route_in
+from headway.rollout.faces.error_shapes import FAILURES, failure_of, route_in
 from headway.rollout.faces.openai.chat_request import ChatRequest
 from headway.rollout.faces.openai.errors import openai_error
 from headway.runtime.disconnect import unless_disconnected
@@ -26,7 +26,7 @@ from inference_server.faces.openai.completion_request import CompletionRequest
 from inference_server.faces.openai.job import Job
 from inference_server.faces.openai.plans import check_model, plan_chat, plan_completion
 
-router = APIRouter(route_class=route_in(openai_error))
+router = APIRouter(route_class=route_in(openai_error), responses=FAILURES)
 
 
 @router.get(http.MODELS)

@@ -12,16 +12,23 @@ import json
 import uuid
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import BaseModel
 
 from headway.contracts import http
 from headway.contracts.config.sampling import SamplingConfig
-from headway.contracts.errors import ServiceError
+from headway.contracts.errors import ErrorBody, ServiceError
 from headway.contracts.types import LLMRequest
-from headway.rollout.faces.error_shapes import Failure, InvalidField, route_in
+from headway.rollout.faces.error_shapes import (
+    FAILURES,
+    Failure,
+    InvalidField,
+    ShapedError,
+    route_in,
+)
 from headway.rollout.tokenizer import TextTokenizer
 from headway.runtime.disconnect import unless_disconnected
 from headway.runtime.event_stream import EventStream
@@ -48,6 +55,7 @@ from inference_server.faces.sglang.weight_updates import Published, UpdateOption
 from weight_sync.transports.process_group import GroupAddress, TensorSpec
 
 HEALTH_TIMEOUT_S = 20.0
+MAX_FLUSH_S = 3600.0
 
 
 def error_shape(failure: Failure) -> dict[str, Any]:
@@ -55,7 +63,21 @@ def error_shape(failure: Failure) -> dict[str, Any]:
     return {"error": {"message": failure.message}}
 
 
-router = APIRouter(route_class=route_in(error_shape))
+class UpdateFailure(BaseModel):
+    """What did not become of an update."""
+
+    success: Literal[False]
+    message: str
+    num_paused_requests: int | None = None
+
+
+FLUSH_FAILURES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"content": {"text/plain": {}, "application/json": {}}}
+}
+UPDATE_FAILURES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": UpdateFailure | ShapedError | ErrorBody}
+}
+router = APIRouter(route_class=route_in(error_shape), responses=FAILURES)
 
 
 @router.put(http.SGLANG_GENERATE, include_in_schema=False)
@@ -155,8 +177,11 @@ async def resume(_: EmptyBody, request: Request) -> dict[str, str]:
 
 
 @router.get(http.SGLANG_FLUSH, include_in_schema=False)
-@router.post(http.SGLANG_FLUSH, response_class=PlainTextResponse)
-async def flush(request: Request, timeout: float = 0.0) -> PlainTextResponse:
+@router.post(http.SGLANG_FLUSH, response_class=PlainTextResponse, responses=FLUSH_FAILURES)
+async def flush(
+    request: Request,
+    timeout: Annotated[float, Query(ge=0.0, le=MAX_FLUSH_S, allow_inf_nan=False)] = 0.0,
+) -> PlainTextResponse:
     if await _face(request).flush(timeout):
         return PlainTextResponse("Cache flushed.\n")
     return PlainTextResponse("Flush cache failed.\n", status_code=400)
@@ -184,7 +209,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
     return {"text": _tokenizer(request).decode(ids, skips)}
 
 
-@router.post(http.SGLANG_UPDATE_DISK, response_model=None)
+@router.post(http.SGLANG_UPDATE_DISK, response_model=None, responses=UPDATE_FAILURES)
 async def update_from_disk(body: DiskUpdateBody, request: Request) -> Response:
     """A directory of ours or a plain one, below one of `weights.allow`.
 
@@ -201,18 +226,18 @@ async def update_from_disk(body: DiskUpdateBody, request: Request) -> Response:
     return JSONResponse({"success": True, "message": text, "num_paused_requests": running})
 
 
-@router.post(http.SGLANG_UPDATE_BEGIN, response_model=None)
+@router.post(http.SGLANG_UPDATE_BEGIN, response_model=None, responses=UPDATE_FAILURES)
 async def begin_update(_: EmptyBody, request: Request) -> Response:
     return await _done(_face(request).updates.begin(), "Success")
 
 
-@router.post(http.SGLANG_UPDATE_END, response_model=None)
+@router.post(http.SGLANG_UPDATE_END, response_model=None, responses=UPDATE_FAILURES)
 async def end_update(_: EmptyBody, request: Request) -> Response:
     """What the session received becomes visible here, all at once; in SGLang, bucket by bucket."""
     return await _done(_face(request).updates.end(), "Success")
 
 
-@router.post(http.SGLANG_GROUP_INIT, response_model=None)
+@router.post(http.SGLANG_GROUP_INIT, response_model=None, responses=UPDATE_FAILURES)
 async def join_group(body: JoinGroupBody, request: Request) -> Response:
     address = GroupAddress(
         body.group_name,
@@ -226,13 +251,13 @@ async def join_group(body: JoinGroupBody, request: Request) -> Response:
     return await _done(joined, "Succeeded to initialize custom process group.")
 
 
-@router.post(http.SGLANG_GROUP_DESTROY, response_model=None)
+@router.post(http.SGLANG_GROUP_DESTROY, response_model=None, responses=UPDATE_FAILURES)
 async def leave_group(body: LeaveGroupBody, request: Request) -> Response:
     left = _face(request).updates.leave(body.group_name)
     return await _done(left, "Succeeded to destroy custom process group.")
 
 
-@router.post(http.SGLANG_UPDATE_GROUP, response_model=None)
+@router.post(http.SGLANG_UPDATE_GROUP, response_model=None, responses=UPDATE_FAILURES)
 async def update_from_group(body: GroupUpdateBody, request: Request) -> Response:
     """One bucket, inside of a session or without one.
 
