@@ -54,7 +54,11 @@ class InferenceEngine(Protocol):
         """
 
     def consumed(self, rollout_ids: Sequence[str], step: int, checkpoint_step: int) -> None:
-        """Record that a step trained on these groups; idempotent."""
+        """Record that a step trained on these groups; idempotent.
+
+        Raises:
+            Fenced: a newer incarnation of this consumer has attached, and trains on them.
+        """
 
     def rollout(self, requests: Sequence[RolloutRequest], timeout: float) -> TrajectoryBatch:
         """Submit these groups and wait for exactly them."""

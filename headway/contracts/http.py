@@ -195,6 +195,8 @@ class WaitRequest(Config):
     """Wait for exactly these instead, whoever submitted them."""
     format: ResultFormat = "safetensors"
     """`safetensors` answers with `codec` columns, `json` with a `BatchView`."""
+    term: int = Field(0, ge=0)
+    """What `POST /v1/consumer` answered: an older incarnation of a consumer is refused. 0 is unknown."""
 
 
 class TurnView(Config):
@@ -409,6 +411,8 @@ class ConsumedRequest(Config):
     step: int = Field(ge=0, lt=MAX_COUNT)
     checkpoint_step: int = Field(ge=-1, lt=MAX_COUNT)
     """Consumption up to this step is safe in a checkpoint: payloads may be forgotten."""
+    term: int = Field(0, ge=0)
+    """As of `WaitRequest`."""
 
 
 class ConsumerRequest(Config):
@@ -427,8 +431,8 @@ class ConsumerResponse(Config):
     version: PolicyVersion
     """Committed version on the serving side."""
     term: int
-    """Number of this attachment: what the consumer publishes carries it, and an older incarnation of
-    the same consumer is refused."""
+    """Number of this attachment: what the consumer waits for, consumes and publishes carries it, and an
+    older incarnation of the same consumer is refused."""
 
 
 class DetachRequest(Config):

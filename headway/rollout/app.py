@@ -65,7 +65,8 @@ async def generate(body: LLMRequest, request: Request) -> Response:
 
 @common.post(http.ROLLOUTS_CONSUMED, status_code=204)
 async def consumed(body: http.ConsumedRequest, request: Request) -> None:
-    await service_of(request).consumed(body.rollout_ids, body.step, body.checkpoint_step)
+    service = service_of(request)
+    await service.consumed(body.rollout_ids, body.step, body.checkpoint_step, body.term)
 
 
 @common.post(http.CONSUMER)

@@ -113,6 +113,14 @@ class Consumers:
         """Nobody is attached any more; terms go on."""
         await self._turn(_Page(term=self._page.term), "the consumer has attached anew just now")
 
+    def check_term(self, term: int) -> None:
+        """Raises `Fenced` if a consumer has attached since that term; 0 is unknown."""
+        if term not in (0, self._page.term):
+            raise Fenced(
+                f"a consumer has attached anew: term {term} was followed by {self._page.term}; end the "
+                "older process"
+            )
+
     def check_publisher(self, publisher: Publisher | None) -> None:
         """Whether it may publish weights.
 

@@ -81,7 +81,7 @@ class InProcessEngine:
         return self._wait(count, None, timeout)
 
     def consumed(self, rollout_ids: Sequence[str], step: int, checkpoint_step: int) -> None:
-        self._run(self._running.consumed(rollout_ids, step, checkpoint_step))
+        self._run(self._running.consumed(rollout_ids, step, checkpoint_step, self._term))
 
     def rollout(self, requests: Sequence[RolloutRequest], timeout: float) -> TrajectoryBatch:
         self.submit(requests)
@@ -116,6 +116,7 @@ class InProcessEngine:
                 timeout_s=poll_s,
                 consumer=self._consumer,
                 rollout_ids=rollout_ids,
+                term=self._term,
             )
             payloads, num_ready = self._run(self._running.wait(request))
             if payloads is not None:
@@ -127,6 +128,10 @@ class InProcessEngine:
                 raise WaitTimeout(
                     f"{num_ready} of {count} prompt groups were ready after {timeout:g} s"
                 )
+
+    @property
+    def _term(self) -> int:
+        return 0 if self._publisher is None else self._publisher.term
 
     @property
     def _running(self) -> RolloutService:

@@ -166,6 +166,7 @@ class RolloutService:
         """Payloads of `count` finished groups, oldest first, or None and how many are ready.
 
         Raises:
+            Fenced: a newer incarnation of the consumer has attached.
             ErrorBudgetExceeded: too many rollouts failed.
             Starved: the attached consumer has fewer groups outstanding than it waits for.
         """
@@ -192,6 +193,7 @@ class RolloutService:
         return self._changed.count - self._executor.num_kept
 
     async def _deliver(self, request: WaitRequest) -> tuple[tuple[bytes, ...] | None, int]:
+        await self._check_term(request.term)
         if request.rollout_ids is not None:
             found = await self.ledger.deliver_exactly(
                 request.delivery_id, request.rollout_ids, self.version
@@ -251,9 +253,22 @@ class RolloutService:
         self._changed.notify()
         return cancelled
 
-    async def consumed(self, rollout_ids: Sequence[str], step: int, checkpoint_step: int) -> None:
-        """Record that a step trained on these groups."""
+    async def consumed(
+        self, rollout_ids: Sequence[str], step: int, checkpoint_step: int, term: int = 0
+    ) -> None:
+        """Record that a step trained on these groups.
+
+        Raises:
+            Fenced: a newer incarnation of the consumer has attached: they are its to train on.
+        """
+        await self._check_term(term)
         await self.ledger.consume(rollout_ids, step, checkpoint_step)
+
+    async def _check_term(self, term: int) -> None:
+        """Also against what another gateway has just written."""
+        if term and self.ledger.is_shared and await self._consumers.refresh():
+            self._executor.forgive()
+        self._consumers.check_term(term)
 
     async def update_weights(
         self,

@@ -127,7 +127,10 @@ class RemoteInferenceEngine:
 
     def consumed(self, rollout_ids: Sequence[str], step: int, checkpoint_step: int) -> None:
         request = http.ConsumedRequest(
-            rollout_ids=tuple(rollout_ids), step=step, checkpoint_step=checkpoint_step
+            rollout_ids=tuple(rollout_ids),
+            step=step,
+            checkpoint_step=checkpoint_step,
+            term=self._term,
         )
         self._call("POST", http.ROLLOUTS_CONSUMED, request)
 
@@ -247,6 +250,7 @@ class RemoteInferenceEngine:
                 timeout_s=max(0.0, min(POLL_S, left)),
                 consumer=self._consumer,
                 rollout_ids=rollout_ids,
+                term=self._term,
             )
             answer = self._call("POST", http.ROLLOUTS_WAIT, request)
             if answer.status_code == 200:

@@ -67,6 +67,27 @@ async def test_an_older_incarnation_is_fenced_also_after_restarts(open_service):
     assert await again.service.update_weights(V1, None, bench.publisher) == 1
 
 
+async def test_an_older_incarnation_is_given_nothing_and_consumes_nothing(open_service):
+    bench = await open_service()
+    await bench.attach()
+    old = bench.publisher.term
+    await bench.submit("r0")
+    assert await bench.wait(1, "d1", term=old)
+    assert await bench.attach() == 1
+    for call in (
+        bench.wait(1, "d1", term=old),
+        bench.wait(1, "d2", term=old),
+        bench.service.consumed(["r0"], 0, -1, old),
+    ):
+        with pytest.raises(Fenced, match=f"term {old} was followed by {old + 1}; end the older"):
+            await call
+    new = bench.publisher.term
+    assert await bench.wait(1, "d3", term=new)
+    with pytest.raises(Fenced):
+        await bench.service.consumed(["r0"], 0, -1, old)
+    await bench.service.consumed(["r0"], 0, -1, new)
+
+
 async def test_a_new_incarnation_ends_what_the_old_one_publishes(slow: Bench):
     await slow.attach()
     old = asyncio.create_task(slow.publish(1))
