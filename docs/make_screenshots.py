@@ -19,15 +19,15 @@ from tests.integration.dashboard_stage import Stage, staged  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 SECONDS = 90.0
-STEP_S = 2.5
+STEP_S = 1.4
 MAX_BYTES = 300_000
 
 
 def main() -> None:
     """Write both pictures."""
-    with tempfile.TemporaryDirectory() as folder, staged(Path(folder), 3, 0.012) as stage:
+    with tempfile.TemporaryDirectory() as folder, staged(Path(folder), 3, 0.025) as stage:
         stage.attach(max_staleness=2)
-        stage.submit(24)
+        stage.submit(20)
         with browsing() as browser:
             browser.driver.get(f"{stage.url}/ui")
             end = time.monotonic() + SECONDS

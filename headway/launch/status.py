@@ -102,7 +102,7 @@ def status_page(
         audit: the ledger's proof, if it was asked for.
         speed: tokens per second lately, if that is known.
     """
-    parts = [
+    parts: list[RenderableType] = [
         _summary(status, weights, speed),
         "",
         _servers(status.servers),

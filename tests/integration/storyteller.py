@@ -11,7 +11,6 @@ import json
 import random
 import re
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,8 +114,7 @@ class Storyteller(FakeBackend):
     def __init__(self, config: Any, model: Any, version: int, tokenizer: TextTokenizer) -> None:
         super().__init__(config, model, version, tokenizer)
         self._text = tokenizer
-        self._latency_s = config.token_latency_s
-        self._busy_s = 0.0
+        self._busy_s = self._busy_from = 0.0
 
     async def generate(self, req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
         asked = self._text.decode(list(req.input_ids), skip_special_tokens=False)
@@ -125,9 +123,11 @@ class Storyteller(FakeBackend):
         story = self._text.encode(text, add_special_tokens=False)[: req.gconfig.max_new_tokens]
         length = {"max_new_tokens": len(story), "stop_token_ids": ()}
         gconfig = req.gconfig.model_copy(update=length)
-        began = time.monotonic()
+        if not self._running:
+            self._busy_from = super().load().uptime_s
         response = await super().generate(req.model_copy(update={"gconfig": gconfig}), on_delta)
-        self._busy_s += time.monotonic() - began
+        if not self._running:
+            self._busy_s += super().load().uptime_s - self._busy_from
         spoken = story[: len(response.output_tokens)]
         told = {"output_tokens": spoken, "output_logprobs": [self._logprob(draw) for _ in spoken]}
         if self._text.decode(spoken, skip_special_tokens=False).endswith(END):
@@ -157,7 +157,7 @@ class Storyteller(FakeBackend):
             known.running,
             known.queued,
             known.generated_tokens,
-            min(self._busy_s, known.uptime_s),
+            self._busy_s + (known.uptime_s - self._busy_from if known.running else 0.0),
             known.uptime_s,
             kv_tokens=held,
             kv_capacity_tokens=PLACES,

@@ -49,7 +49,7 @@ function row(server, { speed, busy }) {
     h("td", {}, versionChip(server.version)),
     h("td", { class: "number" }, running),
     h("td", { class: "number" }, count(server.queued)),
-    h("td", { class: "number" }, gauge(server.kv_usage, "cache in use"), ` ${percent(server.kv_usage)}`),
+    h("td", { class: "number" }, gauge(server.kv_usage, "cache in use"), h("span", { class: "share" }, percent(server.kv_usage))),
     h("td", { class: "number" }, speed === null ? NONE : count(speed)),
     h("td", { class: "number" }, busy === null ? NONE : percent(busy)),
     h("td", { class: "number" }, duration(server.uptime_s)));

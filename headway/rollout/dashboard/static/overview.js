@@ -78,7 +78,7 @@ function makeReadouts({ status, weights, scale, sessions_open, history }, points
   return [
     readout("Policy version", versionChip(status.version), [newest, pinned, publishing].filter(Boolean).join(" \u00b7 ")),
     readout("Servers ready", `${ready} / ${status.servers.length}`, `${scale.wanted} wanted: ${scale.reason}`),
-    readout("In play", count(status.running), status.max_staleness === null ? `no staleness bound` : `${count(status.capacity)} more may start, staleness \u2264 ${status.max_staleness}`),
+    readout("In play", count(status.running), status.max_staleness === null ? `no staleness bound` : `staleness \u2264\u00a0${status.max_staleness}, ${count(status.capacity)} more may start`),
     readout("Waiting", count(status.counts.queued), scale.queue_wait_s ? `started within ${duration(scale.queue_wait_s)}` : `${count(status.counts.ready)} ready to train on`),
     readout("Tokens per second", last ? count(last.speed) : NONE, `${count(status.generated_tokens)} in all`),
     readout("Reward, last 30 s", last ? decimal(last.reward, 3) : NONE, `${count(last?.rewarded ?? 0)} trajectories`),

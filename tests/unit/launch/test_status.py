@@ -1,0 +1,66 @@
+"""`headway status` for people: one page that says what is wrong first."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from headway.contracts.errors import ConfigError
+from headway.contracts.http import (
+    LedgerAudit,
+    LedgerCounts,
+    ServerStatus,
+    StatusResponse,
+    WeightRecord,
+    WeightStatus,
+)
+from headway.launch.status import main, status_page
+
+
+def shown(*args, **fields) -> str:
+    console = Console(width=120, record=True, file=StringIO())
+    console.print(status_page(*args, **fields))
+    return console.export_text()
+
+
+def status(**fields) -> StatusResponse:
+    counts = LedgerCounts(submitted=5200, ready=200, consumed=5000)
+    known = {"version": 7, "head": 8, "running": 3, "capacity": 12, "max_staleness": 2}
+    return StatusResponse(**{**known, "counts": counts, **fields})
+
+
+def test_the_page_tells_versions_servers_and_states():
+    server = ServerStatus(
+        server_id="gpu-1", url="http://h:1", version=7, running=4, max_running=16, state="fenced"
+    )
+    record = WeightRecord(version=7, path="/w/7")
+    weights = WeightStatus(committed=record, head=8, epoch=9, pinned=7, publishing=8, kept=[record])
+    page = shown(status(servers=[server]), weights, speed=1234.5)
+    for text in (
+        "7 serves, 8 is the newest, pinned, publishing 8",
+        "at most 2",
+        "1,234 per second",
+    ):
+        assert text in page
+    (line,) = [line for line in page.splitlines() if line.startswith("gpu-1")]
+    assert line.split() == ["gpu-1", "fenced", "7", "4", "/", "16", "0", "0%", "0"]
+    assert "5,200" in page
+
+
+def test_the_page_tells_failures_as_they_are_and_the_proof_if_it_was_asked_for():
+    audit = LedgerAudit(counts=LedgerCounts(), lost=1, duplicated=0, max_staleness=2, requeues=3)
+    page = shown(status(last_failures=["[bold]not markup[/bold]"]), None, audit=audit)
+    assert "[bold]not markup[/bold]" in page
+    assert "1 lost, 0 consumed twice, 3 requeued, staleness at most 2" in page
+    assert "no generation server has reported itself" in page
+    assert "ledger:" not in shown(status(), None)
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["--watch"], ["http://h", "x"], ["http://h", "--watch", "--json"]]
+)
+def test_wrong_use_is_told(argv: list[str]):
+    with pytest.raises(ConfigError, match="usage: headway status URL"):
+        main(argv)
