@@ -3,7 +3,7 @@
 Only regular files that a version may hold are served: no listing, no hidden file, nothing above the
 root and nothing behind a link. The kernel copies (`sendfile`), so Python's lock is hardly ever taken.
 A request with `Prefer: wait=SECONDS` (RFC 7240) for a file that is not there yet is answered when the
-file or the version's manifest is there, or after that time.
+file or the version's manifest is there, or after that time; `Preference-Applied` says so.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class FileServer:
         path = folder / request.match_info["name"]
         await self._wait(path, folder / MANIFEST_NAME, _wanted_wait(request))
         if not _is_servable(folder, path):
-            return web.Response(status=404)
+            return web.Response(status=404, headers={"preference-applied": "wait"})
         return _Blob(path)
 
     async def _wait(self, path: Path, manifest: Path, seconds: float) -> None:

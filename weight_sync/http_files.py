@@ -11,6 +11,7 @@ import http.client
 import random
 import re
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ SILENCE_S = 20.0
 """Without a byte for so long, a connection counts as broken."""
 TICK_S = 0.05
 """How often a waiting thread looks whether its patience has ended."""
-SLICE_BYTES = 1 << 20
+SLICE_BYTES = 8 << 20
 """Received at once; what a broken connection costs at most."""
 MAX_ERROR_BYTES = 1 << 16
 MAX_TEXT_BYTES = 256 << 20
@@ -47,6 +48,26 @@ class _Busy(Exception):
 
 class _Absent(Exception):
     """There is no such file."""
+
+    def __init__(self, was_waited_for: bool) -> None:
+        self.was_waited_for = was_waited_for
+
+
+class _PlainConnection(Connection):
+    """The kernel keeps the time: a timeout of Python's costs a `poll` and a short read per packet."""
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock.settimeout(None)
+        silence = struct.pack("ll", int(SILENCE_S), 0)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, silence)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, silence)
+
+
+class _SecureConnection(http.client.HTTPSConnection):
+    def connect(self) -> None:
+        super().connect()
+        self.sock.settimeout(SILENCE_S)
 
 
 class HttpFiles:
@@ -115,8 +136,8 @@ class HttpFiles:
                     if answer.length:
                         raise _Busy(f"the answer ended {answer.length} bytes early")
                     return content
-            except _Absent:
-                if wait_s:  # by a server that does not wait
+            except _Absent as absent:
+                if wait_s and not absent.was_waited_for:
                     self._closed.wait(max(0.0, asked + TICK_S - time.monotonic()))
                 return None
             except (OSError, http.client.HTTPException, _Busy) as error:
@@ -149,7 +170,7 @@ class HttpFiles:
                 _skip(answer, offset)
             while target:
                 count = answer.readinto(target[:SLICE_BYTES])
-                if count == 0:
+                if not count:  # None is silence
                     return
                 yield count
                 target = target[count:]
@@ -166,12 +187,10 @@ class HttpFiles:
         with self._connection() as connection:
             path = f"{self._parts.path}/{name}"
             connection.request("GET", path, headers={**self._headers, **headers})
-            if connection.sock is not None:
-                connection.sock.settimeout(SILENCE_S)
             with connection.getresponse() as answer:
                 if answer.status in (404, 410):
                     answer.read(MAX_ERROR_BYTES)
-                    raise _Absent
+                    raise _Absent("preference-applied" in answer.headers)
                 self._check_status(name, answer.status)
                 yield answer
                 if not answer.isclosed():  # the rest of the answer would be read as the next one
@@ -202,8 +221,8 @@ class HttpFiles:
     def _make_connection(self) -> Connection:
         host, port = self._parts.hostname or "", self._parts.port
         if self._parts.scheme == "http":
-            return Connection(host, port, timeout=CONNECT_S)
-        return http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=client_context())
+            return _PlainConnection(host, port, timeout=CONNECT_S)
+        return _SecureConnection(host, port, timeout=CONNECT_S, context=client_context())
 
     def _check_status(self, name: str, status: int) -> None:
         if status in (200, 206):

@@ -7,7 +7,9 @@ import time
 
 from headway.contracts.errors import SyncError
 
-POLL_S = 0.002
+POLL_S = (0.0003, 0.005)
+"""Between looks: a share of the silence so far, between these."""
+POLL_SHARE = 0.05
 
 
 class Patience:
@@ -46,11 +48,14 @@ class Patience:
         self._reason = reason
         self._over.set()
 
-    def pause(self, seconds: float = POLL_S) -> None:
-        """Wait a moment before looking again.
+    def pause(self) -> None:
+        """Wait a moment before looking again, a longer one where nothing has happened for long.
 
         Raises:
             SyncError: patience has ended.
         """
+        shortest, longest = POLL_S
+        silence_s = time.monotonic() - self._since
+        seconds = min(max(POLL_SHARE * silence_s, shortest), longest)
         self._over.wait(min(seconds, self.left_s))
         _ = self.left_s

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,10 +39,10 @@ from weight_sync.transports.disk import LocalPlace
 from weight_sync.transports.meeting import Member
 
 Shapes = Mapping[str, torch.Size]
-CHECKERS = max(1, min(4, (os.cpu_count() or 1) // 4))
-"""Threads that decode and check; those of a small machine have to generate."""
+DECODERS = max(1, min(4, (os.cpu_count() or 1) // 4))
+"""Threads that decode; those of a small machine have to generate."""
 READ_AHEAD = 8
-"""Tensors that are read and not yet checked."""
+"""Tensors that are read and not yet decoded."""
 FOLDER_TIMEOUT_S = 60.0
 
 
@@ -249,27 +250,29 @@ class _Incoming:
 
     def _proven(self) -> Iterator[tuple[str, torch.Tensor]]:
         seen: list[TensorEntry] = []
-        checking: deque[Future[torch.Tensor]] = deque()
-        with ThreadPoolExecutor(CHECKERS, thread_name_prefix="weights-check") as checkers:
+        decoding: deque[tuple[TensorEntry, Future[torch.Tensor]]] = deque()
+        with ThreadPoolExecutor(DECODERS, thread_name_prefix="weights-decode") as decoders:
             for entry in self._source.entries():
                 self._check_shape(entry)
                 payload = self._source.read(entry)
-                checking.append(checkers.submit(self._check, entry, payload))
                 seen.append(entry)
+                if entry.codec == "raw":  # checked here, where it lies in the cache
+                    yield entry.name, self._checked(entry, partial(self._check, entry, payload))
+                else:
+                    decoding.append((entry, decoders.submit(self._check, entry, payload)))
                 del payload
-                if len(checking) >= READ_AHEAD:
-                    yield self._checked(seen[-len(checking)], checking.popleft())
-            while checking:
-                yield self._checked(seen[-len(checking)], checking.popleft())
+                if len(decoding) >= READ_AHEAD:
+                    oldest, check = decoding.popleft()
+                    yield oldest.name, self._checked(oldest, check.result)
+            for entry, check in decoding:
+                yield entry.name, self._checked(entry, check.result)
         self._check_manifest(self._source.manifest(), seen)
 
-    def _checked(
-        self, entry: TensorEntry, checking: Future[torch.Tensor]
-    ) -> tuple[str, torch.Tensor]:
+    def _checked(self, entry: TensorEntry, check: Callable[[], torch.Tensor]) -> torch.Tensor:
         try:
-            return entry.name, checking.result()
+            return check()
         except SyncError as error:
-            return entry.name, self._once_more(entry, error)
+            return self._once_more(entry, error)
 
     def _once_more(self, entry: TensorEntry, failure: SyncError) -> torch.Tensor:
         try:

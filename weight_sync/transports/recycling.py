@@ -31,7 +31,7 @@ _FileId = tuple[int, int]
 
 
 class Mappings:
-    """Files that this process has mapped, by device and inode; a deleted file is let go of."""
+    """Files that this process has mapped, by device and inode."""
 
     def __init__(self, writes: bool) -> None:
         self._flags = os.O_RDWR if writes else os.O_RDONLY
@@ -44,7 +44,6 @@ class Mappings:
         """The file behind a descriptor; mapped anew only if it was not, or with another size."""
         found = os.fstat(descriptor)
         key = (found.st_dev, found.st_ino)
-        self.prune()
         with self._lock:
             if key in self._known:
                 mapped = self._known[key][1]
@@ -137,17 +136,17 @@ class RecyclingStore(LocalStore):
         """A retired blob of this size that nobody uses, at its new place."""
         for candidate in self._free.iterdir():
             try:
+                if candidate.stat().st_size != size:
+                    continue
                 descriptor = os.open(candidate, os.O_RDWR)
             except FileNotFoundError:
                 continue
             try:
-                if os.fstat(descriptor).st_size == size:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    candidate.rename(path)
-                    return descriptor
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                candidate.rename(path)
+                return descriptor
             except (BlockingIOError, FileNotFoundError):  # in use, or taken by another thread
-                pass
-            os.close(descriptor)
+                os.close(descriptor)
         return None
 
 

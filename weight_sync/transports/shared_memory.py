@@ -92,6 +92,7 @@ class SharedMemoryChannel:
         self, path: str, meta: WeightUpdateMeta, config: ReceiverConfig, patience: Patience
     ) -> StoredSource:
         folder = Path(path.removeprefix(SCHEME)).resolve()
+        self._mappings.prune()
         return StoredSource(SharedMemoryPlace(folder, self._mappings), path, patience)
 
 
