@@ -3,9 +3,11 @@
     python benchmarks/chaos_consumer.py --dir RUN --urls URL [URL ...] --batch 8 --group 4 --eta 2
 
 It may be killed at any moment and started again: like a real trainer it goes on from its checkpoint.
-What it trained on stands in `trained.jsonl`, a line per step; of lines with the same step the last one
-counts, and lines of steps that the checkpoint does not hold are void once a later incarnation repeats
-them. It ends when `stop` appears in its directory, after a last step.
+What it trained on stands in `trained.jsonl`, a line per step; of lines with the same step that with the
+highest version counts, since a later incarnation goes on with a higher one, and lines of steps that the
+checkpoint does not hold are void. `submitted` tells up to where rollouts were acknowledged. It ends when
+`stop` appears in its directory, after its step, or by the refusal of what it asks for once a later
+incarnation has attached; and kills itself where `die-at` tells: see `_reach`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +25,7 @@ import torch
 from headway.contracts.config.base import PartConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.weight_sync import DiskSync
-from headway.contracts.errors import ServiceError, Starved
+from headway.contracts.errors import Fenced, ServiceError, Starved
 from headway.contracts.types import ConsumerSpec, Prompt, RolloutRequest
 from headway.runtime.inference_client import RemoteInferenceEngine
 from weight_sync.transports.base import make_publisher
@@ -109,14 +112,19 @@ class Consumer:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        self._reach("trained")
         self._client.consumed(batch.rollout_ids, state.step, state.step - 1)
+        self._reach("consumed")
         state = State(state.step + 1, state.version, cursor)
         self._save(state)
+        self._reach("saved")
         return self._publish(State(state.step, state.version + 1, state.cursor))
 
     def _submit(self, state: State, target: int) -> int:
         if target > state.cursor:
             self._client.submit([self._request(at) for at in range(state.cursor, target)])
+            with (self._dir / "submitted").open("a") as file:
+                file.write(f"{target}\n")
         return max(state.cursor, target)
 
     def _request(self, at: int) -> RolloutRequest:
@@ -126,7 +134,7 @@ class Consumer:
             prompt=Prompt(
                 group_id=f"chaos.{at}",
                 group_size=self._options.group,
-                input_ids=(1, 2, 3, 4 + at % 100),
+                input_ids=(1, 2, 3, at % 10),
                 data={"answer": "1"},
             ),
             reward=PartConfig(name="exact", args={"pattern": "[0-9]"}),
@@ -138,19 +146,32 @@ class Consumer:
         while True:
             meta = self._publisher.announce(state.version)
             commit = self._client.update_weights(meta)
-            self._publisher.publish(state.version, [("weight", torch.full((64,), state.version))])
+            self._reach("announced")
+            weight = torch.full((64,), float(state.version))
+            self._publisher.publish(state.version, [("weight", weight)])
+            self._reach("published")
             try:
                 commit.result(OUTAGE_S)
+            except Fenced:
+                raise
             except ServiceError as error:
                 print(f"version {state.version} was refused: {error}", flush=True)
                 state = State(state.step, state.version + 1, state.cursor)
                 continue
+            self._reach("committed")
             self._publisher.collect(state.version)
             self._save(state)
             return state
 
+    def _reach(self, moment: str) -> None:
+        """Die here, if that is wanted."""
+        order = self._dir / "die-at"
+        if order.is_file() and order.read_text() == moment:
+            order.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def _save(self, state: State) -> None:
-        partial = self._dir / "checkpoint.partial"
+        partial = self._dir / f"checkpoint.partial-{os.getpid()}"
         partial.write_text(json.dumps(asdict(state)))
         partial.replace(self._dir / "checkpoint.json")
 
