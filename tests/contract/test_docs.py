@@ -40,7 +40,7 @@ from weight_sync.model_dir import load_model
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
-    [*(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/README.md"), *ROOT.glob("C*.md")]
+    [*(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/README.md"), *ROOT.glob("*.md")]
 )
 EXAMPLE = ROOT / "examples" / "gsm8k"
 CONFIG_OF_FILE: dict[str, type[BaseModel]] = {
@@ -103,6 +103,20 @@ def test_every_file_and_link_that_a_page_names_exists(path: Path):
         assert (ROOT / name).exists() or name.startswith("tests/"), name
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert link.startswith("https://") or (path.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.parent.name + "/" + path.name)
+def test_every_heading_that_a_page_links_to_is_there(path: Path):
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", path.read_text()):
+        if not link.startswith("https://"):
+            assert anchor in anchors(path.parent / link if link else path), f"{link}#{anchor}"
+
+
+def anchors(path: Path) -> set[str]:
+    """How a page's headings are linked to, as GitHub names them."""
+    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-") for text in headings}
 
 
 def test_configuration_page_names_every_section():
