@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.engines import Generator
 from headway.contracts.errors import ServiceError, SyncError
