@@ -85,7 +85,9 @@ def _trajectory_view(row: Trajectory, tokenizer: TextTokenizer | None) -> Trajec
         details=row.details,
         stop_reason=row.stop_reason,
         turns=[
-            TurnView(start=t.start, end=t.end, stop_reason=t.stop_reason, reward=t.reward, note=t.note)
+            TurnView(
+                start=t.start, end=t.end, stop_reason=t.stop_reason, reward=t.reward, note=t.note
+            )
             for t in row.turns
         ],
     )
