@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TORCH_VERSION ?= 2.13.0
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # Debian packages that the tests use besides Python's.
-DEBIAN_PACKAGES := redis-server bubblewrap chromium chromium-driver
+DEBIAN_PACKAGES := curl redis-server bubblewrap chromium chromium-driver
 ARGS ?=
 # Test processes; each starts gateways, servers and trainers of its own.
 TEST_WORKERS ?= 2

@@ -230,8 +230,10 @@ def test_every_block_of_the_page_runs(shop: Shop):
             case "yaml" if block.file is None:
                 assert "**Untested**" in PAGE.partition(block.text)[0][-200:]
                 assert all(tree["apiVersion"] for tree in yaml.safe_load_all(block.text))
-    shop.run([sys.executable, "-c", f"{shop.moved(script)}\nimport json\nprint(json.dumps(ended))"])
-    assert json.loads(shop.output) == {"rollout_id": "game-1", "state": "ready"}
+    script += "import json; print(json.dumps([ended, ended_too]))"
+    shop.run([sys.executable, "-c", shop.moved(script)])
+    games = [{"rollout_id": name, "state": "ready"} for name in ("game-1", "game-2")]
+    assert json.loads(shop.output) == games
     audit = httpx.get(shop.url + http.LEDGER).json()
     assert (audit["lost"], audit["duplicated"], audit["counts"]["failed"]) == (0, 0, 0)
 
