@@ -46,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--urls", nargs="+", required=True)
+    parser.add_argument("--weights", default="weights", help="below the directory")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--eta", type=int, default=2)
@@ -60,7 +61,7 @@ class Consumer:
         self._options = options
         self._dir: Path = options.dir
         self._client = RemoteInferenceEngine(options.urls, connect_timeout_s=OUTAGE_S)
-        root = str(self._dir / "weights")
+        root = str(self._dir / options.weights)
         self._publisher = make_publisher(DiskSync(root=root, keep=2))
         file = self._dir / "checkpoint.json"
         self._state = State(**json.loads(file.read_text())) if file.is_file() else State()

@@ -54,6 +54,7 @@ class World:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._commands: dict[str, list[str]] = {}
         self._num_born = num_servers
+        self._num_replaced = 0
         self._stopped: dict[str, float] = {}
         self._redis_port, *ports = _free_ports(3)
         self._gateway_ports = dict(zip(("gateway-0", "gateway-1"), ports, strict=True))
@@ -80,9 +81,7 @@ class World:
             self._launch(name, command)
         for name in self.servers:
             self._launch_server(name)
-        consumer = [sys.executable, str(HERE / "chaos_consumer.py"), "--urls", *self._urls]
-        consumer += ["--dir", str(self._run), "--eta", str(ETA), "--group", str(GROUP)]
-        self._launch("consumer", consumer)
+        self._launch("consumer", self._consumer())
 
     def kill(self, name: str) -> None:
         """SIGKILL; `repair` starts it again."""
@@ -102,7 +101,8 @@ class World:
         self._processes[OLD] = old
         self.stop(OLD, seconds)
         self._stopped.pop("consumer", None)
-        self._launch("consumer", self._commands["consumer"])
+        self._num_replaced += 1
+        self._launch("consumer", self._consumer())
         return True
 
     def let_consumer_die(self, moment: str) -> None:
@@ -251,6 +251,12 @@ class World:
             },
         }
 
+    def _consumer(self) -> list[str]:
+        """A replacement publishes to a place of its own: the old one holds the lock of the other."""
+        command = [sys.executable, str(HERE / "chaos_consumer.py"), "--urls", *self._urls]
+        command += ["--dir", str(self._run), "--weights", f"weights-{self._num_replaced}"]
+        return [*command, "--eta", str(ETA), "--group", str(GROUP)]
+
     def _launch_server(self, name: str) -> None:
         config = {
             "service": {"port": 0, "drain_timeout_s": 2.0},
@@ -258,7 +264,7 @@ class World:
             "backend": {"type": "fake", "vocab_size": 10, "token_latency_s": 0.02},
             "gateway": self._urls,
             "heartbeat_s": 0.5,
-            "weights": {"allow": [str(self._run / "weights")]},
+            "weights": {"allow": [str(self._run)]},
         }
         self._launch(name, self._command("inference_server", name, config))
 
