@@ -220,7 +220,7 @@ class TrajectoryView(Config):
     logprobs: list[float]  # [T]
     versions: list[int]  # [T]
     tokens: list[str] | None = None
-    """The text of each token, if it was asked for and the service has a tokenizer. [T]"""
+    """The text of each token; None where the service has no tokenizer. [T]"""
     reward: float
     verdict: Verdict
     details: dict[str, Any]

@@ -9,7 +9,7 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from importlib import import_module
 
 from fastapi import APIRouter, FastAPI, Request
@@ -24,6 +24,7 @@ from headway.rollout.dashboard.history import INTERVAL_S, History
 from headway.rollout.dashboard.routes import dashboard_routes
 from headway.rollout.facilities import Facilities
 from headway.rollout.fleet import Fleet
+from headway.rollout.ledger.lock import sole_gateway
 from headway.rollout.ledger.make import make_ledger
 from headway.rollout.registry.make import make_registry
 from headway.rollout.rollout_metrics import RolloutMetrics
@@ -49,8 +50,6 @@ log = logging.getLogger(__name__)
 
 OBSERVE_S = 1.0
 """Between looks at the servers' caches."""
-SCALE_S = 5.0
-"""Between answers to how many servers are wanted."""
 
 fleet_routes = APIRouter(route_class=JsonRoute)
 
@@ -115,6 +114,7 @@ async def open_gateway(
     tokenizer = TextTokenizer(config.tokenizer)
     owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
     async with AsyncExitStack() as stack:
+        stack.enter_context(sole_gateway(config.ledger))
         ledger = watched(make_ledger(config.ledger), [RolloutMetrics(metrics), history])
         stack.push_async_callback(ledger.close)
         await ledger.open(owner, config.executor.lease_s)
@@ -169,20 +169,6 @@ async def _observe(fleet: Fleet, service: RolloutService, history: History) -> N
         except StateError as error:
             log.warning("the ledger does not answer", extra={"reason": str(error)})
         await asyncio.sleep(INTERVAL_S)
-
-
-async def _scale(fleet: Fleet, service: RolloutService) -> None:
-    """Keep the wanted number of servers current, whether or not anybody asks."""
-    while True:
-        with suppress(StateError):  # the ledger does not answer: what was wanted last stands
-            await _ask_scale(fleet, service)
-        await asyncio.sleep(SCALE_S)
-
-
-async def _ask_scale(fleet: Fleet, service: RolloutService) -> http.ScaleResponse:
-    status = await service.status()
-    headroom = None if status.max_staleness is None else status.capacity
-    return fleet.scale(status.counts, headroom)
 
 
 async def _adapt(bound: AdaptiveBound, fleet: Fleet, service: RolloutService) -> None:

@@ -57,7 +57,9 @@ async def wait(body: http.WaitRequest, request: Request) -> Response:
     if payloads is None:
         return Response(status_code=204, headers={http.READY_HEADER: str(num_ready)})
     if body.format == "json":
-        return Response(batch_view(payloads).model_dump_json(), media_type=JSON)
+        return Response(
+            batch_view(payloads, service_of(request).tokenizer).model_dump_json(), media_type=JSON
+        )
     return Response(join_payloads(payloads), media_type=MEDIA_TYPE)
 
 
@@ -96,7 +98,7 @@ async def _events(
         if payloads is None:
             yield ": nothing is ready\n\n"
             continue
-        (view,) = batch_view(payloads).groups
+        (view,) = batch_view(payloads, service.tokenizer).groups
         yield f"id: {number}\nevent: group\ndata: {view.model_dump_json()}\n\n"
         number += 1
 

@@ -19,14 +19,14 @@ from headway.rollout.ledger.base import Entry, Event
 from headway.rollout.tokenizer import TextTokenizer
 
 
-def batch_view(payloads: Sequence[bytes]) -> BatchView:
-    """Codec payloads as JSON, in their order."""
+def batch_view(payloads: Sequence[bytes], tokenizer: TextTokenizer | None) -> BatchView:
+    """Codec payloads as JSON, in their order; with a tokenizer, also the text of each token."""
     groups = [group for payload in payloads for group in decode_groups(payload)]
-    return BatchView(groups=[group_view(group) for group in groups])
+    return BatchView(groups=[group_view(group, tokenizer) for group in groups])
 
 
-def group_view(group: TrajectoryGroup, tokenizer: TextTokenizer | None = None) -> GroupView:
-    """A group as JSON; with a tokenizer, also the text of each token."""
+def group_view(group: TrajectoryGroup, tokenizer: TextTokenizer | None) -> GroupView:
+    """A group as JSON."""
     return GroupView(
         rollout_id=group.rollout_id,
         group_id=group.group_id,

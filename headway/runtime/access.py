@@ -136,7 +136,7 @@ def note_audit(admission: Admission, request_id: str, client: str, status: int) 
         "refused" if admission.refusal is not None else "called",
         extra={
             "caller": admission.caller,
-            "role": admission.role,
+            "asked_role": admission.role,
             "route": admission.route,
             "request_id": request_id,
             "client": client,

@@ -186,7 +186,6 @@ class SessionsConfig(Config):
     idle_timeout_s: float = Field(600.0, gt=0.0)
     """A session without a request for so long fails."""
     max_turns: int = Field(256, ge=1)
-    """Turns of one session; more are refused."""
     """Requests that are answered in one session; further ones are refused."""
     public_url: str | None = Field(None, pattern=r"^https?://[^\s]*[^\s/]$", max_length=512)
     """Where agents reach this gateway; None takes what `POST /v1/sessions` was sent to, and for agents
