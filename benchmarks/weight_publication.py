@@ -45,7 +45,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from measure import report
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.sampling import SamplingConfig
@@ -158,6 +157,8 @@ def default_root(folder: Path, transport: str) -> str:
 
 def make_model(folder: Path, layers: int) -> dict[str, torch.Tensor]:
     """Write a random model; its parameters."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # slow, and receivers need it not
+
     torch.manual_seed(0)
     config = Qwen3Config(
         hidden_size=1024,

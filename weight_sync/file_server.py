@@ -28,6 +28,9 @@ ROUTE = r"/{version:v\d{8,18}}/{name:[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}}"
 MAX_WAIT_S = 30.0
 SHUTDOWN_S = 0.5
 """Time for answers under way when the server ends."""
+ACCEPT_STEPS = 3
+"""Of the loop, until the runner knows a connection that was accepted. It closes those that it knows, and
+asyncio (3.11) forgets the others when it stops listening."""
 
 
 class FileServer:
@@ -79,15 +82,22 @@ class FileServer:
         app.router.add_get(ROUTE, self._answer)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
         await runner.setup()
+        assert runner.server is not None
+        loop = asyncio.get_running_loop()
         try:
-            await web.TCPSite(runner, host, port).start()
+            listening = await loop.create_server(runner.server, host, port)
         except OSError as error:
             await runner.cleanup()
             started.set_exception(error)
             return
-        started.set_result(runner.addresses[0][1])
+        started.set_result(listening.sockets[0].getsockname()[1])
         await self._ended.wait()
         self._wake()
+        for accepting in listening.sockets:
+            loop.remove_reader(accepting)
+        for _ in range(ACCEPT_STEPS):
+            await asyncio.sleep(0)
+        listening.close()
         await runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:

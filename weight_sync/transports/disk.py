@@ -22,6 +22,7 @@ import torch
 from headway.contracts.config.weight_sync import DiskSync, ReceiverConfig, StoredSync
 from headway.contracts.errors import SyncError
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
+from weight_sync.buffers import Buffers
 from weight_sync.manifest import MANIFEST_NAME, TensorEntry, bytes_of
 from weight_sync.patience import Patience
 from weight_sync.publisher import StoredPublisher
@@ -105,8 +106,9 @@ class LocalStore:
 class LocalPlace:
     """`Place` in a directory. Bytes are copied: the file may go while its weights still serve."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, buffers: Buffers | None = None) -> None:
         self._folder = folder
+        self._buffers = buffers or Buffers()
         self._files: dict[str, int] = {}
 
     def text(self, name: str) -> bytes | None:
@@ -122,7 +124,7 @@ class LocalPlace:
         try:
             if size > os.fstat(self._open(name)).st_size - offset:  # before memory is taken for it
                 raise SyncError(f"{self._folder / name} is torn: it ends before {offset + size}")
-            buffer = torch.empty(size, dtype=torch.uint8)
+            buffer = self._buffers.take(size)
             view, done = bytes_of(buffer), 0
             while done < size:
                 count = os.preadv(self._open(name), [view[done:]], offset + done)
@@ -235,13 +237,16 @@ class DiskChannel:
 
     schemes = ("", "file")
 
+    def __init__(self) -> None:
+        self._buffers = Buffers()
+
     def make_publisher(self, config: DiskSync) -> StoredPublisher:
         return StoredPublisher(make_store(config.root), config)
 
     def open_source(
         self, path: str, meta: WeightUpdateMeta, config: ReceiverConfig, patience: Patience
     ) -> StoredSource:
-        return StoredSource(open_place(path), path, patience)
+        return StoredSource(open_place(path, self._buffers), path, patience)
 
 
 CHANNEL = DiskChannel()
@@ -254,10 +259,10 @@ def make_store(root: str) -> LocalStore | ObjectStore:
     return ObjectStore(root) if "://" in root else LocalStore(root)
 
 
-def open_place(path: str) -> LocalPlace | ObjectPlace:
+def open_place(path: str, buffers: Buffers | None = None) -> LocalPlace | ObjectPlace:
     """One version at a directory or URL."""
     path = path.removeprefix(FILE_SCHEME)
-    return ObjectPlace(path) if "://" in path else LocalPlace(Path(path).resolve())
+    return ObjectPlace(path) if "://" in path else LocalPlace(Path(path).resolve(), buffers)
 
 
 def make_local_publisher(root: str, config: StoredSync | None = None) -> StoredPublisher:
