@@ -275,6 +275,16 @@ class TrajectoryGroup:
     trajectories: tuple[Trajectory, ...]
 
     @property
+    def rewards(self) -> list[float]:
+        """One per sample: the branches of a sample share its reward."""
+        return list({row.sample_index: row.reward for row in self.trajectories}.values())
+
+    @property
+    def mean_reward(self) -> float:
+        """Over the samples."""
+        return sum(self.rewards) / len(self.rewards)
+
+    @property
     def oldest_version(self) -> PolicyVersion:
         """The oldest version among all sampled tokens of the group."""
         return min(trajectory.oldest_version for trajectory in self.trajectories)

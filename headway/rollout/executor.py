@@ -245,9 +245,8 @@ class Executor:
         if played.dropped_because is None:
             await self._report(self._ledger.complete, lease, played.group)
         else:
-            rewards = [trajectory.reward for trajectory in played.group.trajectories]
-            mean = sum(rewards) / len(rewards)
-            await self._report(self._ledger.drop_filtered, lease, played.dropped_because, mean)
+            reason, mean = played.dropped_because, played.group.mean_reward
+            await self._report(self._ledger.drop_filtered, lease, reason, mean)
         self._outcomes.append(None)
         return played.dropped_because is None
 

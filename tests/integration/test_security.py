@@ -476,5 +476,9 @@ def test_what_was_tried_can_be_read_in_the_audit(guarded: Guarded):
     ]
     assert line["message"] == "refused"
     assert line["caller"] == "of-consume"
-    assert (line["asked_role"], line["route"], line["status"]) == ("admin", "POST /v1/weights/pin", 403)
+    assert (line["asked_role"], line["route"], line["status"]) == (
+        "admin",
+        "POST /v1/weights/pin",
+        403,
+    )
     assert line["client"] == "127.0.0.1"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import fmean
 from typing import Annotated
 
 from pydantic import Field
@@ -25,7 +24,7 @@ class RewardRange:
         self._high = high
 
     def keep(self, group: TrajectoryGroup) -> str | None:
-        mean = fmean(trajectory.reward for trajectory in group.trajectories)
+        mean = group.mean_reward
         if mean <= self._low:
             return f"mean reward is not above {self._low:g}"
         return f"mean reward is not below {self._high:g}" if mean >= self._high else None

@@ -17,5 +17,5 @@ class RewardSpread:
         self._above = above
 
     def keep(self, group: TrajectoryGroup) -> str | None:
-        spread = pstdev(trajectory.reward for trajectory in group.trajectories)
+        spread = pstdev(group.rewards)
         return None if spread > self._above else f"rewards spread no more than {self._above:g}"

@@ -273,11 +273,6 @@ class Ledger(Protocol):
         """Flush and close."""
 
 
-def mean_reward_of(group: TrajectoryGroup) -> float:
-    """Over the trajectories of a finished group."""
-    return sum(row.reward for row in group.trajectories) / len(group.trajectories)
-
-
 def row_of(entry: Entry) -> dict[str, Any]:
     """An entry as flat JSON, for exports and listings; without its payload."""
     return {

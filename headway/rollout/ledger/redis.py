@@ -12,7 +12,7 @@ from typing import Any, cast
 from headway.contracts.codec import encode_groups
 from headway.contracts.http import LedgerAudit, LedgerCounts, RolloutState
 from headway.contracts.types import PolicyVersion, RolloutRequest, TrajectoryGroup
-from headway.rollout.ledger.base import Admission, Delivery, Entry, Event, Lease, mean_reward_of
+from headway.rollout.ledger.base import Admission, Delivery, Entry, Event, Lease
 from headway.rollout.ledger.on_redis.address import parse_address
 from headway.rollout.ledger.on_redis.answers import (
     check_consumed,
@@ -103,7 +103,7 @@ class RedisLedger:
             "complete",
             f"oldest_version={oldest}",
             "",
-            mean_reward_of(group),
+            group.mean_reward,
             oldest,
             encode_groups([group]),
         )

@@ -17,7 +17,7 @@ from headway.contracts.codec import encode_groups
 from headway.contracts.errors import StateError
 from headway.contracts.http import LedgerAudit, LedgerCounts, RolloutState
 from headway.contracts.types import PolicyVersion, RolloutRequest, TrajectoryGroup
-from headway.rollout.ledger.base import Admission, Delivery, Entry, Event, Lease, mean_reward_of
+from headway.rollout.ledger.base import Admission, Delivery, Entry, Event, Lease
 from headway.rollout.ledger.on_sqlite import delivery, ending, queueing, reading
 from headway.rollout.ledger.on_sqlite.transaction import ALL, Transaction
 from headway.rollout.ledger.on_sqlite.worker import BUSY_S, Worker
@@ -73,7 +73,7 @@ class SqliteLedger:
         return await self._worker.call(queueing.expire, "write")
 
     async def complete(self, lease: Lease, group: TrajectoryGroup) -> None:
-        payload, mean, oldest = encode_groups([group]), mean_reward_of(group), group.oldest_version
+        payload, mean, oldest = encode_groups([group]), group.mean_reward, group.oldest_version
         await self._worker.call(
             lambda transaction: queueing.complete(transaction, lease, oldest, mean, payload),
             "write",

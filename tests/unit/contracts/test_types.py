@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from pydantic import ValidationError
 from rollout_builders import make_group, make_request, make_trajectory
@@ -176,3 +178,14 @@ def test_a_rollout_that_samples_nothing_is_refused():
             reward=PartConfig(name="exact"),
             gconfig=SamplingConfig(max_new_tokens=0),
         )
+
+
+def test_a_sample_that_forked_counts_once_in_the_mean():
+    rows = (
+        make_trajectory("r", 0, reward=1.0),
+        replace(make_trajectory("r", 0, reward=1.0), branch=1),
+        replace(make_trajectory("r", 0, reward=1.0), branch=2),
+        make_trajectory("r", 1, reward=0.0),
+    )
+    group = TrajectoryGroup("r", "g", rows)
+    assert (group.rewards, group.mean_reward) == ([1.0, 0.0], 0.5)
