@@ -101,7 +101,11 @@ class Dispatch:
         rid = f"{req.rid[:RID_CHARS]}.{self._mark}{next(self._numbers):x}"
         try:
             with _outstanding(member, req):
-                return await self._members.generate(member, req.model_copy(update={"rid": rid}))
+                response = await self._members.generate(
+                    member, req.model_copy(update={"rid": rid})
+                )
+            self._members.note_room(member)
+            return response
         except Draining:
             return None
         except BackendError as error:

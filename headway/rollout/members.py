@@ -263,6 +263,12 @@ class Members:
                 log.info("server joins again", extra={"server": member.name})
                 member.state = "joining"
 
+    def note_room(self, member: Member) -> None:
+        """A request ended there: its place is free, whatever the server had said before."""
+        if member.busy_until > time.monotonic():
+            member.busy_until = 0.0
+            self.arrival.notify()
+
     async def generate(self, member: Member, req: LLMRequest) -> LLMResponse:
         """See `post_generate`; how it ends tells of the server's health."""
         is_trial = member.health.begin()

@@ -153,6 +153,22 @@ async def test_a_full_server_is_asked_again_when_it_said():
         assert len(only.rids) == 3
 
 
+async def test_a_full_server_has_room_again_as_soon_as_a_request_ends_there():
+    full = QueueFull("full")
+    full.retry_after_s = 600.0
+    only = Server(latency_s=0.2)
+    async with opened(only, wait_s=20.0) as fleet:
+        first = asyncio.create_task(fleet.agenerate(REQUEST))
+        while not only.rids:  # noqa: ASYNC110 - nothing to be notified by
+            await asyncio.sleep(0.001)
+        only.failures.append(full)  # for whichever of the two is answered first
+        second = asyncio.create_task(fleet.agenerate(REQUEST))
+        async with asyncio.timeout(10):
+            answers = await asyncio.gather(first, second)
+        assert [answer.output_tokens for answer in answers] == [[7], [7]]
+        assert len(only.rids) == 3
+
+
 async def test_another_server_takes_what_a_full_one_refuses():
     full, free = Server(QueueFull("full")), Server()
     async with opened(full, free) as fleet:
