@@ -112,6 +112,7 @@ def measure(folder: Path, options: argparse.Namespace, stack: ExitStack) -> None
         time.sleep(STEP_S)
         raws.append(raw())
         state = {name: tensor.roll(1, 0) for name, tensor in state.items()}
+        publisher.collect(version - 1)  # now and not sooner: see `raw_disk`
         before = time.monotonic()
         meta = publisher.announce(version)
         commit = client.update_weights(meta)
@@ -120,7 +121,6 @@ def measure(folder: Path, options: argparse.Namespace, stack: ExitStack) -> None
         commit.result(READY_S)
         after = time.monotonic()
         ours.append(after - before)
-        publisher.collect(version)
         if load is not None:
             seen = load.after(version, len(urls))
             pauses.append(seen.pause_s)
@@ -327,7 +327,12 @@ def raw_shared_memory(
 def raw_disk(
     state: dict[str, torch.Tensor], options: argparse.Namespace, root: Path
 ) -> Iterator[Raw]:
-    """write + fsync, then a read by each receiver's process."""
+    """write + fsync, then a read by each receiver's process.
+
+    Right before, the file of the last round is deleted, as is the old version before a publication: a
+    virtual machine gives memory that stays free back to its host, and has it again at a tenth of the
+    speed. So both write into pages that were in use a moment ago.
+    """
     root.mkdir(parents=True, exist_ok=True)
     sources = [as_numpy(tensor) for tensor in state.values()]
     path = root / "raw.bin"
