@@ -137,10 +137,13 @@ def test_ending_the_command_leaves_no_process_and_no_half_written_version(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    eventually(lambda: len(steps_of(config)) >= 2, 90, "two steps are done")
-    assert len(processes_of(tmp_path)) >= 3
-    command.send_signal(number)
-    assert command.wait(60) == (130 if number != signal.SIGKILL else -signal.SIGKILL)
+    try:
+        eventually(lambda: len(steps_of(config)) >= 2, 90, "two steps are done")
+        assert len(processes_of(tmp_path)) >= 3
+    finally:
+        command.send_signal(number)
+        code = command.wait(60)
+    assert code == (130 if number != signal.SIGKILL else -signal.SIGKILL)
     eventually(lambda: processes_of(tmp_path) == [], 30, "every process is gone")
     versions = list((tmp_path / "weights").glob("v*"))
     assert versions and all((version / "manifest.json").is_file() for version in versions)
