@@ -17,9 +17,9 @@ from headway.rollout.weight_orders import WeightOrders
 log = logging.getLogger(__name__)
 
 MAX_DEVIATIONS = 1
-"""A server sends its reports one after the other, so of those that come after a commit only the first
-can be from before it. Where versions come faster than reports, each may be from before the newest one:
-so they are counted anew for every version."""
+"""A server sends its reports one after the other, so of those that come after a commit only the first can be
+from before it; where gateways pass them on, one more may be on its way. Where versions come faster
+than reports, each may be from before the newest one: so they are counted anew for every version."""
 
 
 class CatchUp:
@@ -62,7 +62,7 @@ class CatchUp:
         if member.deviates_from != self._book.committed:
             member.deviates_from, member.num_deviations = self._book.committed, 0
         member.num_deviations += 1
-        if member.num_deviations > MAX_DEVIATIONS:
+        if member.num_deviations > MAX_DEVIATIONS + self._book.notes.is_shared:
             self._members.fence(
                 member,
                 f"it reports version {member.report.version} {member.report.digest}, committed is "

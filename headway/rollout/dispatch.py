@@ -101,9 +101,7 @@ class Dispatch:
         rid = f"{req.rid[:RID_CHARS]}.{self._mark}{next(self._numbers):x}"
         try:
             with _outstanding(member, req):
-                response = await self._members.generate(
-                    member, req.model_copy(update={"rid": rid})
-                )
+                response = await self._members.generate(member, req.model_copy(update={"rid": rid}))
             self._members.note_room(member)
             return response
         except Draining:

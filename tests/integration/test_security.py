@@ -15,6 +15,7 @@ import pytest
 from headway.contracts import http
 from headway.contracts.config.gateway import ROLES
 from headway.contracts.errors import ErrorBody
+from tests.integration.conftest import eventually
 from tests.integration.guarded import (
     GATEWAY,
     KINDS,
@@ -468,12 +469,17 @@ def test_what_was_tried_can_be_read_in_the_audit(guarded: Guarded):
     assert (
         guarded.ask(GATEWAY, "POST", http.WEIGHTS_PIN, "consume", headers=name).status_code == 403
     )
-    lines = [json.loads(line) for line in guarded.log(GATEWAY).splitlines()]
-    (line,) = [
-        line
-        for line in lines
-        if line["logger"] == "headway.audit" and line["request_id"] == "try-1"
-    ]
+
+    def found() -> list[dict[str, Any]]:  # written once the answer is on its way
+        lines = [json.loads(line) for line in guarded.log(GATEWAY).splitlines()]
+        return [
+            line
+            for line in lines
+            if line["logger"] == "headway.audit" and line["request_id"] == "try-1"
+        ]
+
+    eventually(lambda: bool(found()), 20, "the audit line is written")
+    (line,) = found()
     assert line["message"] == "refused"
     assert line["caller"] == "of-consume"
     assert (line["asked_role"], line["route"], line["status"]) == (
