@@ -17,8 +17,8 @@ from headway.rollout.weight_orders import WeightOrders
 log = logging.getLogger(__name__)
 
 MAX_DEVIATIONS = 1
-"""A server sends its reports one after the other, so of those that come after a commit only the first can be
-from before it; where gateways pass them on, one more may be on its way. Where versions come faster
+"""A server sends its reports one after the other, so of those that come after a commit only the first can
+be from before it; where gateways pass them on, one more may be on its way. Where versions come faster
 than reports, each may be from before the newest one: so they are counted anew for every version."""
 
 
