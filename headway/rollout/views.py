@@ -15,7 +15,7 @@ from headway.contracts.http import (
     TurnView,
 )
 from headway.contracts.types import Trajectory, TrajectoryGroup
-from headway.rollout.ledger.base import Entry, Event
+from headway.rollout.ledger.base import Entry, Event, row_of
 from headway.rollout.tokenizer import TextTokenizer
 
 
@@ -36,24 +36,7 @@ def group_view(group: TrajectoryGroup, tokenizer: TextTokenizer | None) -> Group
 
 def summary(entry: Entry) -> RolloutSummary:
     """One line about a rollout."""
-    request = entry.request
-    return RolloutSummary(
-        rollout_id=request.rollout_id,
-        consumer=request.consumer,
-        group_id=request.prompt.group_id,
-        group_size=request.prompt.group_size,
-        workflow=request.workflow.name,
-        reward=request.reward.name,
-        state=entry.state,
-        attempt=entry.attempt,
-        submitted_at=entry.submitted_at,
-        changed_at=entry.changed_at,
-        oldest_version=entry.oldest_version,
-        staleness=entry.staleness,
-        mean_reward=entry.mean_reward,
-        step=entry.step,
-        reason=entry.reason,
-    )
+    return RolloutSummary(**row_of(entry))
 
 
 def rollout_view(

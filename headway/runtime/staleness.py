@@ -41,10 +41,6 @@ class StalenessBound:
         """Trajectories that may be leased, ready, delivered or consumed at a version, all in all."""
         return (self.max_staleness + version + 1) * self.batch_size - self.base
 
-    def due(self, version: PolicyVersion) -> PolicyVersion:
-        """The newest admission version that only the next batch can consume."""
-        return version - self.max_staleness
-
     @staticmethod
     def base_of(version: PolicyVersion, batch_size: int, consumed: int) -> int:
         """`base` for a consumer that attaches with a version after having consumed so much."""

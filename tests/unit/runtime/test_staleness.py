@@ -29,9 +29,3 @@ def test_a_consumer_that_attaches_gets_as_much_whatever_it_consumed_before(versi
     bound = StalenessBound(batch_size=4, max_staleness=2, base=base)
     assert bound.budget(version) - consumed == 12
     assert bound.budget(version + 1) - consumed == 16
-
-
-def test_what_only_the_next_batch_can_consume_is_due():
-    bound = StalenessBound(batch_size=4, max_staleness=2, base=0)
-    assert bound.due(7) == 5
-    assert StalenessBound(4, 0, 0).due(7) == 7
