@@ -343,8 +343,8 @@ class ScaleResponse(Config):
     wanted: int
     """Servers that would keep the queue short; never more than staleness lets work."""
     reason: str
-    queue_wait_s: float
-    """Estimated seconds until what waits now has been started."""
+    queue_wait_s: float | None
+    """Estimated seconds until what waits now has been started; None before a rate is known."""
     kv_usage: float
     """Share of the key-value cache in use, mean over ready servers."""
     headroom: int | None

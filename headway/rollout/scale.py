@@ -157,7 +157,7 @@ class ScaleGauges:
         """Set them all."""
         self._wanted.set(answer.wanted)
         self._ready.set(answer.ready)
-        self._wait.set(answer.queue_wait_s)
+        self._wait.set(math.nan if answer.queue_wait_s is None else answer.queue_wait_s)
         self._usage.set(answer.kv_usage)
         self._headroom.set(math.nan if answer.headroom is None else answer.headroom)
 
@@ -170,10 +170,12 @@ def _for_queue(num_ready: int, demand: Demand, target_wait_s: float) -> int:
     return math.ceil(demand.startable / (demand.rate * target_wait_s))
 
 
-def _wait_s(num_ready: int, demand: Demand) -> float:
-    """0 while it cannot be estimated."""
-    if demand.startable == 0 or demand.rate is None:
+def _wait_s(num_ready: int, demand: Demand) -> float | None:
+    """None while it cannot be estimated."""
+    if demand.startable == 0:
         return 0.0
+    if demand.rate is None:
+        return None
     return demand.startable / (demand.rate * max(1, num_ready))
 
 

@@ -83,7 +83,9 @@ def test_no_server_is_asked_for_that_would_have_nothing_to_do(
 ):
     answer = wanted_servers(fleet(count, kv_usage), demand, 30.0)
     assert 1 <= answer.wanted <= max(1, demand.running + demand.startable)
-    assert answer.queue_wait_s >= 0.0
+    is_known = demand.startable == 0 or demand.rate is not None
+    assert (answer.queue_wait_s is not None) == is_known
+    assert (answer.queue_wait_s or 0.0) >= 0.0
 
 
 def counts(submitted: int, queued: int, leased: int) -> LedgerCounts:
