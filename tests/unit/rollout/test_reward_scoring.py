@@ -19,7 +19,7 @@ from headway.contracts.errors import (
 )
 from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox
 from headway.rollout.rewards import scoring
-from headway.rollout.rewards.base import REWARDS, Answer, make_reward, register_reward
+from headway.rollout.rewards.base import Answer, make_reward, register_reward
 from headway.rollout.rewards.scoring import Scorer
 
 TIMEOUT_S = 0.5
@@ -45,8 +45,7 @@ NAMES = {
 @pytest.fixture(scope="module", autouse=True)
 def registered_samples():
     for name, attribute in NAMES.items():
-        if f"test/{name}" not in REWARDS.names():
-            register_reward(f"test/{name}", f"sample_rewards:{attribute}")
+        register_reward(f"test/{name}", f"sample_rewards:{attribute}")
 
 
 @pytest.fixture(autouse=True)
