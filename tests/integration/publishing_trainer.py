@@ -249,20 +249,19 @@ def _trapped_publisher(sync: Sync, traps: Traps, half: int) -> WeightPublisher:
 def _trap_group(traps: Traps, half: int) -> None:
     """Buckets are counted as they are sent; the last part is the digest."""
     num_sent = 0
-    send, add_part = WeightGroup.send_bytes, Round.add_part
+    finish, add_part = WeightGroup.finish, Round.add_part
 
-    def send_bytes(self: WeightGroup, *args: Any, **named: Any) -> Any:
+    def finished(self: WeightGroup, watch: Any) -> None:
         nonlocal num_sent
-        answer = send(self, *args, **named)
+        finish(self, watch)
         num_sent += 1
         if num_sent == half:
             traps.reach("half")
-        return answer
 
     def told(self: Round, part: Any) -> None:
         if part.digest is not None:
             traps.reach("unmanifested")
         add_part(self, part)
 
-    WeightGroup.send_bytes = send_bytes  # type: ignore[method-assign]
+    WeightGroup.finish = finished  # type: ignore[method-assign]
     Round.add_part = told  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The trainer's side of a broadcast: gathered by one thread, laid out by another, sent by a third.
+"""The trainer's side of a broadcast: gathered by one thread, laid out and sent by another.
 
 What was gathered stays in the CPU's memory until the version is published. So a membership that changes
 midway costs one more sending, not one more gathering in which every rank of the trainer had to take
@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -27,7 +26,7 @@ from weight_sync.manifest import TensorEntry, dtype_name, tensor_checksum
 from weight_sync.outgoing import Bucket
 from weight_sync.patience import Patience
 from weight_sync.store import version_name
-from weight_sync.transports.detached import call_detached, start_detached
+from weight_sync.transports.detached import call_detached
 from weight_sync.transports.meeting import LOOK_S, Host, Meeting, Part, Plan, Round
 from weight_sync.transports.process_group import (
     GroupAddress,
@@ -72,31 +71,13 @@ def pack(number: int, bucket: Bucket, quantization: Quantization | None) -> Parc
 
 
 class Staging:
-    """Two buffers in which parcels are laid out to be sent, the next one while one is sent."""
+    """Two buffers in which parcels are laid out to be sent, one while the other is sent."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
-        self._next: tuple[Parcel, Future[torch.Tensor]] | None = None
 
-    def take(self, parcel: Parcel, following: Parcel | None) -> torch.Tensor:
-        """[size] uint8, until the call after the next; `following` is what is wanted then."""
-        if self._next is None or self._next[0] is not parcel:
-            self._begin(parcel)
-        assert self._next is not None
-        payload = self._next[1].result()
-        self._next = None
-        if following is not None:
-            self._begin(following)
-        return payload
-
-    def drop(self) -> None:
-        """Forget the buffers, from which somebody may still be sending."""
-        self._buffers, self._next = [], None
-
-    def _begin(self, parcel: Parcel) -> None:
-        self._next = (parcel, start_detached(lambda: self._lay_out(parcel)))
-
-    def _lay_out(self, parcel: Parcel) -> torch.Tensor:
+    def lay_out(self, parcel: Parcel) -> torch.Tensor:
+        """[size] uint8, until the call after the next."""
         if len(parcel.pieces) == 1:
             return parcel.pieces[0]
         buffer = self._buffers.pop(0) if len(self._buffers) == 2 else None
@@ -106,6 +87,10 @@ class Staging:
         payload = buffer[: parcel.size]
         torch.cat(parcel.pieces, out=payload)
         return payload
+
+    def drop(self) -> None:
+        """Forget the buffers, from which somebody may still be sending."""
+        self._buffers = []
 
 
 class Spool:
@@ -214,12 +199,7 @@ class Broadcast:
         try:
             seats = self._wait(lambda: current.seats(plan.world_size), watch)
             group = self.group = self._meet(current, plan, seats, watch)
-            number = 0
-            while (parcel := self._parcel(current, number, watch)) is not None:
-                number += 1
-                following = self._spool[number] if number < len(self._spool) else None
-                group.send_bytes(self._staging.take(parcel, following), watch)
-                self._peers.progress()
+            self._send(current, group, watch)
             current.add_part(Part(digest=self._spool.digest))
             self._wait(lambda: current.have_arrived(plan.world_size) or None, watch)
         except SyncError as error:
@@ -228,6 +208,21 @@ class Broadcast:
             self._leave()
             self._staging.drop()
             raise
+
+    def _send(self, current: Round, group: WeightGroup, watch: Callable[[], None]) -> None:
+        """One parcel is laid out, and waits at the receivers, while the one before is on the wire."""
+        number = 0
+        while (parcel := self._parcel(current, number, watch)) is not None:
+            group.begin_sending(self._staging.lay_out(parcel), watch)
+            if number > 0:
+                self._finish(group, watch)
+            number += 1
+        if number > 0:
+            self._finish(group, watch)
+
+    def _finish(self, group: WeightGroup, watch: Callable[[], None]) -> None:
+        group.finish(watch)
+        self._peers.progress()
 
     def _meet(
         self, current: Round, plan: Plan, seats: list[str], watch: Callable[[], None]

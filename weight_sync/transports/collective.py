@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -287,15 +288,28 @@ class CollectiveSource:
         return call_detached(make, member.watch, discard=WeightGroup.close)
 
     def _receive_from(self, group: WeightGroup) -> str:
-        """Everything; returns the digest."""
-        number = 0
-        while (part := self._member.part(number)).digest is None:
-            payload = self._memory.take(part.size)
-            group.receive_into(payload, self._member.watch)
+        """Everything; returns the digest. A bucket can flow before the one before is finished."""
+        member, flowing, number = self._member, deque[_Arrived](), 0
+
+        def finish() -> None:
+            group.finish(member.watch)
             self._patience.progress()
-            self._put(_Arrived(part.entries, payload))
+            self._put(flowing.popleft())
+
+        while True:
+            if flowing and not member.has_part(number):
+                finish()
+            part = member.part(number)
+            if part.digest is not None:
+                break
+            flowing.append(_Arrived(part.entries, self._memory.take(part.size)))
+            group.begin_receiving(flowing[-1].payload, member.watch)
+            if len(flowing) > 1:
+                finish()
             number += 1
-        self._member.arrive()
+        if flowing:
+            finish()
+        member.arrive()
         return part.digest
 
 

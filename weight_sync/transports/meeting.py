@@ -125,6 +125,10 @@ class Round:
         text = self._text(f"part/{number}")
         return None if text is None else _parse(Part, text)
 
+    def has_part(self, number: int) -> bool:
+        with _asking():
+            return self._store.check([f"part/{number}"])
+
     def arrive(self, ranks: Sequence[int]) -> None:
         with _asking():
             for rank in ranks:
@@ -277,6 +281,10 @@ class Member:
     def part(self, number: int) -> Part:
         """The n-th bucket, as soon as it can be broadcast."""
         return self._wait(lambda: self._round.part(number))
+
+    def has_part(self, number: int) -> bool:
+        """Whether that one is known already."""
+        return self._round.has_part(number)
 
     def arrive(self) -> None:
         """Say that everything has come."""

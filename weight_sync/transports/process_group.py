@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -85,7 +86,8 @@ class WeightGroup:
         self._group = group
         self._timeout_s = timeout_s
         self._device = _device_of(address.backend)
-        self._pending: list[Any] = []
+        self._begun: deque[tuple[Any, Callable[[], object]]] = deque()
+        """Broadcasts under way, the oldest first, and what is to be done when they have ended."""
 
     def receive(self, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
         """One broadcast per tensor, in this order.
@@ -94,7 +96,11 @@ class WeightGroup:
             SyncError: a peer died or did not come in time; close the group.
         """
         tensors = {s.name: self._buffer(s.shape, s.torch_dtype) for s in specs}
-        self._broadcast(list(tensors.values()), self._deadline())
+        watch = self._deadline()
+        for tensor in tensors.values():
+            self._begin(tensor, watch)
+        while self._begun:
+            self.finish(watch)
         return tensors
 
     def receive_flattened(self, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
@@ -104,7 +110,9 @@ class WeightGroup:
             SyncError: as for `receive`.
         """
         flat = self._buffer((sum(s.num_bytes for s in specs),), torch.uint8)
-        self._broadcast([flat], self._deadline())
+        watch = self._deadline()
+        self._begin(flat, watch)
+        self.finish(watch)
         parts = flat.split([s.num_bytes for s in specs])
         # Cloned: a part may begin where its type must not, and would keep the whole bucket alive.
         return {
@@ -112,24 +120,46 @@ class WeightGroup:
             for spec, part in zip(specs, parts, strict=True)
         }
 
-    def receive_into(self, target: torch.Tensor, watch: Watch) -> None:
-        """One broadcast into [size] uint8 on the CPU.
+    def begin_receiving(self, target: torch.Tensor, watch: Watch) -> None:
+        """One broadcast into [size] uint8 on the CPU, which it fills until it is finished.
 
         Raises:
             SyncError: a peer died, or `watch` raised it; close the group, and leave the target alone.
         """
-        flat = target if self._device.type == "cpu" else self._buffer(target.shape, torch.uint8)
-        self._broadcast([flat], watch)
-        if flat is not target:
-            target.copy_(flat)
+        if self._device.type == "cpu":
+            self._begin(target, watch)
+        else:
+            flat = self._buffer(target.shape, torch.uint8)
+            self._begin(flat, watch, lambda: target.copy_(flat))
 
-    def send_bytes(self, payload: torch.Tensor, watch: Watch) -> None:
+    def begin_sending(self, payload: torch.Tensor, watch: Watch) -> None:
         """One broadcast of [size] uint8, from any device; for rank 0.
 
+        Nobody writes to the payload until it is finished.
+
         Raises:
-            SyncError: as for `receive_into`.
+            SyncError: as for `begin_receiving`.
         """
-        self._broadcast([payload.to(self._device)], watch)
+        self._begin(payload.to(self._device), watch)
+
+    def finish(self, watch: Watch) -> None:
+        """End the oldest broadcast that was begun.
+
+        Raises:
+            SyncError: as for `begin_receiving`.
+        """
+        work, then = self._begun[0]
+        try:
+            while not work.is_completed():
+                watch()
+                time.sleep(TICK_S)
+            work.wait()
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        finally:
+            del work  # in the traceback of an error it would hold the connections
+        self._begun.popleft()
+        then()
 
     def close(self) -> None:
         """Leave; does not block. Waiting peers are told by their broken connections."""
@@ -139,8 +169,8 @@ class WeightGroup:
         if self.address.backend == "nccl":
             group.abort()
             return
-        pending = [work for work in self._pending if not work.is_completed()]
-        self._pending = []  # also those that have ended hold the connections
+        pending = [work for work, _ in self._begun if not work.is_completed()]
+        self._begun.clear()  # also those that have ended hold the connections
         if pending:
             threading.Thread(target=_outlive, args=(group, pending), daemon=True).start()
 
@@ -162,31 +192,26 @@ class WeightGroup:
 
         return watch
 
-    def _broadcast(self, buffers: Sequence[torch.Tensor], watch: Watch) -> None:
-        try:
-            self._pending = self._start(buffers, watch)
-            # No name for a work: in the traceback of an error it would hold the connections.
-            while not all(work.is_completed() for work in self._pending):
-                watch()
-                time.sleep(TICK_S)
-            while self._pending:
-                self._pending.pop(0).wait()
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            raise SyncError(
-                f"the broadcast in group {self.address.name!r} failed: {reason}"
-            ) from error
-
-    def _start(self, buffers: Sequence[torch.Tensor], watch: Watch) -> list[Any]:
+    def _begin(
+        self, buffer: torch.Tensor, watch: Watch, then: Callable[[], object] = lambda: None
+    ) -> None:
         group = self._group
         if group is None:
             raise SyncError(f"the group {self.address.name!r} was closed; join it again")
 
-        def start() -> list[Any]:
-            return [group.broadcast(buffer, 0) for buffer in buffers]
+        def begin() -> Any:
+            return group.broadcast(buffer, 0)
 
-        # The first broadcast of NCCL makes the communicator, and blocks until all have come.
-        return start() if self.address.backend == "gloo" else call_detached(start, watch)
+        try:
+            # The first broadcast of NCCL makes the communicator, and blocks until all have come.
+            work = begin() if self.address.backend == "gloo" else call_detached(begin, watch)
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        self._begun.append((work, then))
+
+    def _failed(self, error: RuntimeError) -> SyncError:
+        reason = str(error).partition("\n")[0]
+        return SyncError(f"the broadcast in group {self.address.name!r} failed: {reason}")
 
 
 def empty_bytes(size: int) -> torch.Tensor:

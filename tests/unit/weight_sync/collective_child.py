@@ -200,7 +200,8 @@ def _take_half(order: Half) -> object:
     group = make_group(address, connect(member.host, member.port), meeting.timeout_s)
     for number in range(order.num_parts):
         target = torch.empty(member.part(number).size, dtype=torch.uint8)
-        group.receive_into(target, member.watch)
+        group.begin_receiving(target, member.watch)
+        group.finish(member.watch)
     return member, group
 
 
