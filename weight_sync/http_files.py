@@ -8,6 +8,7 @@ URL that was allowed is the one that is read.
 from __future__ import annotations
 
 import http.client
+import io
 import random
 import re
 import socket
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from headway.contracts.errors import SyncError
@@ -34,6 +35,8 @@ TICK_S = 0.05
 """How often a waiting thread looks whether its patience has ended."""
 SLICE_BYTES = 8 << 20
 """Received at once; what a broken connection costs at most."""
+WAKE_BYTES = 1 << 20
+"""A thread that receives sleeps until so much is there: to be woken costs more than to copy."""
 MAX_ERROR_BYTES = 1 << 16
 MAX_TEXT_BYTES = 256 << 20
 MIN_PAUSE_S, MAX_PAUSE_S = 0.02, 1.0
@@ -53,8 +56,30 @@ class _Absent(Exception):
         self.was_waited_for = was_waited_for
 
 
+class _PlainAnswer(http.client.HTTPResponse):
+    """Is read in few large steps."""
+
+    def __init__(self, sock: socket.socket, *rest: Any, **more: Any) -> None:
+        super().__init__(sock, *rest, **more)
+        self._sock = sock
+
+    def readinto(self, target: Any) -> int:
+        """As its parent, but for `WAKE_BYTES`, which the end of an answer would never reach."""
+        before_end = (self.length or 0) - WAKE_BYTES
+        if before_end < io.DEFAULT_BUFFER_SIZE:
+            self._sleep_until(1)
+            return super().readinto(target)
+        self._sleep_until(WAKE_BYTES)
+        return super().readinto(memoryview(target)[:before_end])
+
+    def _sleep_until(self, count: int) -> None:
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+
+
 class _PlainConnection(Connection):
     """The kernel keeps the time: a timeout of Python's costs a `poll` and a short read per packet."""
+
+    response_class = _PlainAnswer
 
     def connect(self) -> None:
         super().connect()

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Protocol
 
 import torch
@@ -102,7 +104,10 @@ class Place(Protocol):
         """
 
     def expect(self, entries: Sequence[TensorEntry]) -> None:
-        """These tensors have come and will most likely be read next, in this order."""
+        """These tensors have come and will most likely be read next, in this order.
+
+        May be called while another thread reads.
+        """
 
     def read(self, name: str, offset: int, size: int) -> torch.Tensor:
         """[size] uint8 of a blob.
@@ -159,28 +164,48 @@ class StoredSource:
         self._place = place
         self._path = path
         self._patience = patience
+        self._is_closed = False
         self._manifest = self._find_manifest()
         self.announcement = self._announced()
 
     def entries(self) -> Iterator[TensorEntry]:
         seen: set[str] = set()
-        number = 0
-        while self._manifest is None:
-            part = self._place.text(part_name(number))
-            if part is None:
-                self._manifest = self._find_manifest()
-                if self._manifest is None:
-                    self._patience.pause()
-                continue
-            self._patience.progress()
-            number += 1
-            entries = parse_part(part, f"{self._path}/{part_name(number - 1)}")
-            seen.update(entry.name for entry in entries)
-            self._place.expect(entries)
-            yield from entries
-        rest = [entry for entry in self._manifest.tensors if entry.name not in seen]
+        if self._manifest is None:
+            for entries in self._parts():
+                seen.update(entry.name for entry in entries)
+                yield from entries
+        rest = [entry for entry in self.manifest().tensors if entry.name not in seen]
         self._place.expect(rest)
         yield from rest
+
+    def _parts(self) -> Iterator[Sequence[TensorEntry]]:
+        """Each is waited for, and its tensors expected, while those of the one before are read."""
+        thread = ThreadPoolExecutor(1, thread_name_prefix="weights-parts")
+        try:
+            coming = thread.submit(self._part, 0)
+            for number in count(1):
+                entries = coming.result()
+                if entries is None:
+                    return
+                coming = thread.submit(self._part, number)
+                yield entries
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def _part(self, number: int) -> Sequence[TensorEntry] | None:
+        """Wait for it; None if the manifest came instead."""
+        while not self._is_closed:
+            part = self._place.text(part_name(number))
+            if part is not None:
+                self._patience.progress()
+                entries = parse_part(part, f"{self._path}/{part_name(number)}")
+                self._place.expect(entries)
+                return entries
+            self._manifest = self._find_manifest()
+            if self._manifest is not None:
+                return None
+            self._patience.pause()
+        raise SyncError(f"nobody reads {self._path} any more")
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
         payload = self._place.read(entry.blob, entry.offset, entry.size)
@@ -194,6 +219,7 @@ class StoredSource:
         return self._manifest
 
     def close(self) -> None:
+        self._is_closed = True
         self._place.close()
 
     def _find_manifest(self) -> Manifest | None:

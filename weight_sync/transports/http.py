@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -90,6 +91,8 @@ class HttpPlace:
         token = read_token(config.token_env)
         self._files = HttpFiles(url.rstrip("/"), token, config.num_connections, patience, retry_s)
         self._buffers = buffers
+        self._lock = threading.Lock()
+        """Of what follows: one thread reads while another one hears what comes next."""
         self._is_first = True
         self._extents: deque[_Extent] = deque()
         self._extent_of: dict[_Key, _Extent] = {}
@@ -99,31 +102,42 @@ class HttpPlace:
         return self._files.result(self._files.text(name, wait_s))
 
     def expect(self, entries: Sequence[TensorEntry]) -> None:
-        for entry in entries:
-            if _key(entry) in self._extent_of:  # equal tensors may lie in one place
-                continue
-            last = self._extents[-1] if self._extents else None
-            if last is None or not last.add(entry):
-                last = _Extent(entry)
-                self._extents.append(last)
-            self._extent_of[_key(entry)] = last
+        with self._lock:
+            for entry in entries:
+                if _key(entry) in self._extent_of:  # equal tensors may lie in one place
+                    continue
+                last = self._extents[-1] if self._extents else None
+                if last is None or not last.add(entry):
+                    last = _Extent(entry)
+                    self._extents.append(last)
+                self._extent_of[_key(entry)] = last
+            if not self._is_first:
+                self._fetch_ahead()
 
     def read(self, name: str, offset: int, size: int) -> torch.Tensor:
+        with self._lock:
+            coming = self._coming(name, offset, size)
+        return torch.empty(0, dtype=torch.uint8) if coming is None else coming.read(offset, size)
+
+    def _coming(self, name: str, offset: int, size: int) -> _Fetch | None:
+        """What brings these bytes, if there are any."""
         extent = self._extent_of.pop((name, offset, size), None)
         if size == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return None
         if extent is None or self._is_first:
             self._is_first = False
             if extent is not None:
                 extent.start = max(extent.start, offset + size)
-            return self._fetch(name, offset, offset + size).read(offset, size)
+            return self._fetch(name, offset, offset + size)
         while self._extents[0] is not extent:
             self._extents.popleft()
+        self._fetch_ahead()
+        return extent.fetch
+
+    def _fetch_ahead(self) -> None:
         for ahead in islice(self._extents, 1 + AHEAD):
             if ahead.fetch is None and ahead.start < ahead.end:
                 ahead.fetch = self._fetch(ahead.name, ahead.start, ahead.end)
-        assert extent.fetch is not None
-        return extent.fetch.read(offset, size)
 
     def close(self) -> None:
         self._files.close()

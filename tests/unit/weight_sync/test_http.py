@@ -179,6 +179,18 @@ def test_the_end_of_a_publisher_ends_its_thread(publisher):
     assert "weights-http" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_the_end_of_a_publisher_ends_an_answer_that_nobody_reads(publisher):
+    made = publisher()
+    meta = made.publish(7, [("w", torch.zeros(32 << 20, dtype=torch.uint8).view(torch.float32))])
+    with closing(http.client.HTTPConnection(meta.path.split("/")[2], timeout=LIMIT_S)) as client:
+        client.request("GET", "/v00000007/shard-00000.safetensors")
+        answer = client.getresponse()
+        made.close()
+        with pytest.raises((http.client.IncompleteRead, OSError)):
+            answer.read()
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("weights-")]
+
+
 def test_a_publisher_that_comes_back_is_found(publisher, tmp_path):
     """A server that waits goes on when the trainer is there again."""
     first = publisher()
@@ -207,6 +219,23 @@ def test_large_blobs_are_fetched_in_ranges(serve, monkeypatch):
     assert_whole(stage(server.url))
     size = sum(tensor.nbytes for tensor in WEIGHTS.values())
     assert len(server.requests) >= size // 10_000
+
+
+def test_the_next_part_is_asked_for_while_a_blob_comes(serve, folder):
+    manifest = (folder / MANIFEST_NAME).read_bytes()
+    (folder / MANIFEST_NAME).unlink()
+    asked, met = threading.Event(), []
+
+    def fault(handler, content):
+        if handler.path.endswith("part-00001.json"):
+            (folder / MANIFEST_NAME).write_bytes(manifest)
+            asked.set()
+        elif handler.headers.get("range") is not None:
+            met.append(asked.wait(LIMIT_S))
+        return False
+
+    assert_whole(stage(serve(fault).url))
+    assert all(met)
 
 
 def broken(times: int, act: Callable[..., None]) -> Fault:
