@@ -53,6 +53,9 @@ def main() -> None:
     parser.add_argument("--delays-ms", type=float, nargs="+", default=[0.0, 20.0])
     parser.add_argument("--in-flight", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--trajectories", type=int, default=2048, help="per measurement")
+    parser.add_argument(
+        "--batches", type=int, default=2, help="that are in flight: 1 + max_staleness of a trainer"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="headway-", dir="/var/tmp") as folder:
@@ -69,10 +72,11 @@ def compare(folder: Path, delay_ms: float, in_flight: int, options: argparse.Nam
         client = RemoteInferenceEngine(url)
         client.initialize()
         wait_for_server(client)
-        measure_ours(client, process, in_flight, in_flight)  # warm up
+        batch = max(1, in_flight // options.batches)
+        measure_ours(client, process, 2 * in_flight, in_flight, batch)  # warm up
         for _ in range(options.rounds):
             floors.append(measure_floor(server, count, in_flight))
-            ours.append(measure_ours(client, process, count, in_flight))
+            ours.append(measure_ours(client, process, count, in_flight, batch))
         client.destroy()
     beyond = [b[1] - a[1] for a, b in zip(floors, ours, strict=True)]
     report(
@@ -81,6 +85,7 @@ def compare(folder: Path, delay_ms: float, in_flight: int, options: argparse.Nam
         beyond,
         delay_ms=delay_ms,
         in_flight=in_flight,
+        batch=batch,
         trajectories=count,
         rate_share=round(
             statistics.median(b[0] / a[0] for a, b in zip(floors, ours, strict=True)), 3
@@ -126,12 +131,15 @@ async def floor(server: str, count: int, in_flight: int) -> None:
 
 
 def measure_ours(
-    client: RemoteInferenceEngine, process: subprocess.Popen[str], count: int, in_flight: int
+    client: RemoteInferenceEngine,
+    process: subprocess.Popen[str],
+    count: int,
+    in_flight: int,
+    batch: int,
 ) -> tuple[float, float, float]:
-    """The same through the service; a client that keeps `in_flight` of them submitted."""
+    """The same through the service; a client that keeps `in_flight` of them and a batch submitted."""
     run = uuid.uuid4().hex[:8]
     wall, cpu, theirs = time.monotonic(), time.process_time(), cpu_of(process.pid)
-    batch = max(16, in_flight // 4)
     submitted = received = 0
     while received < count:
         if (room := min(count, received + in_flight + batch) - submitted) > 0:

@@ -8,13 +8,14 @@ Schema 1 had no verdicts, details, turns and branches; it is read still.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
+from pydantic_core import from_json, to_json
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
@@ -33,7 +34,11 @@ _TOKEN_COLUMNS: dict[str, type[np.generic]] = {
 }
 
 
-_COLUMNS = (*_TOKEN_COLUMNS, "lengths", "rewards")
+_COLUMNS: dict[str, type[np.generic]] = {
+    **_TOKEN_COLUMNS,
+    "lengths": np.int64,
+    "rewards": np.float32,
+}
 _Turn = tuple[int, int, StopReason, float | None, dict[str, Any]]
 """The fields of a `Turn`, in its order."""
 
@@ -118,15 +123,20 @@ def join_payloads(payloads: Sequence[bytes]) -> bytes:
     """
     if len(payloads) == 1:
         return payloads[0]
-    headers = [_read_header(payload) for payload in payloads]
-    if any(header.verdict is None for header in headers):  # of schema 1
+    parts = [_open(payload) for payload in payloads]
+    if any(part.schema < SCHEMA_VERSION for part in parts):
         return encode_groups([group for payload in payloads for group in decode_groups(payload)])
-    parts = [_load_columns(payload) for payload in payloads]
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in _COLUMNS}
-    header = {
-        name: [row for one in headers for row in getattr(one, name)]
-        for name in _Header.model_fields
-    }
+    try:
+        columns = {
+            name: np.frombuffer(b"".join([part.column(name) for part in parts]), dtype)
+            for name, dtype in _COLUMNS.items()
+        }
+        headers = [from_json(part.header) for part in parts]
+        header = {
+            name: [row for one in headers for row in one[name]] for name in _Header.model_fields
+        }
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"one of {len(payloads)} payloads cannot be joined: {error}") from error
     return _save(columns, header)
 
 
@@ -196,24 +206,55 @@ def _check_row(row: Trajectory) -> None:
         )
 
 
-def _read_header(payload: bytes) -> _Header:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A payload that was opened, and not yet read."""
+
+    payload: bytes
+    schema: int
+    header: str
+    places: Mapping[str, Any]
+    """What safetensors says of each column."""
+    start: int
+    """Where the columns begin."""
+
+    def column(self, name: str) -> bytes:
+        """The bytes of one column."""
+        begin, end = self.places[name]["data_offsets"]
+        return self.payload[self.start + begin : self.start + end]
+
+
+def _open(payload: bytes) -> _Part:
     try:
-        size = int.from_bytes(payload[:8], "little")
-        metadata = json.loads(payload[8 : 8 + size])["__metadata__"]
-        version = int(metadata["schema_version"])
-        if version > SCHEMA_VERSION:
+        start = 8 + int.from_bytes(payload[:8], "little")
+        places = from_json(payload[8:start])
+        metadata = places["__metadata__"]
+        schema = int(metadata["schema_version"])
+        if schema > SCHEMA_VERSION:
             raise DataError(
-                f"trajectory schema {version} is newer than {SCHEMA_VERSION}; update this process"
+                f"trajectory schema {schema} is newer than {SCHEMA_VERSION}; update this process"
             )
-        if version < 1:
-            raise ValueError(f"schema {version} never was")
-        return _Header.model_validate_json(metadata["trajectories"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{len(payload)} bytes are not a trajectory payload: {error}") from error
+        if schema < 1:
+            raise ValueError(f"schema {schema} never was")
+        return _Part(payload, schema, metadata["trajectories"], places, start)
+    except (ValueError, KeyError, TypeError) as error:
+        raise _unreadable(payload, error) from error
+
+
+def _read_header(payload: bytes) -> _Header:
+    part = _open(payload)
+    try:
+        return _Header.model_validate_json(part.header)
+    except ValueError as error:
+        raise _unreadable(payload, error) from error
+
+
+def _unreadable(payload: bytes, error: Exception) -> DataError:
+    return DataError(f"{len(payload)} bytes are not a trajectory payload: {error}")
 
 
 def _save(columns: dict[str, NDArray[Any]], header: Mapping[str, Any]) -> bytes:
-    metadata = {"schema_version": str(SCHEMA_VERSION), "trajectories": json.dumps(header)}
+    metadata = {"schema_version": str(SCHEMA_VERSION), "trajectories": to_json(header).decode()}
     payload: bytes = save_tensors(columns, metadata=metadata)
     return payload
 

@@ -80,7 +80,11 @@ class Executor:
         self._limit = limit
         self._config = config
         self._tasks: dict[asyncio.Task[bool], Lease] = {}
+        self._in_play: dict[str, int] = {}
+        """Trajectories by lease, until the play is over; the ledger may hear of it later."""
         self._running = 0
+        self.num_left = 0
+        """Plays that were over, each told by one notification of `changed`."""
         self.num_kept = 0
         """Rollouts that ended with a result, each told by one notification of `changed`."""
         self._reporting: set[str] = set()
@@ -170,6 +174,7 @@ class Executor:
             return False
         leases = await self._ledger.lease(self._admit(self.free))
         for lease in leases:
+            self._in_play[lease.key] = lease.request.prompt.group_size
             self._running += lease.request.prompt.group_size
             task = asyncio.create_task(self._run(lease), name=lease.key)
             self._tasks[task] = lease
@@ -189,8 +194,16 @@ class Executor:
         else:
             self.num_kept += task.result()
         self._reporting.discard(lease.key)
-        self._running -= lease.request.prompt.group_size
+        self._leave(lease)
         self._changed.notify()
+
+    def _leave(self, lease: Lease) -> None:
+        """Its play is over: the next one may begin while the ledger is told."""
+        size = self._in_play.pop(lease.key, 0)
+        if size:
+            self._running -= size
+            self.num_left += 1
+            self._changed.notify()
 
     async def _keep_leases(self) -> None:
         while True:
@@ -240,6 +253,8 @@ class Executor:
             if not deadline.expired():  # the workflow's own
                 raise RuntimeError(f"TimeoutError: {error}") from error
             raise TimeoutError(f"{whose} after {max(0.0, limit_s):g} s") from None
+        finally:
+            self._leave(lease)
 
     async def _finish(self, lease: Lease, played: Played) -> bool:
         if played.dropped_because is None:

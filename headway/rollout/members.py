@@ -61,7 +61,8 @@ class Member:
     busy_until: float = 0.0
     """It has no room before this moment (monotonic clock)."""
     outstanding_tokens: int = 0
-    calls: set[asyncio.Task[Any]] = field(default_factory=set)
+    calls: set[asyncio.Timeout] = field(default_factory=set)
+    """What is asked of it now; a call whose time is over was lost with it."""
     num_deviations: int = 0
     """Reports of another version than the committed one, in a row."""
     deviates_from: WeightRecord | None = None
@@ -304,15 +305,15 @@ class Members:
 
     async def _call(self, member: Member, work: Coroutine[Any, Any, T]) -> T:
         """Await an answer, for as long as the server is not lost."""
-        task = asyncio.create_task(work)
-        member.calls.add(task)
         try:
-            return await task
-        except asyncio.CancelledError:
-            if member.state == "lost" and not _is_cancelled():
-                raise BackendError(f"server {member.name} was lost") from None
-            task.cancel()
-            raise
+            async with asyncio.timeout(None) as until_lost:
+                member.calls.add(until_lost)
+                try:
+                    return await work
+                finally:
+                    member.calls.discard(until_lost)
+        except TimeoutError:
+            raise BackendError(f"server {member.name} was lost") from None
         except Draining:
             self.drain(member)
             raise
@@ -322,8 +323,6 @@ class Members:
                     self._fail(member, str(error))  # one that breaks off and comes back is ill, too
                 self.lose(member, str(error))
             raise
-        finally:
-            member.calls.discard(task)
 
     def set_ready(self, member: Member) -> None:
         """It has the committed version."""
@@ -352,8 +351,8 @@ class Members:
         log.log(level, "server lost", extra={"server": member.name, "reason": reason})
         member.state = "lost"
         member.lost_at = time.monotonic()
-        for task in member.calls:
-            task.cancel()
+        for call in member.calls:
+            call.reschedule(0.0)
 
     async def _watch_leases(self) -> None:
         while True:
@@ -376,8 +375,3 @@ class Members:
         if self._session is None:
             raise BackendError("the fleet is not started")
         return self._session
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

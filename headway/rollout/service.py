@@ -190,7 +190,8 @@ class RolloutService:
     @property
     def _num_other_changes(self) -> int:
         """Changes besides rollouts that ended with a result, of which a batch takes many."""
-        return self._changed.count - self._executor.num_kept
+        executor = self._executor
+        return self._changed.count - executor.num_kept - executor.num_left
 
     async def _deliver(self, request: WaitRequest) -> tuple[tuple[bytes, ...] | None, int]:
         await self._check_term(request.term)

@@ -7,18 +7,13 @@ the same store is that gateway's to witness.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
-from headway.contracts.codec import decode_groups
 from headway.contracts.errors import Fenced
 from headway.contracts.types import PolicyVersion, RolloutRequest, TrajectoryGroup
 from headway.rollout.ledger.base import Admission, Delivery, Lease, Ledger
-
-REMEMBERED = 1024
-"""Deliveries, so that one that is asked for again counts once."""
 
 Outcome = Literal["ready", "filtered", "failed", "requeued"]
 
@@ -58,7 +53,6 @@ class _WatchedLedger:
         self._witnesses = witnesses
         self._began: dict[str, float] = {}
         """By lease."""
-        self._deliveries: OrderedDict[str, None] = OrderedDict()
 
     def __getattr__(self, name: str) -> Any:
         """All else is the ledger's own."""
@@ -117,24 +111,17 @@ class _WatchedLedger:
         max_staleness: int | None,
     ) -> Delivery:
         found = await self._ledger.deliver(delivery_id, count, consumer, version, max_staleness)
-        self._give_out(delivery_id, found, version)
+        self._give_out(found)
         return found
 
     async def deliver_exactly(
         self, delivery_id: str, rollout_ids: Sequence[str], version: PolicyVersion
     ) -> Delivery:
         found = await self._ledger.deliver_exactly(delivery_id, rollout_ids, version)
-        self._give_out(delivery_id, found, version)
+        self._give_out(found)
         return found
 
-    def _give_out(self, delivery_id: str, found: Delivery, version: PolicyVersion) -> None:
-        if found.payloads is None or delivery_id in self._deliveries:
-            return
-        self._deliveries[delivery_id] = None
-        if len(self._deliveries) > REMEMBERED:
-            self._deliveries.popitem(last=False)
-        for payload in found.payloads:
-            for group in decode_groups(payload):
-                staleness = max(0, version - group.oldest_version)
-                for witness in self._witnesses:
-                    witness.delivered(staleness, len(group.trajectories))
+    def _give_out(self, found: Delivery) -> None:
+        for staleness, num_trajectories in found.given:
+            for witness in self._witnesses:
+                witness.delivered(max(0, staleness), num_trajectories)

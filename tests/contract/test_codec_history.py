@@ -56,7 +56,9 @@ def test_schema_2_is_written_as_it_was():
     assert parts(encode_groups(decode_groups(payload))) == parts(payload)
 
 
-def parts(payload: bytes) -> tuple[dict, bytes]:
-    """Header (the order of its metadata is not fixed) and columns."""
-    end = 8 + int.from_bytes(payload[:8], "little")
-    return json.loads(payload[8:end]), payload[end:]
+def parts(payload: bytes) -> tuple[dict, dict, bytes]:
+    """Header, what it says of trajectories (blanks in it are free) and columns."""
+    size = int.from_bytes(payload[:8], "little")
+    header = json.loads(payload[8 : 8 + size])
+    told = json.loads(header["__metadata__"].pop("trajectories"))
+    return header, told, payload[8 + size :]

@@ -83,6 +83,8 @@ class Delivery:
     """Trajectories that this call dropped as too stale."""
     is_held_back: bool = False
     """A group in play can be consumed by this batch only, so the batch waits for it."""
+    given: tuple[tuple[int, int], ...] = ()
+    """Staleness and trajectories of each group that this call gave out, and no call before it."""
 
 
 @dataclass(frozen=True, slots=True)

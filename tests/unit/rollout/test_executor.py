@@ -89,6 +89,29 @@ async def test_a_hanging_workflow_times_out(open_service):
     assert (counts.failed, counts.leased) == (2, 0)
 
 
+async def test_the_next_play_begins_while_the_ledger_is_told_of_the_last(open_service, monkeypatch):
+    second_began, answers = asyncio.Event(), asyncio.Event()
+
+    async def generate(req, attempt):
+        if req.rid.startswith("second"):
+            second_began.set()
+        return [7]
+
+    bench = await open_service(generate, max_concurrent=1)
+    complete = bench.ledger.complete
+
+    async def complete_late(lease, group):
+        await answers.wait()
+        await complete(lease, group)
+
+    monkeypatch.setattr(bench.ledger, "complete", complete_late)
+    await bench.submit("first", "second")
+    await asyncio.wait_for(second_began.wait(), 10)
+    answers.set()
+    assert [group.rollout_id for group in await bench.wait(2)] == ["first", "second"]
+    assert (await bench.service.status()).running == 0
+
+
 async def test_a_lost_server_is_no_failure(open_service):
     bench = await open_service(fails(2), max_attempts=3, error_budget=0)
     await bench.submit("a", "b")

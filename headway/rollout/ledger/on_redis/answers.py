@@ -47,8 +47,10 @@ def delivery_of(answer: Sequence[Any], delivery_id: str) -> Delivery:
     if status not in ("ok", "none"):
         raise _refusal(status, texts(answer[1:]), delivery_id)
     num_ready, dropped, is_held_back = answer[1:4]
-    payloads = tuple(answer[4]) if status == "ok" else None
-    return Delivery(payloads, num_ready, dropped, bool(is_held_back))
+    if status == "none":
+        return Delivery(None, num_ready, dropped, bool(is_held_back))
+    payloads, given = answer[4:]
+    return Delivery(tuple(payloads), num_ready, dropped, given=tuple(map(tuple, given)))
 
 
 def _refusal(status: str, values: Sequence[str], delivery_id: str) -> ServiceError:

@@ -38,14 +38,13 @@ def deliver(
         return Delivery(None, num_ready, dropped)
     if due is not None and _is_in_play(transaction, consumer, due):
         return Delivery(None, num_ready, dropped, is_held_back=True)
-    order = "seq" if due is None else "oldest_version, seq"
+    index, order = ("in_line", "seq") if due is None else ("ready", "oldest_version, seq")
     chosen = transaction.db.execute(
-        "SELECT seq, payload FROM rollouts JOIN payloads USING (seq) "
+        f"SELECT seq, payload FROM rollouts INDEXED BY {index} JOIN payloads USING (seq) "
         f"WHERE state = 'ready' AND consumer = ? ORDER BY {order} LIMIT ?",
         (consumer, count),
     ).fetchall()
-    payloads = _give_out(transaction, delivery_id, sorted(chosen), version)
-    return Delivery(payloads, num_ready, dropped)
+    return _give_out(transaction, delivery_id, chosen, version, num_ready, dropped)
 
 
 def deliver_exactly(
@@ -67,7 +66,7 @@ def deliver_exactly(
     ]
     if len(ready) < len(set(rollout_ids)):
         return Delivery(None, len(ready), 0)
-    return Delivery(_give_out(transaction, delivery_id, sorted(ready), version), len(ready), 0)
+    return _give_out(transaction, delivery_id, ready, version, len(ready))
 
 
 def _delivered_before(
@@ -132,8 +131,11 @@ def _give_out(
     delivery_id: str,
     chosen: Sequence[tuple[int, bytes]],
     version: PolicyVersion,
-) -> tuple[bytes, ...]:
-    for seq, _ in chosen:
+    num_ready: int,
+    dropped: int = 0,
+) -> Delivery:
+    given = []
+    for seq, _ in sorted(chosen):
         consumer, size, number, oldest = transaction.db.execute(
             "UPDATE rollouts SET state = 'delivered', delivery_id = ?, staleness = ? - oldest_version, "
             "num_events = num_events + 1, changed_at = ? WHERE seq = ? "
@@ -142,7 +144,9 @@ def _give_out(
         ).fetchone()
         transaction.log(seq, number, "deliver", f"version={version} oldest_version={oldest}")
         transaction.shift(consumer, size, "ready", "delivered")
-    return tuple(payload for _, payload in chosen)
+        given.append((version - oldest, size))
+    payloads = tuple(payload for _, payload in sorted(chosen))
+    return Delivery(payloads, num_ready, dropped, given=tuple(given))
 
 
 def consume(

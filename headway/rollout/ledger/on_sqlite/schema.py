@@ -10,12 +10,15 @@ import sqlite3
 
 from headway.contracts.errors import ConfigError
 
-VERSION = 1
+VERSION = 2
 """`PRAGMA user_version`; a file without a version and with tables is of release 0.x."""
 
 ENDED = "state IN ('consumed', 'failed', 'filtered', 'stale', 'cancelled')"
 PENDING = "deadline IS NOT NULL AND state IN ('queued', 'leased')"
 """What a query must repeat word for word for the partial index to serve it."""
+
+IN_LINE = "CREATE INDEX in_line ON rollouts (consumer, seq) WHERE state = 'ready'"
+"""Without it, the oldest ready groups are looked for among all that ever were."""
 
 TABLES = f"""
 CREATE TABLE rollouts (
@@ -52,6 +55,7 @@ CREATE INDEX queued ON rollouts (consumer, priority DESC, seq, min_version, size
     WHERE state = 'queued';
 CREATE INDEX leased ON rollouts (consumer, admitted) WHERE state = 'leased';
 CREATE INDEX ready ON rollouts (consumer, oldest_version, seq) WHERE state = 'ready';
+{IN_LINE};
 CREATE INDEX delivered ON rollouts (consumer) WHERE state = 'delivered';
 CREATE INDEX consumed ON rollouts (consumer, has_payload, step) WHERE state = 'consumed';
 CREATE INDEX ended ON rollouts (state, changed_at) WHERE {ENDED};
@@ -134,7 +138,9 @@ def prepare(db: sqlite3.Connection, path: str) -> None:
         raise ConfigError(
             f"{path} is a database of something else (tables {sorted(names)}); name another file"
         )
-    if names:
+    if version == 1:
+        _run(db, IN_LINE)
+    elif names:
         _migrate(db)
     else:
         _run(db, TABLES)

@@ -39,4 +39,4 @@ else
     rows[#rows + 1] = load(id)
   end
 end
-return {'ok', num_ready, dropped, 0, give_out(rows, delivery, version)}
+return give_out(rows, delivery, version, num_ready, dropped)

@@ -27,4 +27,4 @@ for i = 4, #ARGV do
   end
 end
 if #rows < num_wanted then return {'none', #rows, 0, 0} end
-return {'ok', #rows, 0, 0, give_out(rows, delivery, version)}
+return give_out(rows, delivery, version, #rows, 0)

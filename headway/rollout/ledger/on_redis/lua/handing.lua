@@ -24,16 +24,19 @@ local function repeat_delivery(rows)
   for _, r in ipairs(rows) do
     if not r.kept then return {'forgotten'} end
   end
-  return {'ok', 0, 0, 0, payloads_of(rows)}
+  return {'ok', 0, 0, 0, payloads_of(rows), {}}
 end
 
-local function give_out(rows, delivery, version)
+-- The answer, with staleness and trajectories of each group, which a repetition lacks.
+local function give_out(rows, delivery, version, num_ready, dropped)
   table.sort(rows, by_seq)
+  local given = {}
   for _, r in ipairs(rows) do
     move(r, 'deliver', 'delivered', 'version=' .. version .. ' oldest_version=' .. r.oldest,
       {delivery = delivery, staleness = version - r.oldest})
     redis.call('SADD', key('delivery', delivery), r.id)
+    given[#given + 1] = {version - r.oldest, r.size}
   end
   redis.call('INCR', key('revision'))
-  return payloads_of(rows)
+  return {'ok', num_ready, dropped, 0, payloads_of(rows), given}
 end
