@@ -139,7 +139,7 @@ async def test_cancelling_ends_what_waits_and_what_is_in_play(serve):
     await bench.until(lambda: not bench.generator.playing)
     assert (await bench.ledger.counts()).cancelled == 2
     answer = await wait(client, 1, rollout_ids=["plays"])
-    assert answer.status_code == 500
+    assert (answer.status_code, answer.json()["code"]) == (409, "fruitless")
     assert "'plays' is cancelled: not needed" in answer.json()["message"]
     assert (await client.post(http.ROLLOUTS_CANCEL, json=body)).json() == {"cancelled": 0}
 
