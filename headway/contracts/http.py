@@ -41,6 +41,8 @@ ROLLOUTS_STREAM = "/v1/rollouts/stream"
 ROLLOUT = "/v1/rollouts/{rollout_id}"
 WORKFLOWS = "/v1/workflows"
 REWARDS = "/v1/rewards"
+FILTERS = "/v1/filters"
+TOOLS = "/v1/tools"
 SESSIONS = "/v1/sessions"
 SESSION = "/v1/sessions/{session_id}"
 SESSION_END = "/v1/sessions/{session_id}/end"
@@ -110,8 +112,8 @@ OPENAPI_PAGES = ("/docs", "/docs/oauth2-redirect", "/redoc")
 
 _ROUTES: Mapping[Role, tuple[tuple[str, ...], ...]] = {
     "submit": (
-        ("GET", METRICS, STATUS, SCALE, LEDGER, WORKFLOWS, REWARDS, ROLLOUTS, ROLLOUT, WEIGHTS),
-        ("GET", DASHBOARD),
+        ("GET", METRICS, STATUS, SCALE, LEDGER, ROLLOUTS, ROLLOUT, WEIGHTS, DASHBOARD),
+        ("GET", WORKFLOWS, REWARDS, FILTERS, TOOLS),
         ("POST", GENERATE, GENERATE_STREAM, ROLLOUTS, SESSIONS),
         ("GET", MODELS, MODEL, OPENAPI, *OPENAPI_PAGES),
         ("POST", COMPLETIONS, CHAT_COMPLETIONS),
@@ -301,7 +303,7 @@ class RolloutView(Config):
 
 
 class PartView(Config):
-    """A registered workflow or reward."""
+    """A registered workflow, reward, filter or tool."""
 
     name: str
     version: str | None
@@ -312,7 +314,7 @@ class PartView(Config):
 
 
 class PartList(Config):
-    """`GET /v1/workflows`, `GET /v1/rewards`."""
+    """`GET /v1/workflows`, `/v1/rewards`, `/v1/filters`, `/v1/tools`."""
 
     parts: list[PartView]
 

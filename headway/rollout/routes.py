@@ -21,7 +21,7 @@ from headway.contracts import http
 from headway.contracts.codec import MEDIA_TYPE, join_payloads
 from headway.contracts.errors import NotFound, ServiceError
 from headway.contracts.types import Identifier
-from headway.rollout.catalog import reward_views, workflow_views
+from headway.rollout.catalog import filter_views, reward_views, tool_views, workflow_views
 from headway.rollout.service import RolloutService
 from headway.rollout.views import batch_view, rollout_view, summary
 from headway.runtime.disconnect import unless_disconnected
@@ -135,6 +135,16 @@ async def workflows() -> http.PartList:
 @rollouts.get(http.REWARDS)
 async def rewards() -> http.PartList:
     return http.PartList(parts=reward_views())
+
+
+@rollouts.get(http.FILTERS)
+async def filters() -> http.PartList:
+    return http.PartList(parts=filter_views())
+
+
+@rollouts.get(http.TOOLS)
+async def tools() -> http.PartList:
+    return http.PartList(parts=tool_views())
 
 
 @rollouts.get(http.ROLLOUT)

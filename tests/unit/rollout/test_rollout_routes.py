@@ -194,6 +194,12 @@ async def test_the_catalog_tells_the_schemas_of_arguments(serve):
     assert workflows["single_turn"]["args_schema"]["type"] == "object"
     rewards = {part["name"]: part for part in (await client.get(http.REWARDS)).json()["parts"]}
     assert {"answer_key", "pattern"} <= set(rewards["exact"]["args_schema"]["properties"])
+    filters = {part["name"]: part for part in (await client.get(http.FILTERS)).json()["parts"]}
+    assert {"reward_spread", "reward_range", "length"} <= filters.keys()
+    assert filters["length"]["args_schema"]["properties"]
+    tools = {part["name"]: part for part in (await client.get(http.TOOLS)).json()["parts"]}
+    assert {"url", "function"} <= set(tools["http"]["args_schema"]["properties"])
+    assert all(part["summary"] for parts in (filters, tools) for part in parts.values())
 
 
 @pytest.mark.parametrize(
