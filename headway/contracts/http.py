@@ -222,7 +222,8 @@ class TrajectoryView(Config):
     logprobs: list[float]  # [T]
     versions: list[int]  # [T]
     tokens: list[str] | None = None
-    """The text of each token; None where the service has no tokenizer. [T]"""
+    """The text of each token; None where the service has no tokenizer. A character that several tokens
+    share stands with the last of them, U+25CC with the others. [T]"""
     reward: float
     verdict: Verdict
     details: dict[str, Any]
