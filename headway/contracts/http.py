@@ -440,7 +440,7 @@ class ConsumerResponse(Config):
 
 
 class DetachRequest(Config):
-    """`DELETE /v1/consumer`: what the consumer has not consumed is cancelled."""
+    """`DELETE /v1/consumer`: what the consumer has not consumed is cancelled, attached or not."""
 
     consumer: Identifier
 

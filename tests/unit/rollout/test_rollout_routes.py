@@ -144,6 +144,22 @@ async def test_cancelling_ends_what_waits_and_what_is_in_play(serve):
     assert (await client.post(http.ROLLOUTS_CANCEL, json=body)).json() == {"cancelled": 0}
 
 
+async def test_what_a_consumer_that_is_gone_left_can_be_ended(serve):
+    bench, client = await serve()
+    await submit(client, *(rollout(name, 2, consumer="gone") for name in "ab"), rollout("c"))
+    assert (await wait(client, 1, consumer="gone")).status_code == 200
+    await bench.until_counts(delivered=2, ready=3)
+    body = {"consumer": "gone"}
+    assert (await client.request("DELETE", http.CONSUMER, json=body)).json() == {"cancelled": 4}
+    await bench.until_counts(cancelled=4, ready=1)
+    again = await wait(client, 1, consumer="gone", delivery_id="d", timeout_s=0)
+    assert again.status_code == 204
+    answer = await client.request("DELETE", http.CONSUMER, json=body)
+    assert (answer.status_code, answer.json()["code"]) == (404, "not_found")
+    assert "'gone' is not attached, and has no open rollouts" in answer.json()["message"]
+    assert (await wait(client, 1, "d2")).status_code == 200
+
+
 async def test_what_failed_can_be_played_once_more(serve):
     bench, client = await serve(fails(1, DataError), error_budget=5)
     await submit(client, rollout("a"))
