@@ -294,6 +294,10 @@ class EventView(Config):
     at: float
 
 
+RolloutDetail = Literal["full", "summary"]
+"""Of a `RolloutView`: `summary` is without the result, and never reads it."""
+
+
 class RolloutView(Config):
     """`GET /v1/rollouts/{rollout_id}`: everything that is known of one rollout."""
 
@@ -301,7 +305,7 @@ class RolloutView(Config):
     request: RolloutRequest
     events: list[EventView]
     group: GroupView | None
-    """The result, while it is kept."""
+    """The result, while it is kept; None under `view=summary`."""
 
 
 class PartView(Config):

@@ -148,9 +148,12 @@ async def tools() -> http.PartList:
 
 
 @rollouts.get(http.ROLLOUT)
-async def rollout(rollout_id: Identifier, request: Request) -> http.RolloutView:
+async def rollout(
+    rollout_id: Identifier, request: Request, view: Annotated[http.RolloutDetail, Query()] = "full"
+) -> http.RolloutView:
+    """Everything about a rollout; `view=summary` leaves out the result, which can be megabytes."""
     service = service_of(request)
-    entry = await service.ledger.get(rollout_id, with_payload=True)
+    entry = await service.ledger.get(rollout_id, with_payload=view == "full")
     if entry is None:
         raise NotFound(f"no rollout {rollout_id!r} in the ledger")
     return rollout_view(entry, await service.ledger.events(rollout_id), service.tokenizer)

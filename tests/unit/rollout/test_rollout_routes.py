@@ -111,6 +111,10 @@ async def test_a_rollout_can_be_looked_at(serve):
     ]
     assert view["group"]["trajectories"][1]["tokens"][-1].strip() == "world"
     assert view["request"]["consumer"] == "me"
+    brief = await client.get(http.ROLLOUT.format(rollout_id="a"), params={"view": "summary"})
+    assert brief.json() == {**view, "group": None}
+    wrong = await client.get(http.ROLLOUT.format(rollout_id="a"), params={"view": "all"})
+    assert wrong.status_code == 422
     missing = await client.get(http.ROLLOUT.format(rollout_id="nobody"))
     assert (missing.status_code, missing.json()["code"]) == (404, "not_found")
 
