@@ -4,8 +4,10 @@
     python benchmarks/grading.py --bombs        # the same, while every 50th answer would hang a verifier
 
 The answers are those of MATH-500 (`$HEADWAY_DATA_DIR/math500/test.jsonl`; without it, 500 of our own
-making), in three forms: boxed and right in the same words (settled on the event loop), right outside a
-box, and wrong (both in a worker, by sympy). Every round has fresh workers, which remember nothing.
+making), in four forms: boxed and right in the same words, right as a formula that ends the text (both
+settled on the event loop), right as a formula inside a sentence (in a worker, by sympy), and wrong, the
+answer to another question (two numbers on the event loop, the rest in a worker). Every round has fresh
+workers, which remember nothing.
 `lag_ms` is the longest time in which the event loop did not come round; `cpu_ms` counts this process and
 its workers, but those that were killed.
 """
@@ -31,6 +33,7 @@ from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.types import RewardResult
 from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox
 from headway.rollout.rewards.base import Answer
+from headway.rollout.rewards.final_answer import plain
 from headway.rollout.rewards.scoring import Scorer
 
 BOMBS = (
@@ -54,10 +57,12 @@ def draw_cases(data: Path | None, forms: str) -> list[Case]:
     )
     cases = []
     for index, gold in enumerate(golds):
-        other = golds[(index + 7) % len(golds)]
+        later = (golds[(index + step) % len(golds)] for step in range(7, len(golds)))
+        other = next(text for text in later if plain(text) != plain(gold))
         texts = {
             "quick": (rf"So it is \boxed{{{gold}}}.", 1.0),
             "unboxed": (f"So the answer is ${gold}$.", 1.0),
+            "inside": (f"So the answer is ${gold}$, surely.", 1.0),
             "wrong": (rf"So it is \boxed{{{other}}}.", 0.0),
         }
         cases += [
@@ -164,7 +169,9 @@ def main() -> None:
     folder = os.environ.get("HEADWAY_DATA_DIR")
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--data", type=Path, default=folder and Path(folder))
-    parser.add_argument("--form", default="all", choices=["all", "quick", "unboxed", "wrong"])
+    parser.add_argument(
+        "--form", default="all", choices=["all", "quick", "unboxed", "inside", "wrong"]
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--callers", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)

@@ -15,6 +15,7 @@ ServiceError
 ├── StaleVersion         a version behind the one that was asked for       409
 │   └── VersionMoved     a pinned rollout met a swap, and is played anew   409  retryable
 ├── Starved              fewer rollouts are outstanding than waited for    409
+├── Fruitless            rollouts waited for by id ended without a result   409
 ├── BackendError         a generation server failed or went away           503  retryable
 │   └── Draining         it is shutting down and takes nothing new          503  retryable
 ├── WorkflowError        a workflow raised                                 500
@@ -155,6 +156,13 @@ class VersionMoved(StaleVersion):
 
 class Starved(ServiceError):
     code = "starved"
+    http_status = 409
+
+
+class Fruitless(ServiceError):
+    """Rollouts that were waited for by id ended without a result."""
+
+    code = "fruitless"
     http_status = 409
 
 

@@ -41,6 +41,8 @@ ROLLOUTS_STREAM = "/v1/rollouts/stream"
 ROLLOUT = "/v1/rollouts/{rollout_id}"
 WORKFLOWS = "/v1/workflows"
 REWARDS = "/v1/rewards"
+FILTERS = "/v1/filters"
+TOOLS = "/v1/tools"
 SESSIONS = "/v1/sessions"
 SESSION = "/v1/sessions/{session_id}"
 SESSION_END = "/v1/sessions/{session_id}/end"
@@ -110,8 +112,8 @@ OPENAPI_PAGES = ("/docs", "/docs/oauth2-redirect", "/redoc")
 
 _ROUTES: Mapping[Role, tuple[tuple[str, ...], ...]] = {
     "submit": (
-        ("GET", METRICS, STATUS, SCALE, LEDGER, WORKFLOWS, REWARDS, ROLLOUTS, ROLLOUT, WEIGHTS),
-        ("GET", DASHBOARD),
+        ("GET", METRICS, STATUS, SCALE, LEDGER, ROLLOUTS, ROLLOUT, WEIGHTS, DASHBOARD),
+        ("GET", WORKFLOWS, REWARDS, FILTERS, TOOLS),
         ("POST", GENERATE, GENERATE_STREAM, ROLLOUTS, SESSIONS),
         ("GET", MODELS, MODEL, OPENAPI, *OPENAPI_PAGES),
         ("POST", COMPLETIONS, CHAT_COMPLETIONS),
@@ -125,8 +127,9 @@ _ROUTES: Mapping[Role, tuple[tuple[str, ...], ...]] = {
         ("DELETE", CONSUMER, WEIGHTS),
         ("GET", ROLLOUTS_STREAM, WEIGHTS_HELD),
     ),
+    "server": (("POST", SERVERS),),
     "admin": (
-        ("POST", SERVERS, SERVERS_DRAIN, LEDGER_REQUEUE, WEIGHTS_PIN, WEIGHTS_ROLLBACK),
+        ("POST", SERVERS_DRAIN, LEDGER_REQUEUE, WEIGHTS_PIN, WEIGHTS_ROLLBACK),
         ("POST", WEIGHTS_PREPARE, WEIGHTS_COMMIT, WEIGHTS_ABORT),
         ("POST", GENERATION_ABORT, GENERATION_PAUSE, GENERATION_RESUME, GENERATION_FLUSH),
         ("POST", SGLANG_PAUSE, SGLANG_CONTINUE, SGLANG_FLUSH, SGLANG_ABORT),
@@ -220,7 +223,8 @@ class TrajectoryView(Config):
     logprobs: list[float]  # [T]
     versions: list[int]  # [T]
     tokens: list[str] | None = None
-    """The text of each token; None where the service has no tokenizer. [T]"""
+    """The text of each token; None where the service has no tokenizer. A character that several tokens
+    share stands with the last of them, U+25CC with the others. [T]"""
     reward: float
     verdict: Verdict
     details: dict[str, Any]
@@ -290,6 +294,10 @@ class EventView(Config):
     at: float
 
 
+RolloutDetail = Literal["full", "summary"]
+"""Of a `RolloutView`: `summary` is without the result, and never reads it."""
+
+
 class RolloutView(Config):
     """`GET /v1/rollouts/{rollout_id}`: everything that is known of one rollout."""
 
@@ -297,11 +305,11 @@ class RolloutView(Config):
     request: RolloutRequest
     events: list[EventView]
     group: GroupView | None
-    """The result, while it is kept."""
+    """The result, while it is kept; None under `view=summary`."""
 
 
 class PartView(Config):
-    """A registered workflow or reward."""
+    """A registered workflow, reward, filter or tool."""
 
     name: str
     version: str | None
@@ -312,7 +320,7 @@ class PartView(Config):
 
 
 class PartList(Config):
-    """`GET /v1/workflows`, `GET /v1/rewards`."""
+    """`GET /v1/workflows`, `/v1/rewards`, `/v1/filters`, `/v1/tools`."""
 
     parts: list[PartView]
 
@@ -436,7 +444,7 @@ class ConsumerResponse(Config):
 
 
 class DetachRequest(Config):
-    """`DELETE /v1/consumer`: what the consumer has not consumed is cancelled."""
+    """`DELETE /v1/consumer`: what the consumer has not consumed is cancelled, attached or not."""
 
     consumer: Identifier
 

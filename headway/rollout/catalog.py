@@ -1,36 +1,43 @@
-"""The registered workflows and rewards, with the JSON schemas of their arguments."""
+"""The registered workflows, rewards, filters and tools, with the JSON schemas of their arguments."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from headway.contracts.http import PartView
+from headway.rollout.filters.base import FILTERS, filter_schema
 from headway.rollout.rewards.base import REWARDS, reward_factory, reward_schema
+from headway.rollout.tools.base import TOOLS, tool_schema
 from headway.rollout.workflows.base import WORKFLOWS, get_workflow, workflow_schema
 
 
 def workflow_views() -> list[PartView]:
     """All workflows, by name."""
     return [
-        PartView(
-            name=name,
-            version=get_workflow(name).version,
-            summary=_first_line(get_workflow(name)),
-            args_schema=workflow_schema(name),
-        )
+        _view(name, get_workflow(name), workflow_schema(name), get_workflow(name).version)
         for name in WORKFLOWS.names()
     ]
 
 
 def reward_views() -> list[PartView]:
     """All rewards, by name."""
-    return [
-        PartView(
-            name=name,
-            version=None,
-            summary=_first_line(reward_factory(name)),
-            args_schema=reward_schema(name),
-        )
-        for name in REWARDS.names()
-    ]
+    return [_view(name, reward_factory(name), reward_schema(name)) for name in REWARDS.names()]
+
+
+def filter_views() -> list[PartView]:
+    """All filters, by name."""
+    return [_view(name, FILTERS.get(name), filter_schema(name)) for name in FILTERS.names()]
+
+
+def tool_views() -> list[PartView]:
+    """All tools, by name."""
+    return [_view(name, TOOLS.get(name), tool_schema(name)) for name in TOOLS.names()]
+
+
+def _view(
+    name: str, part: object, args_schema: dict[str, Any], version: str | None = None
+) -> PartView:
+    return PartView(name=name, version=version, summary=_first_line(part), args_schema=args_schema)
 
 
 def _first_line(part: object) -> str:

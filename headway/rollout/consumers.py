@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headway.contracts.config.base import Config
-from headway.contracts.errors import Conflict, Fenced, NotFound
+from headway.contracts.errors import Conflict, Fenced
 from headway.contracts.http import ConsumerRequest
 from headway.rollout.ledger.base import Ledger
 from headway.runtime.staleness import StalenessBound
@@ -88,11 +88,6 @@ class Consumers:
                 f"consumer {self.name!r} is attached; detach it first "
                 f"(headway detach URL {self.name}), or use another gateway"
             )
-
-    def check_attached(self, name: str) -> None:
-        """Raises `NotFound` unless it is attached."""
-        if self.name != name:
-            raise NotFound(f"consumer {name!r} is not attached")
 
     async def attach(self, request: ConsumerRequest) -> Attachment:
         """Bind a consumer; what it had received after its checkpoint is given back.

@@ -136,6 +136,11 @@ async def open_gateway(
         ).set_function(lambda: sessions.num_open)
         fleet = Fleet(config.fleet, book, fleet_token, metrics, registry)
         bound = AdaptiveBound(config.executor.max_concurrent, config.executor.min_concurrent)
+        Gauge(
+            "headway_fleet_limit_trajectories",
+            "Trajectories that this gateway may have in play",
+            registry=metrics,
+        ).set_function(lambda: bound.limit)
         around = Surroundings(
             Facilities(sandbox, outbound), sessions, lambda: bound.limit, config.retention
         )

@@ -21,7 +21,7 @@ from headway.contracts import http
 from headway.contracts.codec import MEDIA_TYPE, join_payloads
 from headway.contracts.errors import NotFound, ServiceError
 from headway.contracts.types import Identifier
-from headway.rollout.catalog import reward_views, workflow_views
+from headway.rollout.catalog import filter_views, reward_views, tool_views, workflow_views
 from headway.rollout.service import RolloutService
 from headway.rollout.views import batch_view, rollout_view, summary
 from headway.runtime.disconnect import unless_disconnected
@@ -137,10 +137,23 @@ async def rewards() -> http.PartList:
     return http.PartList(parts=reward_views())
 
 
+@rollouts.get(http.FILTERS)
+async def filters() -> http.PartList:
+    return http.PartList(parts=filter_views())
+
+
+@rollouts.get(http.TOOLS)
+async def tools() -> http.PartList:
+    return http.PartList(parts=tool_views())
+
+
 @rollouts.get(http.ROLLOUT)
-async def rollout(rollout_id: Identifier, request: Request) -> http.RolloutView:
+async def rollout(
+    rollout_id: Identifier, request: Request, view: Annotated[http.RolloutDetail, Query()] = "full"
+) -> http.RolloutView:
+    """Everything about a rollout; `view=summary` leaves out the result, which can be megabytes."""
     service = service_of(request)
-    entry = await service.ledger.get(rollout_id, with_payload=True)
+    entry = await service.ledger.get(rollout_id, with_payload=view == "full")
     if entry is None:
         raise NotFound(f"no rollout {rollout_id!r} in the ledger")
     return rollout_view(entry, await service.ledger.events(rollout_id), service.tokenizer)

@@ -21,7 +21,7 @@ from functools import partial
 from headway.contracts.config.gateway import ExecutorConfig, RetentionConfig
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.engines import Generator
-from headway.contracts.errors import BackendError, Fenced, Starved, StateError
+from headway.contracts.errors import BackendError, Fenced, NotFound, Starved, StateError
 from headway.contracts.http import (
     ConsumerRequest,
     LedgerAudit,
@@ -39,7 +39,7 @@ from headway.contracts.types import (
 from headway.rollout.consumers import Attachment, Consumers, Publisher
 from headway.rollout.executor import Executor
 from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox
-from headway.rollout.ledger.base import Admission, Ledger
+from headway.rollout.ledger.base import OPEN_STATES, Admission, Ledger
 from headway.rollout.player import Player
 from headway.rollout.rewards.scoring import Scorer
 from headway.rollout.sessions.sessions import Sessions
@@ -242,14 +242,20 @@ class RolloutService:
     async def detach(self, consumer: str) -> int:
         """End a consumer; its unconsumed trajectories are cancelled and counted.
 
+        One that never attached, and only waited, ends too if it left anything.
+
         Raises:
-            NotFound: it is not attached.
+            NotFound: it is not attached, and has nothing that could still be consumed.
         """
         await self._consumers.refresh()
-        self._consumers.check_attached(consumer)
-        await self._updates.end(Fenced(f"consumer {consumer!r} was detached"))
+        is_attached = self._consumers.name == consumer
+        if is_attached:
+            await self._updates.end(Fenced(f"consumer {consumer!r} was detached"))
+        elif not _open(await self.ledger.counts(consumer)):
+            raise NotFound(f"consumer {consumer!r} is not attached, and has no open rollouts")
         async with self._executor.unbound(consumer):
-            await self._consumers.detach()
+            if is_attached:
+                await self._consumers.detach()
             cancelled = await self.ledger.cancel_all(consumer, "the consumer detached")
         self._changed.notify()
         return cancelled
@@ -351,6 +357,11 @@ class RolloutService:
             except StateError as error:
                 log.warning("the ledger does not answer", extra={"reason": str(error)})
             await asyncio.sleep(WATCH_S)
+
+
+def _open(counts: LedgerCounts) -> int:
+    """What may still be consumed."""
+    return sum(getattr(counts, state) for state in OPEN_STATES)
 
 
 def _outstanding(counts: LedgerCounts) -> int:

@@ -6,13 +6,16 @@ could still take back; the pieces of a stream are, end to end, the text of the w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import codecs
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from headway.contracts.types import LLMResponse
 from headway.rollout.tokenizer import TextTokenizer
 
 UNFINISHED = "\ufffd"
 """How tokenizers show a character that has not all its bytes."""
+PART = "\u25cc"
+"""Shown for a token whose character a later one completes: a dotted circle, which holds no letter yet."""
 MAX_HELD = 16
 """Unfinished tokens after which the oldest must be bytes that will never be a character."""
 MAX_CHARACTER = 4
@@ -103,6 +106,23 @@ class TextStream:
 def text_of(response: LLMResponse, stream: TextStream) -> str:
     """The text of a whole response."""
     return stream.feed(response.output_tokens) + stream.finish(response.stop_match)
+
+
+def token_texts(tokens: Iterable[bytes]) -> list[str]:
+    """Each token as a reader sees it, from what each adds to the text in UTF-8.
+
+    A character whose bytes are spread over tokens stands with the last of them; the others are `PART`.
+    Bytes that are no character are `UNFINISHED`.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    texts = []
+    for added in tokens:
+        text = decoder.decode(added)
+        texts.append(text if text or not added else PART)
+    if rest := decoder.decode(b"", True):
+        held = next(at for at in reversed(range(len(texts))) if texts[at])
+        texts[held] = texts[held].removesuffix(PART) + rest
+    return texts
 
 
 class _Pieces:

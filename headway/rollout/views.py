@@ -16,6 +16,7 @@ from headway.contracts.http import (
 )
 from headway.contracts.types import Trajectory, TrajectoryGroup
 from headway.rollout.ledger.base import Entry, Event, row_of
+from headway.rollout.text import token_texts
 from headway.rollout.tokenizer import TextTokenizer
 
 
@@ -62,7 +63,7 @@ def _trajectory_view(row: Trajectory, tokenizer: TextTokenizer | None) -> Trajec
         loss_mask=row.loss_mask.tolist(),
         logprobs=row.logprobs.tolist(),
         versions=row.versions.tolist(),
-        tokens=tokenizer and [tokenizer.token_bytes(i).decode(errors="replace") for i in ids],
+        tokens=tokenizer and token_texts(map(tokenizer.token_bytes, ids)),
         reward=row.reward,
         verdict=row.verdict,
         details=row.details,

@@ -1,8 +1,8 @@
 """Who may call which route: bearer tokens with roles, and the audit log of what they did.
 
-`http.ACCESS` is the table of routes. A token may call what asks for its role or a lesser one; what is not
-in the table asks for `admin`. Tokens are kept as keyed digests, and a given one is compared with all of
-them, so that the time it takes tells nothing.
+`http.ACCESS` is the table of routes. A token may call what asks for a role that one of its own includes;
+what is not in the table asks for `admin`. Tokens are kept as keyed digests, and a given one is compared
+with all of them, so that the time it takes tells nothing.
 
 Not covered: sessions, which have keys of their own (`headway.rollout.sessions.access`).
 """
@@ -18,7 +18,7 @@ from hashlib import blake2b
 from hmac import compare_digest
 from typing import Self
 
-from headway.contracts.config.gateway import ROLES, Role, ServiceConfig
+from headway.contracts.config.gateway import INCLUDED, Role, ServiceConfig
 from headway.contracts.errors import ConfigError, Forbidden, ServiceError, Unauthorized
 from headway.contracts.http import ACCESS, OPEN_PATHS, OPEN_PREFIXES, ROUTINE
 from headway.runtime.secret import SCHEME, bearer_of, read_token
@@ -37,11 +37,14 @@ class Token:
 
     name: str
     secret: str
-    role: Role
-    """The highest of its roles, which has the others."""
+    roles: tuple[Role, ...]
 
     def __repr__(self) -> str:
-        return f"Token({self.name!r}, {self.role!r})"
+        return f"Token({self.name!r}, {self.roles!r})"
+
+    def may(self, role: Role) -> bool:
+        """Whether it may call what asks for this role."""
+        return any(role in INCLUDED[each] for each in self.roles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class Admission:
         if self.refusal is not None:
             return True
         is_reading = self.route.startswith("GET ")
-        return self.role in ("consume", "admin") and not is_reading and self.route not in ROUTINE
+        return self.role not in (None, "submit") and not is_reading and self.route not in ROUTINE
 
 
 class Access:
@@ -82,7 +85,7 @@ class Access:
     @classmethod
     def of(cls, token: str | None) -> Self:
         """One token with every role; None asks for none."""
-        return cls(() if token is None else (Token("default", token, "admin"),))
+        return cls(() if token is None else (Token("default", token, ("admin",)),))
 
     @classmethod
     def from_config(cls, config: ServiceConfig) -> Self:
@@ -91,12 +94,9 @@ class Access:
         Raises:
             ConfigError: as `read_token` and the constructor.
         """
-        tokens = [
-            Token(each.name, read_token(each.env), max(each.roles, key=ROLES.index))
-            for each in config.tokens
-        ]
+        tokens = [Token(each.name, read_token(each.env), each.roles) for each in config.tokens]
         if config.token_env is not None:
-            tokens.append(Token("default", read_token(config.token_env), "admin"))
+            tokens.append(Token("default", read_token(config.token_env), ("admin",)))
         return cls(tokens)
 
     def admit(self, method: str, path: str, authorization: bytes) -> Admission:
@@ -111,9 +111,10 @@ class Access:
         if token is None:
             seen = "a wrong token" if authorization else "no token"
             return Admission(asked.route, role, NOBODY, _unauthorized(seen))
-        if ROLES.index(token.role) < ROLES.index(role):
+        if not token.may(role):
             error = Forbidden(
-                f"{asked.route} asks for the role {role}; the token {token.name} has {token.role}"
+                f"{asked.route} asks for the role {role}; the token {token.name} has "
+                f"{', '.join(token.roles)}"
             )
             return Admission(asked.route, role, token.name, error)
         return Admission(asked.route, role, token.name)

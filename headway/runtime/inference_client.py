@@ -202,6 +202,14 @@ class RemoteInferenceEngine:
         """What can score, with the schemas of the arguments."""
         return http.PartList.model_validate_json(self._call("GET", http.REWARDS).content).parts
 
+    def filters(self) -> list[http.PartView]:
+        """What can drop a finished group, with the schemas of the arguments."""
+        return http.PartList.model_validate_json(self._call("GET", http.FILTERS).content).parts
+
+    def tools(self) -> list[http.PartView]:
+        """What `tool_use` can offer a policy, with the schemas of what each is made with."""
+        return http.PartList.model_validate_json(self._call("GET", http.TOOLS).content).parts
+
     def scale(self) -> http.ScaleResponse:
         """How many generation servers a gateway asks for."""
         return http.ScaleResponse.model_validate_json(self._call("GET", http.SCALE).content)

@@ -257,7 +257,14 @@ def test_the_table_of_a_request_names_its_fields():
 def test_the_routes_are_there_and_ask_for_the_roles_that_the_page_says():
     rows = table("## Routes")
     assert {route: cells[0] for route, cells in rows.items()}.items() <= http.ACCESS.items()
-    prefixes = (http.ROLLOUTS, http.WORKFLOWS, http.REWARDS, http.SESSIONS)
+    prefixes = (
+        http.ROLLOUTS,
+        http.SESSIONS,
+        http.WORKFLOWS,
+        http.REWARDS,
+        http.FILTERS,
+        http.TOOLS,
+    )
     wanted = {route for route in http.ACCESS if route.partition(" ")[2].startswith(prefixes)}
     assert wanted <= rows.keys()
 

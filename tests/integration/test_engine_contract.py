@@ -16,11 +16,11 @@ from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.engines import InferenceEngine
 from headway.contracts.errors import (
     Conflict,
+    Fruitless,
     Starved,
     SyncError,
     UnknownName,
     WaitTimeout,
-    WorkflowError,
 )
 from headway.contracts.types import ConsumerSpec, TrajectoryBatch, WeightUpdateMeta
 from headway.launch.launchers.local import LocalRun, child_environment
@@ -142,7 +142,7 @@ def test_names_and_arguments_are_checked_at_submission(served: Served) -> None:
 
 
 def test_a_prompt_beyond_the_context_is_a_recorded_failure(served: Served) -> None:
-    with pytest.raises(WorkflowError, match="exceed the context of 256"):
+    with pytest.raises(Fruitless, match="exceed the context of 256"):
         served.engine.rollout([rollout(served.name("long"), max_new_tokens=1000)], timeout=30)
 
 

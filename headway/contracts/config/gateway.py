@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, StringConstraints, field_validator, model_validator
@@ -13,11 +14,18 @@ EnvironmentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-
 """Names the variable that holds a secret: secrets never stand in a config."""
 
 
-Role = Literal["submit", "consume", "admin"]
+Role = Literal["submit", "consume", "server", "admin"]
 """`submit` may ask for generation, rollouts and sessions; `consume` may also wait, attach and publish
-weights; `admin` may do everything, also register servers and move what serves. Each has what the ones
-before it have; `http.ACCESS` says which route asks for which."""
+weights; `server` may register a generation server, and nothing else; `admin` may do everything, also move
+what serves. `http.ACCESS` says which route asks for which."""
 ROLES: tuple[Role, ...] = get_args(Role)
+INCLUDED: Mapping[Role, frozenset[Role]] = {
+    "submit": frozenset({"submit"}),
+    "consume": frozenset({"submit", "consume"}),
+    "server": frozenset({"server"}),
+    "admin": frozenset(ROLES),
+}
+"""What a token of one role may do."""
 
 
 class TokenConfig(Config):
@@ -28,7 +36,7 @@ class TokenConfig(Config):
     env: EnvironmentName
     """Environment variable that holds the token."""
     roles: tuple[Role, ...] = Field(min_length=1)
-    """What it may do; `consume` includes `submit`, and `admin` everything."""
+    """What it may do; `consume` includes `submit`, `admin` everything, `server` nothing else."""
 
 
 class TLSConfig(Config):
@@ -86,9 +94,8 @@ class ServiceConfig(Config):
         """
         if self.token_env is not None or not self.tokens:
             return self.token_env
-        able = ROLES[ROLES.index(role) :]
         for token in self.tokens:
-            if any(each in able for each in token.roles):
+            if any(role in INCLUDED[each] for each in token.roles):
                 return token.env
         raise ConfigError(f"service.tokens has none with the role {role}; add one")
 

@@ -121,7 +121,7 @@ class ServerConfig(Config):
     """Gateway to register with; None serves alone. Of several, which share a ledger, one is reported to,
     and the next when that does not answer."""
     gateway_token_env: EnvironmentName | None = None
-    """Environment variable with the bearer token that the gateway asks for."""
+    """Environment variable with a bearer token of the gateway that has the role `server`."""
     advertise_url: str | None = Field(None, pattern=r"^https?://[^\s/]+$")
     """URL under which the gateway reaches this server; None takes the bound address."""
     heartbeat_s: float = Field(1.0, gt=0.0)

@@ -78,7 +78,7 @@ class LocalRun:
             server = _served(self._config.server, self._ready_file(name)).model_copy(
                 update={
                     "gateway": self.url,
-                    "gateway_token_env": self._config.gateway.service.env_for("admin"),
+                    "gateway_token_env": self._config.gateway.service.env_for("server"),
                     "weights": self._receiver(),
                 }
             )

@@ -208,7 +208,7 @@ class Ledger(Protocol):
         """Give out exactly these groups, or none.
 
         Raises:
-            WorkflowError: one of them ended without a result.
+            Fruitless: some of them ended without a result.
             NotFound: one of them was never submitted.
             Conflict: one of them was given out before, or the delivery id gave out others.
         """

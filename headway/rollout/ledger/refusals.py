@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from headway.contracts.errors import Conflict, NotFound, QueueFull, WorkflowError
+from collections.abc import Sequence
+
+from headway.contracts.errors import Conflict, Fruitless, NotFound, QueueFull
+
+MAX_NAMED = 16
+"""Rollouts that one refusal names; of the others it tells the number."""
+MAX_REASON_CHARS = 500
 
 
 def other_content(rollout_id: str) -> Conflict:
@@ -40,9 +46,18 @@ def never_submitted(rollout_id: str) -> NotFound:
     return NotFound(f"rollout {rollout_id!r} was never submitted, or was forgotten")
 
 
-def fruitless(rollout_id: str, state: str, reason: str | None) -> WorkflowError:
-    """It ended without a result."""
-    return WorkflowError(f"rollout {rollout_id!r} is {state}: {reason or 'no reason kept'}")
+def fruitless(ended: Sequence[tuple[str, str, str | None]]) -> Fruitless:
+    """They ended without a result.
+
+    Args:
+        ended: id, state and reason of each.
+    """
+    told = [
+        f"rollout {rollout_id!r} is {state}: {(reason or 'no reason kept')[:MAX_REASON_CHARS]}"
+        for rollout_id, state, reason in ended[:MAX_NAMED]
+    ]
+    more = [f"and {len(ended) - MAX_NAMED} more"] if len(ended) > MAX_NAMED else []
+    return Fruitless("; ".join(told + more))
 
 
 def given_out(rollout_id: str) -> Conflict:

@@ -21,9 +21,9 @@ from headway.rollout.rewards.base import Answer
 from headway.rollout.rewards.final_answer import (
     MAX_ANSWER_CHARS,
     MAX_SHOWN_CHARS,
+    is_same,
     last_box,
-    plain,
-    to_number,
+    last_formula,
 )
 
 
@@ -63,17 +63,15 @@ class Math:
 
     def quick(self, answer: Answer) -> RewardResult | None:
         """What text and numbers decide."""
-        gold = self._gold(answer)
-        found = last_box(answer.completion[-MAX_ANSWER_CHARS:])
-        if found is None:
-            is_settled = self._strict or not answer.completion.strip()
-            return RewardResult(0.0, verdict="wrong_format") if is_settled else None
-        if plain(found) == plain(gold):
-            return _judged(True, found)
-        value, wanted = to_number(found), to_number(gold)
-        if value is not None and wanted is not None:
-            return _judged(value == wanted, found)
-        return None
+        gold, tail = self._gold(answer), answer.completion[-MAX_ANSWER_CHARS:]
+        box = last_box(tail)
+        if box is not None:
+            verdict = is_same(box, gold)
+            return None if verdict is None else _judged(verdict, box)
+        if self._strict or not tail.strip():
+            return RewardResult(0.0, verdict="wrong_format")
+        shown = last_formula(tail)
+        return _judged(True, shown) if shown is not None and is_same(shown, gold) else None
 
     def __call__(self, answer: Answer) -> RewardResult:
         settled = self.quick(answer)

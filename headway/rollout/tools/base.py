@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from headway.contracts.config.base import PartConfig
 from headway.contracts.registry import Registry
 from headway.rollout.facilities import Facilities
-from headway.rollout.parts import build_part
+from headway.rollout.parts import args_model, build_part
 
 
 class ToolError(Exception):
@@ -66,6 +66,11 @@ def make_tool(config: PartConfig) -> Tool:
         ConfigError: the arguments do not fit.
     """
     return build_part(TOOLS.get(config.name), "tool", config.name, config.args)
+
+
+def tool_schema(name: str) -> dict[str, Any]:
+    """JSON schema of what a tool is made with; what the model writes is another matter."""
+    return args_model(TOOLS.get(name)).model_json_schema()
 
 
 def schema_of(tool: Tool) -> dict[str, Any]:

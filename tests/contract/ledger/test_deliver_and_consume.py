@@ -3,7 +3,7 @@ from ledger_suite import ids
 from rollout_builders import make_trajectory
 
 from headway.contracts.codec import decode_groups
-from headway.contracts.errors import Conflict, NotFound, WorkflowError
+from headway.contracts.errors import Conflict, Fruitless, NotFound
 from headway.contracts.types import TrajectoryGroup
 from headway.rollout.ledger.base import Delivery
 
@@ -100,12 +100,25 @@ async def test_exactly_these_raises_for_what_can_never_come(ledger, play):
         ("f", "filtered: too easy"),
         ("c", "cancelled: not needed"),
     ]:
-        with pytest.raises(WorkflowError, match=f"'{rollout_id}' is {told}"):
+        with pytest.raises(Fruitless, match=f"'{rollout_id}' is {told}"):
             await ledger.deliver_exactly("d0", [rollout_id], 0)
     await play.finish("b")
+    with pytest.raises(Fruitless) as caught:
+        await ledger.deliver_exactly("d0", ["b", "c", "a"], 0)
+    assert caught.value.message == (
+        "rollout 'c' is cancelled: not needed; rollout 'a' is failed: the verifier hung"
+    )
     await play.deliver(1, "d1")
     with pytest.raises(Conflict, match="'b' was given out before"):
         await ledger.deliver_exactly("d2", ["b"], 0)
+
+
+async def test_a_refusal_names_so_many_and_counts_the_rest(ledger, play):
+    names = [f"r{n}" for n in range(20)]
+    await play.submit(*names)
+    await ledger.cancel(names, "no" * 1000)
+    with pytest.raises(Fruitless, match=r"'r15' is cancelled: (no){250}; and 4 more$"):
+        await ledger.deliver_exactly("d0", names, 0)
 
 
 async def test_what_is_too_stale_is_dropped_and_counted(ledger, play):
@@ -115,7 +128,7 @@ async def test_what_is_too_stale_is_dropped_and_counted(ledger, play):
     assert (ids(delivery), delivery.dropped) == (["new"], 3)
     counts = await ledger.counts()
     assert (counts.stale, counts.delivered) == (3, 2)
-    with pytest.raises(WorkflowError, match="'old' is stale: version 4 is too far from version 1"):
+    with pytest.raises(Fruitless, match="'old' is stale: version 4 is too far from version 1"):
         await ledger.deliver_exactly("d1", ["old"], 4)
 
 

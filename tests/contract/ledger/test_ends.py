@@ -6,7 +6,7 @@ import pytest
 from ledger_suite import ALL, SEVERAL_PROCESSES, Play, admit, ids
 from rollout_builders import make_group, make_request
 
-from headway.contracts.errors import Fenced, NotFound, WorkflowError
+from headway.contracts.errors import Fenced, Fruitless, NotFound
 
 on_shared_stores = pytest.mark.parametrize("store", SEVERAL_PROCESSES, indirect=True)
 
@@ -38,7 +38,7 @@ async def test_cancel_all_ends_what_is_not_consumed(ledger, play):
     assert (await ledger.counts("you")).queued == 2
     assert await play.lease() == ["other"]
     assert await ledger.cancel_all("me", "again") == 0
-    with pytest.raises(WorkflowError, match="'queued' is cancelled: the consumer detached"):
+    with pytest.raises(Fruitless, match="'queued' is cancelled: the consumer detached"):
         await ledger.deliver_exactly("d9", ["queued"], 0)
     assert await ledger.submit([make_request("queued", consumer="me")], ALL) == [False]
 

@@ -11,10 +11,10 @@ from headway.contracts.errors import (
     ConfigError,
     DataError,
     ErrorBudgetExceeded,
+    Fruitless,
     QueueFull,
     RequestTooLong,
     UnknownName,
-    WorkflowError,
 )
 from headway.contracts.types import Prompt
 
@@ -57,7 +57,7 @@ async def test_failures_within_the_budget_are_recorded_and_the_rest_goes_on(open
     bench = await open_service(odd_ones_fail, error_budget=2, error_window=4)
     await bench.submit("bad1", "good1", "bad2", "good2", "good3", "good4")
     assert len(await bench.wait(4)) == 4
-    with pytest.raises(WorkflowError, match="'bad1' is failed: DataError: no good"):
+    with pytest.raises(Fruitless, match="'bad1' is failed: DataError: no good"):
         await bench.wait(1, "d2", rollout_ids=("bad1",))
 
 

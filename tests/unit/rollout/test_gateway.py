@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import socket
 from pathlib import Path
@@ -22,8 +23,13 @@ from headway.runtime.inference_client import RemoteInferenceEngine
 
 
 @pytest.fixture
-async def url(tokenizer_dir: Path):
-    """A gateway with one server, at version 2 of 2."""
+async def url(played) -> str:
+    return played[0]
+
+
+@pytest.fixture
+async def played(tokenizer_dir: Path):
+    """Where it is, its fleet and the server: a gateway with one server, at version 2 of 2."""
     config = GatewayConfig(
         tokenizer=str(tokenizer_dir), ledger=":memory:", executor=ExecutorConfig()
     )
@@ -44,7 +50,7 @@ async def url(tokenizer_dir: Path):
     app.state.service.generator.report(generation.report())
     for version in (1, 2):
         await app.state.service.update_weights(WeightUpdateMeta(version, f"/v{version}"))
-    yield "http://{}:{}".format(*listener.getsockname())
+    yield "http://{}:{}".format(*listener.getsockname()), app.state.service.generator, generation
     server.should_exit = True
     await serving
     await generation.stop()
@@ -84,6 +90,24 @@ async def test_refusals_come_back_as_they_are(url: str):
     await asyncio.to_thread(client.pin, 1)
     with pytest.raises(Conflict, match="version 1 is pinned"):
         await asyncio.to_thread(client.rollback, 2)
+    client.destroy()
+
+
+async def test_the_bound_on_what_is_in_play_is_told_as_it_moves(played):
+    url, fleet, generation = played
+    client = RemoteInferenceEngine(url)
+    most = ExecutorConfig().max_concurrent
+
+    def limit() -> float:
+        page = client._call("GET", "/metrics").text
+        return float(page.partition("\nheadway_fleet_limit_trajectories ")[2].partition("\n")[0])
+
+    assert await asyncio.to_thread(limit) == most
+    async with asyncio.timeout(20.0):
+        for preemptions in itertools.count(1):
+            fleet.report(generation.report().model_copy(update={"preemptions": preemptions}))
+            if await asyncio.to_thread(limit) < most:
+                break
     client.destroy()
 
 

@@ -18,6 +18,7 @@ from headway.contracts.types import RewardResult
 from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox
 from headway.rollout.rewards import math as math_reward
 from headway.rollout.rewards.base import Answer, make_reward
+from headway.rollout.rewards.final_answer import is_same
 from headway.rollout.rewards.scoring import Scorer
 
 pytest.importorskip("math_verify", reason="the extra `rewards` is not installed")
@@ -60,6 +61,12 @@ async def grade(scorer, completion, gold, **args) -> RewardResult:
         (r"\boxed{\dfrac{1}{2}}", r"\frac{1}{2}", "accepted"),
         (r"\boxed{42}", r"the solution, so \boxed{42}", "accepted"),
         (r"\boxed{42}", "5 * 8 + 2\n#### 42", "accepted"),
+        (r"\boxed{\frac{1}{2}}", "0.5", "accepted"),
+        (r"\boxed{\frac{1}{2}}", "3", "wrong_answer"),
+        (r"\boxed{90^\circ}", "90", "accepted"),
+        (r"\boxed{5 \text{ cm}}", r"6 \text{ cm}", "wrong_answer"),
+        ("so the answer is $x^{2}$.", "x^2", "accepted"),
+        (r"so the answer is \(42\)", "42", "accepted"),
         ("  ", "42", "wrong_format"),
     ],
 )
@@ -72,7 +79,9 @@ def test_text_and_numbers_settle_quickly(completion, gold, wanted):
 @pytest.mark.parametrize(
     ("completion", "gold", "wanted"),
     [
-        (r"\boxed{\frac{1}{2}}", "0.5", "accepted"),
+        (r"\boxed{\frac{1}{3}}", "0.333333", "accepted"),
+        (r"\boxed{5\%}", "5", "accepted"),
+        ("the answer is $6$.", "5", "wrong_answer"),
         (r"\boxed{2x + 1}", "1 + 2x", "accepted"),
         (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", "accepted"),
         (r"\boxed{\{2, 1\}}", r"\{1, 2\}", "accepted"),
@@ -87,6 +96,30 @@ def test_text_and_numbers_settle_quickly(completion, gold, wanted):
 async def test_the_rest_is_compared_as_mathematics(scorer, completion, gold, wanted):
     result = await grade(scorer, completion, gold)
     assert (result.score, result.verdict) == (float(wanted == "accepted"), wanted)
+
+
+ALIKE = (
+    *("5", "+5", "-5", "5.0", "0", ".5", "0.5", "-0.5", "1,234", "1234", r"1{,}234", "x=5"),
+    *("1/2", "-1/2", "10/2", r"\frac12", r"\frac{1}{2}", r"\dfrac{2}{4}", r"\frac{-1}{2}"),
+    *(r"\frac{1}{3}", "0.333333", "0.3333", r"\frac{1}{0}", r"3\frac{1}{2}", r"\frac{7}{2}"),
+    *(r"\$5", r"50\%", "50%", "50", r"5\%", r"\frac{1}{2}\%", r"120^\circ", r"120^{\circ}", "120"),
+    *("10", r"10\text{ cm}", r"10 \text{ cm}", r"12\text{ cm}"),
+    *("x^{2}", "x^2", "x^{23}", "x^23", "a_{1}", "a_1"),
+)
+
+
+def test_what_text_and_numbers_decide_sympy_decides_alike():
+    from math_verify import parse, verify
+
+    parsed = {text: parse(rf"\boxed{{{text}}}") for text in ALIKE}
+    settled = {
+        (found, gold): result
+        for found, gold in itertools.product(ALIKE, ALIKE)
+        if (result := is_same(found, gold)) is not None
+    }
+    assert len(settled) > 700
+    other = [pair for pair in settled if verify(*map(parsed.get, pair[::-1])) != settled[pair]]
+    assert other == []
 
 
 @on_one_loop
@@ -164,10 +197,16 @@ async def test_every_solution_of_math500_agrees_with_its_answer(scorer, math500_
 @on_one_loop
 async def test_sympy_agrees_with_every_answer_of_math500_outside_a_box(scorer, math500_rows):
     part = PartConfig(name="math")
-    answers = [Answer("p", f"So the answer is ${row['answer']}$.", row) for row in math500_rows]
+    answers = [Answer("p", f"The answer is ${row['answer']}$, surely", row) for row in math500_rows]
     assert [make_reward("math", {}).quick(answer) for answer in answers] == [None] * 500
     results = await asyncio.gather(*[scorer.score(part, answer) for answer in answers])
     assert [r["answer"] for r, s in zip(math500_rows, results, strict=True) if s.score != 1] == []
+
+
+def test_every_answer_of_math500_that_ends_its_text_is_settled_quickly(math500_rows):
+    reward = make_reward("math", {})
+    answers = [Answer("p", f"So it is ${row['answer']}$.", row) for row in math500_rows]
+    assert {result and result.score for result in map(reward.quick, answers)} == {1.0}
 
 
 @on_one_loop

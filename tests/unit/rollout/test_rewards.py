@@ -7,7 +7,7 @@ import pytest
 from headway.contracts.errors import ConfigError, DataError
 from headway.rollout.rewards.base import REWARDS, Answer, make_reward, reward_schema
 from headway.rollout.rewards.exact import ExactMatch
-from headway.rollout.rewards.final_answer import last_box, plain, to_number
+from headway.rollout.rewards.final_answer import is_same, last_box, last_formula, plain, to_number
 from headway.rollout.rewards.gsm8k import GSM8K
 
 
@@ -122,6 +122,18 @@ def test_gsm8k_stays_fast_on_long_nonsense(piece):
     assert judge(GSM8K(), piece * 200_000, ROW)[0] == 0.0
 
 
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    "piece",
+    ["$", "a$", "$a", "\\(", "\\(a\\)b", "\\[", "\\", " ", "^{a}", "/1", "\\frac", "%", "}"],
+)
+def test_formulas_are_looked_for_in_linear_time(piece):
+    text = piece * 50_000
+    last_formula(text)
+    assert is_same(f"4{text}", "5") is not True
+    assert is_same(f"{text}4", f"5{text}") is not True
+
+
 @pytest.mark.parametrize(
     ("text", "box"),
     [
@@ -143,6 +155,27 @@ def test_the_last_closed_box_is_found(text, box):
 
 
 @pytest.mark.parametrize(
+    ("text", "formula"),
+    [
+        ("so $5$.", "5"),
+        ("so $5$ or $6$.\n", "6"),
+        ("so \\(x + 1\\)", "x + 1"),
+        ("\\[x\\]", "x"),
+        ("$x$ it is", None),
+        ("$$x$$", None),
+        ("it costs $5", None),
+        ("it costs \\$5$", None),
+        ("it costs $\\$5$", "\\$5"),
+        ("$1\n2$", None),
+        ("$", None),
+        ("", None),
+    ],
+)
+def test_the_formula_that_ends_a_text_is_found(text, formula):
+    assert last_formula(text) == formula
+
+
+@pytest.mark.parametrize(
     ("text", "number"),
     [
         ("1500", 1500),
@@ -152,6 +185,12 @@ def test_the_last_closed_box_is_found(text, box):
         ("-0.5", -0.5),
         ("+.5", 0.5),
         ("7.", 7),
+        ("7..", 7),
+        ("3/4", 0.75),
+        ("\\frac12", 0.5),
+        ("-\\dfrac{3}{-4}", None),
+        ("\\frac{-3}{4}", -0.75),
+        ("1/0", None),
         ("1,50", None),
         ("1,500,0", None),
         ("5%", None),
@@ -172,13 +211,17 @@ def test_plain_numbers_are_read(text, number):
         ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3,\\dfrac{\\pi}{2})"),
         ("2 x + 1", "2 x+1"),
         ("\\tfrac12.", "\\frac12"),
+        ("\\frac 1 2", "\\frac{1}{2}"),
+        ("x^{2} + a_{n}", "x^2+a_n"),
     ],
 )
 def test_texts_that_look_different_read_the_same(first, second):
     assert plain(first) == plain(second)
 
 
-@pytest.mark.parametrize(("first", "second"), [("1 2", "12"), ("\\cos x", "\\cosx"), ("a", "A")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("1 2", "12"), ("\\cos x", "\\cosx"), ("a", "A"), ("2^{2}3", "2^23")]
+)
 def test_texts_that_read_differently_stay_different(first, second):
     assert plain(first) != plain(second)
 

@@ -111,6 +111,10 @@ async def test_a_rollout_can_be_looked_at(serve):
     ]
     assert view["group"]["trajectories"][1]["tokens"][-1].strip() == "world"
     assert view["request"]["consumer"] == "me"
+    brief = await client.get(http.ROLLOUT.format(rollout_id="a"), params={"view": "summary"})
+    assert brief.json() == {**view, "group": None}
+    wrong = await client.get(http.ROLLOUT.format(rollout_id="a"), params={"view": "all"})
+    assert wrong.status_code == 422
     missing = await client.get(http.ROLLOUT.format(rollout_id="nobody"))
     assert (missing.status_code, missing.json()["code"]) == (404, "not_found")
 
@@ -139,9 +143,25 @@ async def test_cancelling_ends_what_waits_and_what_is_in_play(serve):
     await bench.until(lambda: not bench.generator.playing)
     assert (await bench.ledger.counts()).cancelled == 2
     answer = await wait(client, 1, rollout_ids=["plays"])
-    assert answer.status_code == 500
+    assert (answer.status_code, answer.json()["code"]) == (409, "fruitless")
     assert "'plays' is cancelled: not needed" in answer.json()["message"]
     assert (await client.post(http.ROLLOUTS_CANCEL, json=body)).json() == {"cancelled": 0}
+
+
+async def test_what_a_consumer_that_is_gone_left_can_be_ended(serve):
+    bench, client = await serve()
+    await submit(client, *(rollout(name, 2, consumer="gone") for name in "ab"), rollout("c"))
+    assert (await wait(client, 1, consumer="gone")).status_code == 200
+    await bench.until_counts(delivered=2, ready=3)
+    body = {"consumer": "gone"}
+    assert (await client.request("DELETE", http.CONSUMER, json=body)).json() == {"cancelled": 4}
+    await bench.until_counts(cancelled=4, ready=1)
+    again = await wait(client, 1, consumer="gone", delivery_id="d", timeout_s=0)
+    assert again.status_code == 204
+    answer = await client.request("DELETE", http.CONSUMER, json=body)
+    assert (answer.status_code, answer.json()["code"]) == (404, "not_found")
+    assert "'gone' is not attached, and has no open rollouts" in answer.json()["message"]
+    assert (await wait(client, 1, "d2")).status_code == 200
 
 
 async def test_what_failed_can_be_played_once_more(serve):
@@ -194,6 +214,12 @@ async def test_the_catalog_tells_the_schemas_of_arguments(serve):
     assert workflows["single_turn"]["args_schema"]["type"] == "object"
     rewards = {part["name"]: part for part in (await client.get(http.REWARDS)).json()["parts"]}
     assert {"answer_key", "pattern"} <= set(rewards["exact"]["args_schema"]["properties"])
+    filters = {part["name"]: part for part in (await client.get(http.FILTERS)).json()["parts"]}
+    assert {"reward_spread", "reward_range", "length"} <= filters.keys()
+    assert filters["length"]["args_schema"]["properties"]
+    tools = {part["name"]: part for part in (await client.get(http.TOOLS)).json()["parts"]}
+    assert {"url", "function"} <= set(tools["http"]["args_schema"]["properties"])
+    assert all(part["summary"] for parts in (filters, tools) for part in parts.values())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from headway.rollout.text import UNFINISHED, TextStream
+from headway.rollout.text import PART, UNFINISHED, TextStream, token_texts
 from headway.rollout.tokenizer import TextTokenizer
 
 END = 256
@@ -126,3 +126,30 @@ def test_token_bytes_are_the_bytes_of_the_text(tokenizer):
     assert b"".join(tokenizer.token_bytes(token) for token in ids) == text.encode()
     assert tokenizer.token_bytes(END) == b"<end>"
     assert tokenizer.token_bytes(END + 1) == b""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "texts"),
+    [
+        ([b"a", b"\xc3", b"\xa9", b"b"], ["a", PART, "é", "b"]),
+        ([b" \xf0\x9f", b"\x98", b"\x80!"], [" ", PART, "😀!"]),
+        ([b"\xe2\x82", b"\xac\xe2", b"\x82\xac"], [PART, "€", "€"]),
+        ([b"\xc3", b"x"], [PART, UNFINISHED + "x"]),
+        ([b"ok", b"\xf0\x9f", b"\x98"], ["ok", PART, UNFINISHED]),
+        ([b"a\xc3", b""], ["a" + UNFINISHED, ""]),
+        ([b"\xff", b""], [UNFINISHED, ""]),
+        ([], []),
+    ],
+    ids=["two", "four", "shared", "broken", "cut", "half", "never", "none"],
+)
+def test_a_split_character_stands_with_the_token_that_completes_it(tokens, texts):
+    assert token_texts(tokens) == texts
+
+
+@given(text=st.text(max_size=40))
+def test_texts_of_tokens_without_their_marks_are_the_text(tokenizer, text):
+    ids = tokenizer.encode(text)
+    texts = token_texts(map(tokenizer.token_bytes, ids))
+    assert len(texts) == len(ids)
+    if PART not in text:
+        assert "".join(texts).replace(PART, "") == text

@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from starlette.routing import BaseRoute, Mount
 
 from headway.contracts import http
-from headway.contracts.config.gateway import ROLES, GatewayConfig, ServiceConfig
+from headway.contracts.config.gateway import INCLUDED, ROLES, GatewayConfig, ServiceConfig
 from headway.contracts.config.server import FakeBackendConfig, ServerConfig
 from headway.contracts.errors import ConfigError, Forbidden, Unauthorized
 from headway.rollout.gateway import make_gateway
@@ -25,7 +25,7 @@ from inference_server.main import make_app
 from tests.unit.runtime.served import no_lifespan
 
 SECRETS = {role: f"secret-of-{role}" for role in ROLES}
-ACCESS = Access([Token(role, SECRETS[role], role) for role in ROLES])
+ACCESS = Access([Token(role, SECRETS[role], (role,)) for role in ROLES])
 
 
 def header(role: str) -> bytes:
@@ -95,7 +95,7 @@ def test_every_json_body_is_read_by_the_strict_parser(kind: str):
 
 @pytest.mark.parametrize("route", http.ACCESS)
 @pytest.mark.parametrize("role", ROLES)
-def test_a_role_has_what_the_lesser_ones_have(route: str, role: str):
+def test_a_role_has_what_it_includes(route: str, role: str):
     method, path = route.split()
     path = (
         path.replace("{version}", "3")
@@ -105,7 +105,7 @@ def test_a_role_has_what_the_lesser_ones_have(route: str, role: str):
     )
     admission = ACCESS.admit(method, path, header(role))
     assert (admission.route, admission.caller) == (route, role)
-    may = ROLES.index(role) >= ROLES.index(http.ACCESS[route])
+    may = http.ACCESS[route] in INCLUDED[role]
     assert (admission.refusal is None) == may
     if not may:
         assert isinstance(admission.refusal, Forbidden)
@@ -182,7 +182,26 @@ def test_without_tokens_everybody_may_do_everything():
 
 
 def test_a_secret_stands_in_no_text_of_its_token():
-    assert "secret" not in repr(Token("a", "secret", "admin"))
+    assert "secret" not in repr(Token("a", "secret", ("admin",)))
+
+
+def test_a_server_registers_and_does_nothing_else():
+    may = {route for route in http.ACCESS if _may(route, "server")}
+    assert may == {f"POST {http.SERVERS}"}
+    others = {role for role in ROLES if _may(f"POST {http.SERVERS}", role)}
+    assert others == {"server", "admin"}
+
+
+def _may(route: str, role: str) -> bool:
+    return ACCESS.admit(*route.split(), header(role)).refusal is None
+
+
+def test_roles_of_one_token_add_up():
+    both = Access([Token("both", "b", ("submit", "server"))])
+    assert both.admit("POST", http.SERVERS, b"Bearer b").refusal is None
+    assert both.admit("POST", http.ROLLOUTS, b"Bearer b").refusal is None
+    refusal = both.admit("POST", http.ROLLOUTS_WAIT, b"Bearer b").refusal
+    assert "asks for the role consume; the token both has submit, server" in str(refusal)
 
 
 def test_tokens_come_from_the_environment(monkeypatch):
@@ -220,6 +239,8 @@ def test_a_config_knows_which_variable_has_a_role():
         {"name": "c", "env": "C", "roles": ["consume"]},
     )
     config = ServiceConfig(tokens=tokens)
+    with pytest.raises(ConfigError, match="none with the role server"):
+        config.env_for("server")
     assert [config.env_for(role) for role in ("submit", "consume")] == ["S", "C"]
     with pytest.raises(ConfigError, match="none with the role admin"):
         config.env_for("admin")

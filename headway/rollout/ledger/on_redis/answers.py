@@ -41,7 +41,7 @@ def delivery_of(answer: Sequence[Any], delivery_id: str) -> Delivery:
     """The answer of `deliver` and `deliver_exactly`.
 
     Raises:
-        Conflict, NotFound, WorkflowError: as the protocol says.
+        Conflict, Fruitless, NotFound: as the protocol says.
     """
     status = answer[0].decode()
     if status not in ("ok", "none"):
@@ -60,10 +60,9 @@ def _refusal(status: str, values: Sequence[str], delivery_id: str) -> ServiceErr
         return forgotten(delivery_id)
     if status == "unknown":
         return never_submitted(values[0])
-    rollout_id, state, reason = values
-    if state in FRUITLESS:
-        return fruitless(rollout_id, state, reason)
-    return given_out(rollout_id)
+    refused = list(zip(values[::3], values[1::3], values[2::3], strict=True))
+    ended = [row for row in refused if row[1] in FRUITLESS]
+    return fruitless(ended) if ended else given_out(refused[0][0])
 
 
 def check_consumed(answer: Sequence[Any]) -> None:

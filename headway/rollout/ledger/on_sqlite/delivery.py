@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from headway.contracts.types import PolicyVersion
 from headway.rollout.ledger.base import Delivery
@@ -15,6 +16,14 @@ from headway.rollout.ledger.refusals import (
     used_by_others,
 )
 from headway.rollout.ledger.transitions import FRUITLESS, illegal, unknown
+
+
+class _Row(NamedTuple):
+    seq: int
+    id: str
+    state: str
+    reason: str | None
+    payload: bytes
 
 
 def deliver(
@@ -59,11 +68,12 @@ def deliver_exactly(
         if {name for name, _, _ in before} != set(rollout_ids):
             raise used_by_others(delivery_id)
         return Delivery(tuple(payload for _, _, payload in before), 0, 0)
-    ready = [
-        found
-        for rollout_id in dict.fromkeys(rollout_ids)
-        if (found := _ready(transaction, rollout_id)) is not None
-    ]
+    rows = [_row(transaction, rollout_id) for rollout_id in dict.fromkeys(rollout_ids)]
+    if ended := [(row.id, row.state, row.reason) for row in rows if row.state in FRUITLESS]:
+        raise fruitless(ended)
+    if gone := [row.id for row in rows if row.state in ("delivered", "consumed")]:
+        raise given_out(gone[0])
+    ready = [(row.seq, row.payload) for row in rows if row.state == "ready"]
     if len(ready) < len(set(rollout_ids)):
         return Delivery(None, len(ready), 0)
     return _give_out(transaction, delivery_id, ready, version, len(ready))
@@ -109,21 +119,15 @@ def _is_in_play(transaction: Transaction, consumer: str, due: PolicyVersion) -> 
     return row is not None
 
 
-def _ready(transaction: Transaction, rollout_id: str) -> tuple[int, bytes] | None:
-    """Its row and payload, once it can be given out."""
+def _row(transaction: Transaction, rollout_id: str) -> _Row:
     row = transaction.db.execute(
-        "SELECT seq, payload, state, reason FROM rollouts LEFT JOIN payloads USING (seq) "
+        "SELECT seq, id, state, reason, payload FROM rollouts LEFT JOIN payloads USING (seq) "
         "WHERE id = ?",
         (rollout_id,),
     ).fetchone()
     if row is None:
         raise never_submitted(rollout_id)
-    seq, payload, state, reason = row
-    if state in FRUITLESS:
-        raise fruitless(rollout_id, state, reason)
-    if state in ("delivered", "consumed"):
-        raise given_out(rollout_id)
-    return (seq, payload) if state == "ready" else None
+    return _Row(*row)
 
 
 def _give_out(

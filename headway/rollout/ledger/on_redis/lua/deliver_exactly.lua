@@ -1,6 +1,6 @@
 -- delivery, version, ids
 local delivery, version = ARGV[2], tonumber(ARGV[3])
-local wanted, num_wanted, rows = {}, 0, {}
+local wanted, num_wanted, rows, never = {}, 0, {}, {'never'}
 for i = 4, #ARGV do
   if not wanted[ARGV[i]] then num_wanted = num_wanted + 1 end
   wanted[ARGV[i]] = true
@@ -22,9 +22,10 @@ for i = 4, #ARGV do
     if r.state == 'ready' then
       rows[#rows + 1] = r
     elseif r.state ~= 'queued' and r.state ~= 'leased' then
-      return {'never', id, r.state, r.reason or ''}
+      for _, told in ipairs({id, r.state, r.reason or ''}) do never[#never + 1] = told end
     end
   end
 end
+if never[2] then return never end
 if #rows < num_wanted then return {'none', #rows, 0, 0} end
 return give_out(rows, delivery, version, #rows, 0)
