@@ -39,7 +39,8 @@ from chaos_faults import Faults
 from chaos_world import ETA, History, World
 from measure import report
 
-from headway.contracts.http import LedgerCounts, StatusResponse
+from headway.contracts.http.ledger import LedgerCounts
+from headway.contracts.http.status import StatusResponse
 from headway.rollout.ledger.base import Entry
 from headway.rollout.ledger.make import make_ledger
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.contracts.errors import ServiceError
-from headway.contracts.http import LedgerAudit, StatusResponse
+from headway.contracts.http.ledger import LedgerAudit
+from headway.contracts.http.status import StatusResponse
 from headway.launch.quickstart import task
 from headway.runtime.inference_client import RemoteInferenceEngine
 

@@ -15,7 +15,8 @@ from typing import cast
 import aiohttp
 import uvloop
 
-from headway.contracts.http import SERVERS, ServerReport
+from headway.contracts.http.paths import SERVERS
+from headway.contracts.http.servers import ServerReport
 from headway.contracts.types import LLMResponse
 
 TOKENS = 16

@@ -37,7 +37,7 @@ from measure import report
 
 from headway.contracts.config.base import PartConfig
 from headway.contracts.config.sampling import SamplingConfig
-from headway.contracts.http import GENERATE
+from headway.contracts.http.paths import GENERATE
 from headway.contracts.types import LLMRequest, Prompt, RolloutRequest, WorkflowRef
 from headway.launch.quickstart import task
 from headway.runtime.inference_client import RemoteInferenceEngine

@@ -33,7 +33,7 @@ from measure import report
 
 from headway.contracts.config.base import PartConfig
 from headway.contracts.config.sampling import SamplingConfig
-from headway.contracts.http import ServerStatus
+from headway.contracts.http.servers import ServerStatus
 from headway.contracts.types import Prompt, RolloutRequest
 from headway.launch.quickstart import task
 from headway.runtime.inference_client import RemoteInferenceEngine

@@ -48,7 +48,7 @@ from measure import report
 
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.sampling import SamplingConfig
-from headway.contracts.http import GENERATE_STREAM
+from headway.contracts.http.paths import GENERATE_STREAM
 from headway.contracts.types import LLMRequest
 from headway.launch.launchers.local import LocalRun
 from headway.launch.quickstart import task

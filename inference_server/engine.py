@@ -10,11 +10,9 @@ from pathlib import Path
 
 from headway.contracts.config.server import ServerConfig, UpdatePolicy
 from headway.contracts.errors import Conflict, ServiceError, StaleVersion
-from headway.contracts.http import (
+from headway.contracts.http.servers import ServerReport, ServerState, ServerStatus
+from headway.contracts.http.weights import (
     Seat,
-    ServerReport,
-    ServerState,
-    ServerStatus,
     WeightAbortRequest,
     WeightCommitRequest,
     WeightPrepareRequest,

@@ -14,7 +14,8 @@ import aiohttp
 from pydantic import ValidationError
 
 from headway.contracts.errors import BackendError, ServiceError
-from headway.contracts.http import SERVERS, ServerReport, ServerReportResponse
+from headway.contracts.http.paths import SERVERS
+from headway.contracts.http.servers import ServerReport, ServerReportResponse
 from headway.runtime.secret import authorization
 from headway.runtime.server_calls import error_of
 from headway.runtime.tls import client_context

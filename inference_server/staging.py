@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from headway.contracts.errors import SyncError
-from headway.contracts.http import WeightPrepareRequest, WeightUpdateResponse
+from headway.contracts.http.weights import WeightPrepareRequest, WeightUpdateResponse
 from headway.contracts.types import GroupSeat, WeightUpdateMeta
 from inference_server.backends.base import Staged
 from weight_sync.patience import Patience

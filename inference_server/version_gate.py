@@ -25,7 +25,7 @@ from functools import partial
 
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import Draining, Fenced, ServiceError, StaleVersion, SyncError
-from headway.contracts.http import (
+from headway.contracts.http.weights import (
     WeightAbortRequest,
     WeightCommitRequest,
     WeightPrepareRequest,

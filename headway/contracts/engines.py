@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
 from headway.contracts.config.server import UpdatePolicy
-from headway.contracts.http import ServerStatus
+from headway.contracts.http.servers import ServerStatus
 from headway.contracts.types import (
     ConsumerSpec,
     FinetuneSpec,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.contracts.errors import ServiceError
-from headway.contracts.http import StatusResponse
+from headway.contracts.http.status import StatusResponse
 from headway.launch.launchers.local import LocalRun
 from headway.launch.plots import CURVES_NAME, plot_run
 from headway.launch.progress import Progress

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from headway.contracts.http import StatusResponse
+from headway.contracts.http.status import StatusResponse
 
 LINE_EVERY_STEPS = 10
 WINDOW = 10

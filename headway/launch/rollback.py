@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from headway.contracts.errors import ConfigError
-from headway.contracts.http import WeightStatus
+from headway.contracts.http.weights import WeightStatus
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.secret import take_token
 

@@ -13,13 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.contracts.errors import ConfigError, NotFound, ServiceError
-from headway.contracts.http import (
-    LedgerAudit,
-    LedgerCounts,
-    ServerStatus,
-    StatusResponse,
-    WeightStatus,
-)
+from headway.contracts.http.ledger import LedgerAudit, LedgerCounts
+from headway.contracts.http.servers import ServerStatus
+from headway.contracts.http.status import StatusResponse
+from headway.contracts.http.weights import WeightStatus
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.secret import take_token
 

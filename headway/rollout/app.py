@@ -8,7 +8,21 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from fastapi import APIRouter, FastAPI, Request, Response
 from prometheus_client import CollectorRegistry
 
-from headway.contracts import http
+from headway.contracts.http import paths
+from headway.contracts.http.consumers import (
+    ConsumerRequest,
+    ConsumerResponse,
+    DetachRequest,
+    DetachResponse,
+)
+from headway.contracts.http.ledger import LedgerAudit
+from headway.contracts.http.rollouts import ConsumedRequest
+from headway.contracts.http.status import StatusResponse
+from headway.contracts.http.weights import (
+    WeightCancelRequest,
+    WeightUpdateRequest,
+    WeightUpdateResponse,
+)
 from headway.contracts.types import LLMRequest, LLMResponse, WeightUpdateMeta
 from headway.rollout.consumers import Publisher
 from headway.rollout.routes import rollouts, service_of
@@ -57,67 +71,63 @@ def create_app(
 common = APIRouter(route_class=JsonRoute)
 
 
-@common.post(http.GENERATE, response_model=LLMResponse)
+@common.post(paths.GENERATE, response_model=LLMResponse)
 async def generate(body: LLMRequest, request: Request) -> Response:
     response = await unless_disconnected(request, service_of(request).agenerate(body))
     return Response(response.model_dump_json(), media_type="application/json")
 
 
-@common.post(http.ROLLOUTS_CONSUMED, status_code=204)
-async def consumed(body: http.ConsumedRequest, request: Request) -> None:
+@common.post(paths.ROLLOUTS_CONSUMED, status_code=204)
+async def consumed(body: ConsumedRequest, request: Request) -> None:
     service = service_of(request)
     await service.consumed(body.rollout_ids, body.step, body.checkpoint_step, body.term)
 
 
-@common.post(http.CONSUMER)
-async def attach(body: http.ConsumerRequest, request: Request) -> http.ConsumerResponse:
+@common.post(paths.CONSUMER)
+async def attach(body: ConsumerRequest, request: Request) -> ConsumerResponse:
     service = service_of(request)
     attachment = await service.attach(body)
-    return http.ConsumerResponse(
+    return ConsumerResponse(
         given_back=attachment.given_back,
         version=service.generator.version,
         term=attachment.term,
     )
 
 
-@common.delete(http.CONSUMER)
-async def detach(body: http.DetachRequest, request: Request) -> http.DetachResponse:
-    return http.DetachResponse(cancelled=await service_of(request).detach(body.consumer))
+@common.delete(paths.CONSUMER)
+async def detach(body: DetachRequest, request: Request) -> DetachResponse:
+    return DetachResponse(cancelled=await service_of(request).detach(body.consumer))
 
 
-@common.post(http.WEIGHTS)
-async def update_weights(
-    body: http.WeightUpdateRequest, request: Request
-) -> http.WeightUpdateResponse:
+@common.post(paths.WEIGHTS)
+async def update_weights(body: WeightUpdateRequest, request: Request) -> WeightUpdateResponse:
     meta = WeightUpdateMeta(version=body.version, path=body.path)
     work = service_of(request).update_weights(meta, body.policy, _publisher(body))
-    return http.WeightUpdateResponse(version=await unless_disconnected(request, work))
+    return WeightUpdateResponse(version=await unless_disconnected(request, work))
 
 
-@common.delete(http.WEIGHTS)
-async def cancel_update(
-    body: http.WeightCancelRequest, request: Request
-) -> http.WeightUpdateResponse:
+@common.delete(paths.WEIGHTS)
+async def cancel_update(body: WeightCancelRequest, request: Request) -> WeightUpdateResponse:
     service = service_of(request)
     version = await service.cancel_update(body.version, body.reason, _publisher(body))
-    return http.WeightUpdateResponse(version=version)
+    return WeightUpdateResponse(version=version)
 
 
-@common.get(http.STATUS)
-async def status(request: Request) -> http.StatusResponse:
+@common.get(paths.STATUS)
+async def status(request: Request) -> StatusResponse:
     return await service_of(request).status()
 
 
-@common.get(http.LEDGER)
-async def audit(request: Request) -> http.LedgerAudit:
+@common.get(paths.LEDGER)
+async def audit(request: Request) -> LedgerAudit:
     return await service_of(request).audit()
 
 
-@common.get(http.METRICS, response_class=Response)
+@common.get(paths.METRICS, response_class=Response)
 async def metrics(request: Request) -> Response:
     status = await service_of(request).status()
     return Response(render_metrics(status, request.app.state.metrics), media_type=METRICS_TYPE)
 
 
-def _publisher(body: http.WeightUpdateRequest | http.WeightCancelRequest) -> Publisher | None:
+def _publisher(body: WeightUpdateRequest | WeightCancelRequest) -> Publisher | None:
     return None if body.publisher is None else Publisher(body.publisher, body.term)

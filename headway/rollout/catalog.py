@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.contracts.http import PartView
+from headway.contracts.http.parts import PartView
 from headway.rollout.filters.base import FILTERS, filter_schema
 from headway.rollout.rewards.base import REWARDS, reward_factory, reward_schema
 from headway.rollout.tools.base import TOOLS, tool_schema

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 
-from headway.contracts.http import ServerStatus
+from headway.contracts.http.servers import ServerStatus
 from headway.rollout.routing import Lane, shares
 
 FULL = 0.8

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from headway.contracts.config.base import Config
 from headway.contracts.errors import Conflict, Fenced
-from headway.contracts.http import ConsumerRequest
+from headway.contracts.http.consumers import ConsumerRequest
 from headway.rollout.ledger.base import Ledger
 from headway.runtime.staleness import StalenessBound
 

@@ -24,7 +24,7 @@ import aiohttp
 
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.errors import BackendError, Draining, QueueFull
-from headway.contracts.http import WeightRecord
+from headway.contracts.http.weights import WeightRecord
 from headway.contracts.types import LLMRequest, LLMResponse
 from headway.rollout.members import Member, Members
 from headway.rollout.routing import Lane, Router, choose, load_of

@@ -15,16 +15,16 @@ from prometheus_client import CollectorRegistry
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import Conflict, ServiceError
-from headway.contracts.http import (
-    GENERATION_ABORT,
-    GenerationAbortRequest,
-    LedgerCounts,
+from headway.contracts.http.generation import GenerationAbortRequest
+from headway.contracts.http.ledger import LedgerCounts
+from headway.contracts.http.paths import GENERATION_ABORT
+from headway.contracts.http.servers import (
     ScaleResponse,
     ServerReport,
     ServerReportResponse,
     ServerStatus,
-    WeightStatus,
 )
+from headway.contracts.http.weights import WeightStatus
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
 from headway.rollout.dispatch import Dispatch
 from headway.rollout.fleet_metrics import show_fleet

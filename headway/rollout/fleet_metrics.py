@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from headway.contracts.http import ServerState, ServerStatus
+from headway.contracts.http.servers import ServerState, ServerStatus
 
 STATES: tuple[ServerState, ...] = get_args(ServerState)
 

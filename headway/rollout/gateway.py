@@ -15,9 +15,17 @@ from importlib import import_module
 from fastapi import APIRouter, FastAPI, Request
 from prometheus_client import CollectorRegistry, Gauge
 
-from headway.contracts import http
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.errors import ConfigError, StateError
+from headway.contracts.http import paths
+from headway.contracts.http.servers import (
+    DrainRequest,
+    ScaleResponse,
+    ServerReport,
+    ServerReportResponse,
+    ServerStatus,
+)
+from headway.contracts.http.weights import WeightPinRequest, WeightRollbackRequest, WeightStatus
 from headway.rollout.app import create_app
 from headway.rollout.concurrency import AdaptiveBound
 from headway.rollout.dashboard.history import INTERVAL_S, History
@@ -54,35 +62,35 @@ OBSERVE_S = 1.0
 fleet_routes = APIRouter(route_class=JsonRoute)
 
 
-@fleet_routes.post(http.SERVERS)
-async def report_server(body: http.ServerReport, request: Request) -> http.ServerReportResponse:
+@fleet_routes.post(paths.SERVERS)
+async def report_server(body: ServerReport, request: Request) -> ServerReportResponse:
     return _fleet(request).report(body)
 
 
-@fleet_routes.post(http.SERVERS_DRAIN)
-async def drain_server(body: http.DrainRequest, request: Request) -> http.ServerStatus:
+@fleet_routes.post(paths.SERVERS_DRAIN)
+async def drain_server(body: DrainRequest, request: Request) -> ServerStatus:
     return await _fleet(request).drain(body.server_id, body.drain)
 
 
-@fleet_routes.get(http.SCALE)
-async def scale(request: Request) -> http.ScaleResponse:
+@fleet_routes.get(paths.SCALE)
+async def scale(request: Request) -> ScaleResponse:
     service = service_of(request)
     status = await service.status()
     return _fleet(request).scale(status.counts, headroom_of(status))
 
 
-@fleet_routes.get(http.WEIGHTS)
-async def weights(request: Request) -> http.WeightStatus:
+@fleet_routes.get(paths.WEIGHTS)
+async def weights(request: Request) -> WeightStatus:
     return _fleet(request).weights()
 
 
-@fleet_routes.post(http.WEIGHTS_PIN)
-async def pin(body: http.WeightPinRequest, request: Request) -> http.WeightStatus:
+@fleet_routes.post(paths.WEIGHTS_PIN)
+async def pin(body: WeightPinRequest, request: Request) -> WeightStatus:
     return await _fleet(request).pin(body.version)
 
 
-@fleet_routes.post(http.WEIGHTS_ROLLBACK)
-async def rollback(body: http.WeightRollbackRequest, request: Request) -> http.WeightStatus:
+@fleet_routes.post(paths.WEIGHTS_ROLLBACK)
+async def rollback(body: WeightRollbackRequest, request: Request) -> WeightStatus:
     return await _fleet(request).rollback(body.version)
 
 

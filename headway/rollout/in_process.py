@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from headway.contracts.codec import decode_groups
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import BackendError, WaitTimeout
-from headway.contracts.http import ConsumerRequest, WaitRequest
+from headway.contracts.http.consumers import ConsumerRequest
+from headway.contracts.http.rollouts import WaitRequest
 from headway.contracts.types import (
     ConsumerSpec,
     FinetuneSpec,

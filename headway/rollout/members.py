@@ -25,7 +25,8 @@ from pydantic import BaseModel
 
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.errors import BackendError, Draining, NotFound, ServiceError
-from headway.contracts.http import ServerReport, ServerState, ServerStatus, WeightRecord
+from headway.contracts.http.servers import ServerReport, ServerState, ServerStatus
+from headway.contracts.http.weights import WeightRecord
 from headway.contracts.types import LLMRequest, LLMResponse
 from headway.rollout.health import Health
 from headway.rollout.signal import Signal

@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import Conflict, ServiceError, StaleVersion
-from headway.contracts.http import WeightRecord, WeightStatus
+from headway.contracts.http.weights import WeightRecord, WeightStatus
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
 from headway.rollout.catch_up import CatchUp
 from headway.rollout.members import Member, Members

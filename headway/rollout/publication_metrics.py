@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from headway.contracts.errors import ServiceError
-from headway.contracts.http import WeightStatus
+from headway.contracts.http.weights import WeightStatus
 
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 

@@ -12,7 +12,7 @@ import logging
 import uuid
 
 from headway.contracts.errors import ServiceError
-from headway.contracts.http import ServerReport
+from headway.contracts.http.servers import ServerReport
 from headway.rollout.members import Member, Members
 from headway.rollout.publication import Publications
 from headway.rollout.registry.base import Registry, Sighting

@@ -17,9 +17,24 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from headway.contracts import http
 from headway.contracts.codec import MEDIA_TYPE, join_payloads
 from headway.contracts.errors import NotFound, ServiceError
+from headway.contracts.http import paths
+from headway.contracts.http.parts import PartList
+from headway.contracts.http.rollouts import (
+    BatchView,
+    CancelRequest,
+    CancelResponse,
+    RequeueRequest,
+    RequeueResponse,
+    RolloutDetail,
+    RolloutList,
+    RolloutState,
+    RolloutView,
+    SubmitRequest,
+    SubmitResponse,
+    WaitRequest,
+)
 from headway.contracts.types import Identifier
 from headway.rollout.catalog import filter_views, reward_views, tool_views, workflow_views
 from headway.rollout.service import RolloutService
@@ -40,22 +55,22 @@ def service_of(request: Request) -> RolloutService:
     return service
 
 
-@rollouts.post(http.ROLLOUTS)
-async def submit(body: http.SubmitRequest, request: Request) -> http.SubmitResponse:
-    return http.SubmitResponse(new=await service_of(request).submit(body.rollouts))
+@rollouts.post(paths.ROLLOUTS)
+async def submit(body: SubmitRequest, request: Request) -> SubmitResponse:
+    return SubmitResponse(new=await service_of(request).submit(body.rollouts))
 
 
 WAITED: dict[int | str, dict[str, Any]] = {
-    200: {"content": {MEDIA_TYPE: {}, JSON: {"schema": http.BatchView.model_json_schema()}}},
+    200: {"content": {MEDIA_TYPE: {}, JSON: {"schema": BatchView.model_json_schema()}}},
     204: {"description": "Nothing within `timeout_s`"},
 }
 
 
-@rollouts.post(http.ROLLOUTS_WAIT, response_class=Response, responses=WAITED)
-async def wait(body: http.WaitRequest, request: Request) -> Response:
+@rollouts.post(paths.ROLLOUTS_WAIT, response_class=Response, responses=WAITED)
+async def wait(body: WaitRequest, request: Request) -> Response:
     payloads, num_ready = await unless_disconnected(request, service_of(request).wait(body))
     if payloads is None:
-        return Response(status_code=204, headers={http.READY_HEADER: str(num_ready)})
+        return Response(status_code=204, headers={paths.READY_HEADER: str(num_ready)})
     if body.format == "json":
         return Response(
             batch_view(payloads, service_of(request).tokenizer).model_dump_json(), media_type=JSON
@@ -63,7 +78,7 @@ async def wait(body: http.WaitRequest, request: Request) -> Response:
     return Response(join_payloads(payloads), media_type=MEDIA_TYPE)
 
 
-@rollouts.get(http.ROLLOUTS_STREAM, response_class=StreamingResponse)
+@rollouts.get(paths.ROLLOUTS_STREAM, response_class=StreamingResponse)
 async def stream(
     request: Request,
     stream_id: Annotated[Identifier, Query()],
@@ -84,7 +99,7 @@ async def _events(
     service: RolloutService, stream_id: str, consumer: str, number: int
 ) -> AsyncIterator[str]:
     while True:
-        body = http.WaitRequest(
+        body = WaitRequest(
             delivery_id=f"{stream_id[:100]}:{number}",
             count=1,
             timeout_s=STREAM_POLL_S,
@@ -103,54 +118,54 @@ async def _events(
         number += 1
 
 
-@rollouts.post(http.ROLLOUTS_CANCEL)
-async def cancel(body: http.CancelRequest, request: Request) -> http.CancelResponse:
+@rollouts.post(paths.ROLLOUTS_CANCEL)
+async def cancel(body: CancelRequest, request: Request) -> CancelResponse:
     cancelled = await service_of(request).cancel(body.rollout_ids, body.reason)
-    return http.CancelResponse(cancelled=cancelled)
+    return CancelResponse(cancelled=cancelled)
 
 
-@rollouts.get(http.ROLLOUTS)
+@rollouts.get(paths.ROLLOUTS)
 async def listing(
     request: Request,
-    state: Annotated[http.RolloutState | None, Query()] = None,
+    state: Annotated[RolloutState | None, Query()] = None,
     consumer: Annotated[Identifier | None, Query()] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     before: Annotated[Identifier | None, Query()] = None,
-) -> http.RolloutList:
+) -> RolloutList:
     entries = await service_of(request).ledger.find(state, consumer, limit, before)
     more = entries[-1].request.rollout_id if len(entries) == limit else None
-    return http.RolloutList(rollouts=[summary(entry) for entry in entries], before=more)
+    return RolloutList(rollouts=[summary(entry) for entry in entries], before=more)
 
 
-@rollouts.post(http.LEDGER_REQUEUE)
-async def requeue(body: http.RequeueRequest, request: Request) -> http.RequeueResponse:
-    return http.RequeueResponse(requeued=await service_of(request).requeue(body.rollout_ids))
+@rollouts.post(paths.LEDGER_REQUEUE)
+async def requeue(body: RequeueRequest, request: Request) -> RequeueResponse:
+    return RequeueResponse(requeued=await service_of(request).requeue(body.rollout_ids))
 
 
-@rollouts.get(http.WORKFLOWS)
-async def workflows() -> http.PartList:
-    return http.PartList(parts=workflow_views())
+@rollouts.get(paths.WORKFLOWS)
+async def workflows() -> PartList:
+    return PartList(parts=workflow_views())
 
 
-@rollouts.get(http.REWARDS)
-async def rewards() -> http.PartList:
-    return http.PartList(parts=reward_views())
+@rollouts.get(paths.REWARDS)
+async def rewards() -> PartList:
+    return PartList(parts=reward_views())
 
 
-@rollouts.get(http.FILTERS)
-async def filters() -> http.PartList:
-    return http.PartList(parts=filter_views())
+@rollouts.get(paths.FILTERS)
+async def filters() -> PartList:
+    return PartList(parts=filter_views())
 
 
-@rollouts.get(http.TOOLS)
-async def tools() -> http.PartList:
-    return http.PartList(parts=tool_views())
+@rollouts.get(paths.TOOLS)
+async def tools() -> PartList:
+    return PartList(parts=tool_views())
 
 
-@rollouts.get(http.ROLLOUT)
+@rollouts.get(paths.ROLLOUT)
 async def rollout(
-    rollout_id: Identifier, request: Request, view: Annotated[http.RolloutDetail, Query()] = "full"
-) -> http.RolloutView:
+    rollout_id: Identifier, request: Request, view: Annotated[RolloutDetail, Query()] = "full"
+) -> RolloutView:
     """Everything about a rollout; `view=summary` leaves out the result, which can be megabytes."""
     service = service_of(request)
     entry = await service.ledger.get(rollout_id, with_payload=view == "full")

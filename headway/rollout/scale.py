@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Gauge
 
 from headway.contracts.config.gateway import FleetConfig
-from headway.contracts.http import LedgerCounts, ScaleResponse, ServerStatus, StatusResponse
+from headway.contracts.http.ledger import LedgerCounts
+from headway.contracts.http.servers import ScaleResponse, ServerStatus
+from headway.contracts.http.status import StatusResponse
 from headway.rollout.concurrency import FULL
 
 SETTLE_S = 300.0

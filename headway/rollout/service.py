@@ -22,13 +22,10 @@ from headway.contracts.config.gateway import ExecutorConfig, RetentionConfig
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.engines import Generator
 from headway.contracts.errors import BackendError, Fenced, NotFound, Starved, StateError
-from headway.contracts.http import (
-    ConsumerRequest,
-    LedgerAudit,
-    LedgerCounts,
-    StatusResponse,
-    WaitRequest,
-)
+from headway.contracts.http.consumers import ConsumerRequest
+from headway.contracts.http.ledger import LedgerAudit, LedgerCounts
+from headway.contracts.http.rollouts import WaitRequest
+from headway.contracts.http.status import StatusResponse
 from headway.contracts.types import (
     LLMRequest,
     LLMResponse,

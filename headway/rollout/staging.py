@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import ServiceError, SyncError
-from headway.contracts.http import Seat, WeightRecord
+from headway.contracts.http.weights import Seat, WeightRecord
 from headway.contracts.types import PolicyVersion
 from headway.rollout.members import Member, Members
 from headway.rollout.weight_book import WeightBook

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headway.contracts.codec import decode_groups
-from headway.contracts.http import (
+from headway.contracts.http.rollouts import (
     BatchView,
     EventView,
     GroupView,

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from headway.contracts.config.base import Config
 from headway.contracts.errors import Fenced, NotFound
-from headway.contracts.http import WeightRecord
+from headway.contracts.http.weights import WeightRecord
 from headway.contracts.types import PolicyVersion
 from headway.rollout.signal import Signal
 

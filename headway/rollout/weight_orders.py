@@ -12,10 +12,8 @@ from pydantic import BaseModel, ValidationError
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import BackendError, Fenced, SyncError
-from headway.contracts.http import (
-    WEIGHTS_ABORT,
-    WEIGHTS_COMMIT,
-    WEIGHTS_PREPARE,
+from headway.contracts.http.paths import WEIGHTS_ABORT, WEIGHTS_COMMIT, WEIGHTS_PREPARE
+from headway.contracts.http.weights import (
     Seat,
     WeightAbortRequest,
     WeightCommitRequest,

@@ -20,7 +20,7 @@ from typing import Self
 
 from headway.contracts.config.gateway import INCLUDED, Role, ServiceConfig
 from headway.contracts.errors import ConfigError, Forbidden, ServiceError, Unauthorized
-from headway.contracts.http import ACCESS, OPEN_PATHS, OPEN_PREFIXES, ROUTINE
+from headway.contracts.http.paths import ACCESS, OPEN_PATHS, OPEN_PREFIXES, ROUTINE
 from headway.runtime.secret import SCHEME, bearer_of, read_token
 
 audit = logging.getLogger("headway.audit")

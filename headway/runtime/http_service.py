@@ -20,7 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headway import __version__
 from headway.contracts.errors import ErrorBody, ServiceError, Unauthorized
-from headway.contracts.http import HEALTH, REQUEST_ID_HEADER, HealthResponse
+from headway.contracts.http.paths import HEALTH, REQUEST_ID_HEADER
+from headway.contracts.http.status import HealthResponse
 from headway.runtime.access import Access, note_audit
 from headway.runtime.json_route import JsonRoute
 from headway.runtime.logging import note_request, open_request

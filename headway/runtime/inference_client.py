@@ -21,10 +21,37 @@ from pydantic import BaseModel
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
 from tenacity.stop import stop_base
 
-from headway.contracts import http
 from headway.contracts.codec import decode_groups
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import BackendError, ServiceError, WaitTimeout
+from headway.contracts.http import paths
+from headway.contracts.http.consumers import (
+    ConsumerRequest,
+    ConsumerResponse,
+    DetachRequest,
+    DetachResponse,
+)
+from headway.contracts.http.ledger import LedgerAudit
+from headway.contracts.http.parts import PartList, PartView
+from headway.contracts.http.rollouts import (
+    CancelRequest,
+    CancelResponse,
+    ConsumedRequest,
+    RolloutView,
+    SubmitRequest,
+    SubmitResponse,
+    WaitRequest,
+)
+from headway.contracts.http.servers import DrainRequest, ScaleResponse
+from headway.contracts.http.status import StatusResponse
+from headway.contracts.http.weights import (
+    WeightCancelRequest,
+    WeightPinRequest,
+    WeightRollbackRequest,
+    WeightStatus,
+    WeightUpdateRequest,
+    WeightUpdateResponse,
+)
 from headway.contracts.types import (
     ConsumerSpec,
     FinetuneSpec,
@@ -92,16 +119,16 @@ class RemoteInferenceEngine:
         return await post_generate(self._session, self._url, req)
 
     def attach(self, spec: ConsumerSpec) -> None:
-        request = http.ConsumerRequest(
+        request = ConsumerRequest(
             consumer=spec.consumer,
             batch_size=spec.batch_size,
             max_staleness=spec.max_staleness,
             step=spec.step,
             version=spec.version,
         )
-        answer = self._call("POST", http.CONSUMER, request)
+        answer = self._call("POST", paths.CONSUMER, request)
         self._consumer = self._publisher = spec.consumer
-        self._term = http.ConsumerResponse.model_validate_json(answer.content).term
+        self._term = ConsumerResponse.model_validate_json(answer.content).term
 
     def detach(self) -> None:
         self.detach_consumer(self._consumer)
@@ -110,15 +137,15 @@ class RemoteInferenceEngine:
 
     def detach_consumer(self, consumer: str) -> int:
         """End a consumer by name; returns the trajectories that were cancelled."""
-        answer = self._call("DELETE", http.CONSUMER, http.DetachRequest(consumer=consumer))
-        return http.DetachResponse.model_validate_json(answer.content).cancelled
+        answer = self._call("DELETE", paths.CONSUMER, DetachRequest(consumer=consumer))
+        return DetachResponse.model_validate_json(answer.content).cancelled
 
     def submit(self, requests: Sequence[RolloutRequest]) -> list[RolloutHandle]:
         handles: list[RolloutHandle] = []
         for start in range(0, len(requests), SUBMIT_CHUNK):
             chunk = tuple(requests[start : start + SUBMIT_CHUNK])
-            answer = self._call("POST", http.ROLLOUTS, http.SubmitRequest(rollouts=chunk))
-            new = http.SubmitResponse.model_validate_json(answer.content).new
+            answer = self._call("POST", paths.ROLLOUTS, SubmitRequest(rollouts=chunk))
+            new = SubmitResponse.model_validate_json(answer.content).new
             handles += [RolloutHandle(r.rollout_id, n) for r, n in zip(chunk, new, strict=True)]
         return handles
 
@@ -126,13 +153,13 @@ class RemoteInferenceEngine:
         return self._wait(count, None, timeout)
 
     def consumed(self, rollout_ids: Sequence[str], step: int, checkpoint_step: int) -> None:
-        request = http.ConsumedRequest(
+        request = ConsumedRequest(
             rollout_ids=tuple(rollout_ids),
             step=step,
             checkpoint_step=checkpoint_step,
             term=self._term,
         )
-        self._call("POST", http.ROLLOUTS_CONSUMED, request)
+        self._call("POST", paths.ROLLOUTS_CONSUMED, request)
 
     def rollout(self, requests: Sequence[RolloutRequest], timeout: float) -> TrajectoryBatch:
         self.submit(requests)
@@ -141,7 +168,7 @@ class RemoteInferenceEngine:
     def update_weights(
         self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
     ) -> Future[PolicyVersion]:
-        request = http.WeightUpdateRequest(
+        request = WeightUpdateRequest(
             version=meta.version,
             path=meta.path,
             policy=policy,
@@ -151,80 +178,80 @@ class RemoteInferenceEngine:
         return self._updates.submit(self._update_weights, request)
 
     def cancel_update(self, version: PolicyVersion, reason: str) -> PolicyVersion:
-        request = http.WeightCancelRequest(
+        request = WeightCancelRequest(
             version=version,
             publisher=self._publisher,
             term=self._term,
             reason=reason[:MAX_REASON_CHARS],
         )
-        answer = self._call("DELETE", http.WEIGHTS, request)
-        return http.WeightUpdateResponse.model_validate_json(answer.content).version
+        answer = self._call("DELETE", paths.WEIGHTS, request)
+        return WeightUpdateResponse.model_validate_json(answer.content).version
 
-    def weights(self) -> http.WeightStatus:
+    def weights(self) -> WeightStatus:
         """What a gateway serves and keeps, and whether a publication is under way.
 
         Raises:
             NotFound: one server alone keeps no versions.
         """
-        return http.WeightStatus.model_validate_json(self._call("GET", http.WEIGHTS).content)
+        return WeightStatus.model_validate_json(self._call("GET", paths.WEIGHTS).content)
 
-    def pin(self, version: PolicyVersion | None) -> http.WeightStatus:
+    def pin(self, version: PolicyVersion | None) -> WeightStatus:
         """Serve a kept version and hold it while others are published; None ends that."""
-        answer = self._call("POST", http.WEIGHTS_PIN, http.WeightPinRequest(version=version))
-        return http.WeightStatus.model_validate_json(answer.content)
+        answer = self._call("POST", paths.WEIGHTS_PIN, WeightPinRequest(version=version))
+        return WeightStatus.model_validate_json(answer.content)
 
-    def rollback(self, version: PolicyVersion) -> http.WeightStatus:
+    def rollback(self, version: PolicyVersion) -> WeightStatus:
         """Serve a kept version until the next one is published."""
-        request = http.WeightRollbackRequest(version=version)
-        answer = self._call("POST", http.WEIGHTS_ROLLBACK, request)
-        return http.WeightStatus.model_validate_json(answer.content)
+        request = WeightRollbackRequest(version=version)
+        answer = self._call("POST", paths.WEIGHTS_ROLLBACK, request)
+        return WeightStatus.model_validate_json(answer.content)
 
     def cancel(self, rollout_ids: Sequence[str], reason: str = "cancelled by its submitter") -> int:
         """End rollouts that are not consumed yet; returns the groups that this call ended."""
-        request = http.CancelRequest(rollout_ids=tuple(rollout_ids), reason=reason)
-        answer = self._call("POST", http.ROLLOUTS_CANCEL, request)
-        return http.CancelResponse.model_validate_json(answer.content).cancelled
+        request = CancelRequest(rollout_ids=tuple(rollout_ids), reason=reason)
+        answer = self._call("POST", paths.ROLLOUTS_CANCEL, request)
+        return CancelResponse.model_validate_json(answer.content).cancelled
 
-    def get(self, rollout_id: str) -> http.RolloutView:
+    def get(self, rollout_id: str) -> RolloutView:
         """Everything that is known of one rollout.
 
         Raises:
             NotFound: it was never submitted, or is forgotten.
         """
-        path = http.ROLLOUT.format(rollout_id=rollout_id)
-        return http.RolloutView.model_validate_json(self._call("GET", path).content)
+        path = paths.ROLLOUT.format(rollout_id=rollout_id)
+        return RolloutView.model_validate_json(self._call("GET", path).content)
 
-    def workflows(self) -> list[http.PartView]:
+    def workflows(self) -> list[PartView]:
         """What can be submitted, with the schemas of the arguments."""
-        return http.PartList.model_validate_json(self._call("GET", http.WORKFLOWS).content).parts
+        return PartList.model_validate_json(self._call("GET", paths.WORKFLOWS).content).parts
 
-    def rewards(self) -> list[http.PartView]:
+    def rewards(self) -> list[PartView]:
         """What can score, with the schemas of the arguments."""
-        return http.PartList.model_validate_json(self._call("GET", http.REWARDS).content).parts
+        return PartList.model_validate_json(self._call("GET", paths.REWARDS).content).parts
 
-    def filters(self) -> list[http.PartView]:
+    def filters(self) -> list[PartView]:
         """What can drop a finished group, with the schemas of the arguments."""
-        return http.PartList.model_validate_json(self._call("GET", http.FILTERS).content).parts
+        return PartList.model_validate_json(self._call("GET", paths.FILTERS).content).parts
 
-    def tools(self) -> list[http.PartView]:
+    def tools(self) -> list[PartView]:
         """What `tool_use` can offer a policy, with the schemas of what each is made with."""
-        return http.PartList.model_validate_json(self._call("GET", http.TOOLS).content).parts
+        return PartList.model_validate_json(self._call("GET", paths.TOOLS).content).parts
 
-    def scale(self) -> http.ScaleResponse:
+    def scale(self) -> ScaleResponse:
         """How many generation servers a gateway asks for."""
-        return http.ScaleResponse.model_validate_json(self._call("GET", http.SCALE).content)
+        return ScaleResponse.model_validate_json(self._call("GET", paths.SCALE).content)
 
     def drain_server(self, server_id: str, drain: bool = True) -> None:
         """Take traffic from a server, or give it back."""
-        self._call("POST", http.SERVERS_DRAIN, http.DrainRequest(server_id=server_id, drain=drain))
+        self._call("POST", paths.SERVERS_DRAIN, DrainRequest(server_id=server_id, drain=drain))
 
-    def status(self) -> http.StatusResponse:
+    def status(self) -> StatusResponse:
         """Version, capacity, ledger counts and servers."""
-        return http.StatusResponse.model_validate_json(self._call("GET", http.STATUS).content)
+        return StatusResponse.model_validate_json(self._call("GET", paths.STATUS).content)
 
-    def audit(self) -> http.LedgerAudit:
+    def audit(self) -> LedgerAudit:
         """The ledger's own proof that nothing was lost or consumed twice."""
-        return http.LedgerAudit.model_validate_json(self._call("GET", http.LEDGER).content)
+        return LedgerAudit.model_validate_json(self._call("GET", paths.LEDGER).content)
 
     def destroy(self) -> None:
         """Close the connections; an `agenerate` session is closed by `aclose` on its own loop."""
@@ -241,9 +268,9 @@ class RemoteInferenceEngine:
     def _url(self) -> str:
         return self._urls[0]
 
-    def _update_weights(self, request: http.WeightUpdateRequest) -> PolicyVersion:
-        answer = self._call("POST", http.WEIGHTS, request)
-        return http.WeightUpdateResponse.model_validate_json(answer.content).version
+    def _update_weights(self, request: WeightUpdateRequest) -> PolicyVersion:
+        answer = self._call("POST", paths.WEIGHTS, request)
+        return WeightUpdateResponse.model_validate_json(answer.content).version
 
     def _wait(
         self, count: int, rollout_ids: tuple[str, ...] | None, timeout: float
@@ -252,7 +279,7 @@ class RemoteInferenceEngine:
         delivery_id = uuid.uuid4().hex
         while True:
             left = deadline - time.monotonic()
-            request = http.WaitRequest(
+            request = WaitRequest(
                 delivery_id=delivery_id,
                 count=count,
                 timeout_s=max(0.0, min(POLL_S, left)),
@@ -260,11 +287,11 @@ class RemoteInferenceEngine:
                 rollout_ids=rollout_ids,
                 term=self._term,
             )
-            answer = self._call("POST", http.ROLLOUTS_WAIT, request)
+            answer = self._call("POST", paths.ROLLOUTS_WAIT, request)
             if answer.status_code == 200:
                 return TrajectoryBatch(decode_groups(answer.content))
             if time.monotonic() >= deadline:
-                ready = answer.headers.get(http.READY_HEADER, "0")
+                ready = answer.headers.get(paths.READY_HEADER, "0")
                 raise WaitTimeout(
                     f"{ready} of {count} prompt groups were ready after {timeout:g} s"
                 )

@@ -8,7 +8,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from headway.contracts.http import ServerStatus, StatusResponse
+from headway.contracts.http.servers import ServerStatus
+from headway.contracts.http.status import StatusResponse
 
 METRICS_TYPE = "text/plain; version=0.0.4"
 

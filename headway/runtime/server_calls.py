@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from headway.contracts import http
 from headway.contracts.errors import BackendError, ErrorBody, NotFound, ServiceError
+from headway.contracts.http import paths
 from headway.contracts.types import LLMRequest, LLMResponse
 
 _KINDS: Mapping[int, type[ServiceError]] = {
@@ -29,7 +29,7 @@ async def post_generate(session: aiohttp.ClientSession, url: str, req: LLMReques
         ServiceError: whatever the server raised.
     """
     body = req.model_dump_json().encode()
-    target = url + http.GENERATE
+    target = url + paths.GENERATE
     try:
         async with session.post(
             target, data=body, headers={"content-type": "application/json"}

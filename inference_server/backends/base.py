@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import DataError, RequestTooLong
-from headway.contracts.http import PauseMode
+from headway.contracts.http.generation import PauseMode
 from headway.contracts.registry import Registry
 from headway.contracts.types import (
     LLMDelta,

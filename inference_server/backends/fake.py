@@ -15,7 +15,7 @@ from zlib import crc32
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import FakeBackendConfig, UpdatePolicy
 from headway.contracts.errors import BackendError, DataError
-from headway.contracts.http import PauseMode
+from headway.contracts.http.generation import PauseMode
 from headway.contracts.types import (
     LLMDelta,
     LLMRequest,

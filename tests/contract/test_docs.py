@@ -26,7 +26,10 @@ from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import ServerConfig
 from headway.contracts.errors import ServiceError
-from headway.contracts.http import METRICS, LedgerCounts, ServerStatus, StatusResponse
+from headway.contracts.http.ledger import LedgerCounts
+from headway.contracts.http.paths import METRICS
+from headway.contracts.http.servers import ServerStatus
+from headway.contracts.http.status import StatusResponse
 from headway.contracts.types import Trajectory, TrajectoryBatch, TrajectoryGroup
 from headway.rollout.gateway import make_gateway
 from headway.rollout.ledger.transitions import NEXT_STATE

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from headway.contracts import http
+from headway.contracts.http import paths
 from tests.integration.dashboard_stage import staged
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         stage.attach(max_staleness=1)
         stage.submit(8)
         stage.train()
-        page = httpx.get(stage.url + http.METRICS).raise_for_status().text
+        page = httpx.get(stage.url + paths.METRICS).raise_for_status().text
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from fastapi import FastAPI
 
-from headway.contracts import http
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.server import FakeBackendConfig, ServerConfig
+from headway.contracts.http import paths
 from headway.rollout.gateway import make_gateway
 from inference_server.engine import make_generator
 from inference_server.main import make_app
@@ -50,14 +50,14 @@ def test_the_http_surface_is_the_stored_one(name):
     )
 
 
-BASES = (http.SESSION_OPENAI, http.SESSION_ANTHROPIC, http.SESSION_PATHS)
+BASES = (paths.SESSION_OPENAI, paths.SESSION_ANTHROPIC, paths.SESSION_PATHS)
 """Base URLs of clients, who spell what lies below."""
-UNLISTED = (http.OPENAPI, http.UI)
+UNLISTED = (paths.OPENAPI, paths.UI)
 """Served, and not on the OpenAPI page."""
 
 
 def test_every_path_is_spelled_in_the_contract():
-    values = [value for name, value in vars(http).items() if name.isupper()]
+    values = [value for name, value in vars(paths).items() if name.isupper()]
     spelled = {value for value in values if isinstance(value, str) and value[:1] == "/"}
     served = {path for make in APPS.values() for path in make().openapi()["paths"]}
     below = {path for path in served if path.startswith(BASES[:2])}

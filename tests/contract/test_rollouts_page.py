@@ -28,8 +28,8 @@ import pytest
 import yaml
 from games import byte_tokenizer
 
-from headway.contracts import http
 from headway.contracts.config.gateway import SandboxConfig
+from headway.contracts.http import paths
 from headway.contracts.registry import Registry
 from headway.contracts.types import RolloutRequest, Verdict
 from headway.launch.launchers.local import GRACE_S
@@ -142,10 +142,10 @@ class Shop:
         whole = {"rollout_id": name, "prompt": {"group_id": name}}
         for tree in (QUESTION, json.loads(self.moved(json.dumps(part)))):
             _merge(whole, tree)
-        answer = httpx.post(self.url + http.ROLLOUTS, json={"rollouts": [whole]}, timeout=LIMIT_S)
+        answer = httpx.post(self.url + paths.ROLLOUTS, json={"rollouts": [whole]}, timeout=LIMIT_S)
         assert answer.status_code == 200, answer.text
         wait = {"delivery_id": name, "count": 1, "rollout_ids": [name], "timeout_s": LIMIT_S}
-        answer = httpx.post(self.url + http.ROLLOUTS_WAIT, json=wait, timeout=2 * LIMIT_S)
+        answer = httpx.post(self.url + paths.ROLLOUTS_WAIT, json=wait, timeout=2 * LIMIT_S)
         is_filtered = "filter" in part and f"{name!r} is filtered" in answer.text
         assert answer.status_code == 200 or is_filtered, (part, answer.text)
 
@@ -234,7 +234,7 @@ def test_every_block_of_the_page_runs(shop: Shop):
     shop.run([sys.executable, "-c", shop.moved(script)])
     games = [{"rollout_id": name, "state": "ready"} for name in ("game-1", "game-2")]
     assert json.loads(shop.output) == games
-    audit = httpx.get(shop.url + http.LEDGER).json()
+    audit = httpx.get(shop.url + paths.LEDGER).json()
     assert (audit["lost"], audit["duplicated"], audit["counts"]["failed"]) == (0, 0, 0)
 
 
@@ -256,16 +256,16 @@ def test_the_table_of_a_request_names_its_fields():
 
 def test_the_routes_are_there_and_ask_for_the_roles_that_the_page_says():
     rows = table("## Routes")
-    assert {route: cells[0] for route, cells in rows.items()}.items() <= http.ACCESS.items()
+    assert {route: cells[0] for route, cells in rows.items()}.items() <= paths.ACCESS.items()
     prefixes = (
-        http.ROLLOUTS,
-        http.SESSIONS,
-        http.WORKFLOWS,
-        http.REWARDS,
-        http.FILTERS,
-        http.TOOLS,
+        paths.ROLLOUTS,
+        paths.SESSIONS,
+        paths.WORKFLOWS,
+        paths.REWARDS,
+        paths.FILTERS,
+        paths.TOOLS,
     )
-    wanted = {route for route in http.ACCESS if route.partition(" ")[2].startswith(prefixes)}
+    wanted = {route for route in paths.ACCESS if route.partition(" ")[2].startswith(prefixes)}
     assert wanted <= rows.keys()
 
 

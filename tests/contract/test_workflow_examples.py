@@ -12,7 +12,7 @@ from games import NOTHING, Judge, ScriptedPolicy, byte_tokenizer, chat_prompt, c
 
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.sampling import SamplingConfig
-from headway.contracts.http import SubmitRequest, WaitRequest
+from headway.contracts.http.rollouts import SubmitRequest, WaitRequest
 from headway.contracts.types import RewardResult, RolloutRequest, WorkflowRef
 from headway.rollout.facilities import Facilities, NoSandbox
 from headway.rollout.rewards.base import make_reward

@@ -20,7 +20,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from headway.contracts.codec import decode_groups
 from headway.contracts.config.gateway import ExecutorConfig, SessionsConfig
-from headway.contracts.http import WaitRequest
+from headway.contracts.http.rollouts import WaitRequest
 from headway.contracts.types import LLMRequest, LLMResponse, Trajectory
 from headway.rollout.app import create_app
 from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox, Outbound

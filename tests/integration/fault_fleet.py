@@ -24,18 +24,11 @@ import torch
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.weight_sync import ReceiverConfig
-from headway.contracts.http import (
-    SERVERS as SERVERS_PATH,
-)
-from headway.contracts.http import (
-    STATUS,
-    WEIGHTS,
-    WEIGHTS_HELD,
-    ServerStatus,
-    StatusResponse,
-    WeightRecord,
-    WeightStatus,
-)
+from headway.contracts.http.paths import SERVERS as SERVERS_PATH
+from headway.contracts.http.paths import STATUS, WEIGHTS, WEIGHTS_HELD
+from headway.contracts.http.servers import ServerStatus
+from headway.contracts.http.status import StatusResponse
+from headway.contracts.http.weights import WeightRecord, WeightStatus
 from headway.contracts.types import LLMResponse
 from headway.launch.launchers.local import LocalRun
 from headway.runtime.inference_client import RemoteInferenceEngine

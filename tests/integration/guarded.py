@@ -14,7 +14,7 @@ import httpx
 from headway.contracts.config.base import Config
 from headway.contracts.config.gateway import ROLES, Role, TokenConfig
 from headway.contracts.config.server import FakeBackendConfig
-from headway.contracts.http import STATUS
+from headway.contracts.http.paths import STATUS
 from headway.launch.launchers.local import LocalRun
 from headway.runtime.secret import authorization
 from tests.integration.conftest import eventually, run_config

@@ -28,7 +28,7 @@ from headway.contracts.config.weight_sync import (
     WeightSyncConfig,
 )
 from headway.contracts.errors import ServiceError
-from headway.contracts.http import ServerStatus
+from headway.contracts.http.servers import ServerStatus
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
 from headway.launch.launchers.local import LocalRun
 from headway.rollout.resume import generate_whole

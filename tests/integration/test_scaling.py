@@ -22,7 +22,7 @@ from ledger_suite import RedisServer
 
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.server import ServerConfig
-from headway.contracts.http import ServerStatus
+from headway.contracts.http.servers import ServerStatus
 from headway.contracts.types import RolloutRequest
 from headway.launch import drain
 from headway.launch.launchers.local import child_environment

@@ -17,9 +17,9 @@ from schemathesis.checks import (
     status_code_conformance,
 )
 
-from headway.contracts import http
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.server import FakeBackendConfig, ServerConfig
+from headway.contracts.http import paths
 from headway.rollout.gateway import make_gateway
 from headway.runtime.secret import authorization
 from inference_server.engine import make_generator
@@ -31,11 +31,11 @@ pytestmark = pytest.mark.timeout(120)
 NUM_REQUESTS = 12
 PATIENCE_S = 20.0
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
-ENDLESS = (http.ROLLOUTS_STREAM,)
+ENDLESS = (paths.ROLLOUTS_STREAM,)
 """Answers that only end with the connection."""
-LAST = (http.SERVERS, http.CONSUMER, http.WEIGHTS)
+LAST = (paths.SERVERS, paths.CONSUMER, paths.WEIGHTS)
 """What stands in the way of others: servers that are none, a consumer that never consumes."""
-WAITING = (http.ROLLOUTS_WAIT, http.SESSIONS, http.WEIGHTS_PREPARE)
+WAITING = (paths.ROLLOUTS_WAIT, paths.SESSIONS, paths.WEIGHTS_PREPARE)
 SOON_S = 0.05
 OUTAGES = (503, 504)
 FAILED_RUN = ("workflow", "error_budget", "reward")
@@ -133,7 +133,7 @@ def test_answers_are_the_documented_ones(
         check()
     finally:
         if kind == SERVER:  # it may have been told to pause
-            assert guarded.ask(SERVER, "POST", http.GENERATION_RESUME).status_code == 204
+            assert guarded.ask(SERVER, "POST", paths.GENERATION_RESUME).status_code == 204
 
 
 def is_breakable(operation: schemathesis.APIOperation) -> bool:

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from headway.contracts import http
 from headway.contracts.config.gateway import INCLUDED, ROLES
 from headway.contracts.errors import ErrorBody
+from headway.contracts.http import paths
 from tests.integration.conftest import eventually
 from tests.integration.guarded import (
     GATEWAY,
@@ -70,12 +70,12 @@ def concrete(path: str) -> str:
     return path.replace("{version}", "0").replace("{", "").replace("}", "")
 
 
-CLOSED = [tuple(route.split()) for route in http.ACCESS]
+CLOSED = [tuple(route.split()) for route in paths.ACCESS]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_route_answers_without_a_token_or_with_a_lesser_one(guarded: Guarded, kind: str):
-    for (method, path), role in zip(CLOSED, http.ACCESS.values(), strict=True):
+    for (method, path), role in zip(CLOSED, paths.ACCESS.values(), strict=True):
         for given in (None, *(each for each in ROLES if role not in INCLUDED[each])):
             answer = guarded.ask(kind, method, concrete(path), given)
             wanted = (401, "unauthorized") if given is None else (403, "forbidden")
@@ -103,14 +103,14 @@ def test_no_route_answers_without_a_token_or_with_a_lesser_one(guarded: Guarded,
     ids=lambda place: "-".join([*place, *next(iter(place.values()))]),
 )
 def test_a_token_counts_in_one_place_only(guarded: Guarded, kind: str, place: dict[str, Any]):
-    answer = guarded.ask(kind, "GET", http.STATUS, None, **place)
+    answer = guarded.ask(kind, "GET", paths.STATUS, None, **place)
     assert answer.status_code == 401
     assert SECRETS["admin"] not in answer.text
 
 
 def test_what_is_open_tells_nothing(guarded: Guarded):
     for kind in KINDS:
-        assert guarded.ask(kind, "GET", http.HEALTH, None).json() == {"status": "ok"}
+        assert guarded.ask(kind, "GET", paths.HEALTH, None).json() == {"status": "ok"}
     session = guarded.ask(GATEWAY, "GET", "/v1/sessions/none", "admin")
     assert session.status_code in (401, 404)
     for path in ("/v1/sessions/none", "/v1/sessions/../status", "/v1/sessions/%2e%2e/status"):
@@ -124,8 +124,8 @@ def test_what_is_open_tells_nothing(guarded: Guarded):
 def base_bodies() -> dict[str, dict[str, Any]]:
     """One that is taken, for the routes whose inside is worth attacking."""
     return {
-        http.GENERATE: {"rid": "a", "input_ids": [1, 2], "gconfig": {"max_new_tokens": 2}},
-        http.ROLLOUTS: {
+        paths.GENERATE: {"rid": "a", "input_ids": [1, 2], "gconfig": {"max_new_tokens": 2}},
+        paths.ROLLOUTS: {
             "rollouts": [
                 {
                     "rollout_id": "a",
@@ -135,17 +135,17 @@ def base_bodies() -> dict[str, dict[str, Any]]:
                 }
             ]
         },
-        http.COMPLETIONS: {"model": "x", "prompt": "12", "max_tokens": 2},
-        http.CHAT_COMPLETIONS: {
+        paths.COMPLETIONS: {"model": "x", "prompt": "12", "max_tokens": 2},
+        paths.CHAT_COMPLETIONS: {
             "model": "x",
             "messages": [{"role": "user", "content": "12"}],
             "max_tokens": 2,
         },
-        http.SGLANG_GENERATE: {"text": "12", "sampling_params": {"max_new_tokens": 2}},
-        http.SGLANG_TOKENIZE: {"prompt": "12"},
-        http.SGLANG_DETOKENIZE: {"tokens": [1]},
-        http.SESSIONS: {"rollout_id": "s", "timeout_s": 0.0},
-        http.CONSUMER: {
+        paths.SGLANG_GENERATE: {"text": "12", "sampling_params": {"max_new_tokens": 2}},
+        paths.SGLANG_TOKENIZE: {"prompt": "12"},
+        paths.SGLANG_DETOKENIZE: {"tokens": [1]},
+        paths.SESSIONS: {"rollout_id": "s", "timeout_s": 0.0},
+        paths.CONSUMER: {
             "consumer": "c",
             "batch_size": 1,
             "max_staleness": 0,
@@ -204,8 +204,8 @@ ATTACKED = [
     (kind, route)
     for kind in KINDS
     for route in base_bodies()
-    if (kind == SERVER or route in (http.GENERATE, http.ROLLOUTS, http.SESSIONS, http.CONSUMER))
-    and (kind, route) not in ((SERVER, http.SESSIONS), (SERVER, http.CONSUMER))
+    if (kind == SERVER or route in (paths.GENERATE, paths.ROLLOUTS, paths.SESSIONS, paths.CONSUMER))
+    and (kind, route) not in ((SERVER, paths.SESSIONS), (SERVER, paths.CONSUMER))
 ]
 
 
@@ -248,7 +248,7 @@ def test_what_is_no_json_object_is_refused(
     guarded: Guarded, content: bytes, headers: dict[str, str]
 ):
     for kind in KINDS:
-        answer = guarded.ask(kind, "POST", http.GENERATE, content=content, headers=headers)
+        answer = guarded.ask(kind, "POST", paths.GENERATE, content=content, headers=headers)
         assert answer.status_code in (400, 422)
         assert error_of(answer) == "invalid_request"
 
@@ -262,9 +262,7 @@ def memory_of(pid: int) -> int:
 def test_a_huge_body_is_refused_unread(guarded: Guarded, kind: str):
     before = memory_of(guarded.pid(kind))
     address = httpx.URL(guarded.urls[kind])
-    head = (
-        f"POST {http.GENERATE} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {SECRETS['submit']}\r\n"
-    )
+    head = f"POST {paths.GENERATE} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {SECRETS['submit']}\r\n"
     announced = head + f"content-length: {300 << 20}\r\n\r\n"
     streamed = head + "transfer-encoding: chunked\r\n\r\n"
     piece = b"10000\r\n" + b" " * (1 << 16) + b"\r\n"
@@ -286,7 +284,7 @@ def test_a_real_service_has_the_limits_of_its_config(guarded: Guarded, kind: str
     with socket.create_connection((address.host, address.port), timeout=20) as peer:
         peer.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx: ")
         assert peer.recv(1) == b"", "a head that does not end is given up"
-    answer = guarded.ask(kind, "GET", http.HEALTH, headers={"x": "a" * 100_000})
+    answer = guarded.ask(kind, "GET", paths.HEALTH, headers={"x": "a" * 100_000})
     assert answer.status_code == 431
 
 
@@ -324,16 +322,16 @@ PATHS = {
 @pytest.mark.parametrize("name", PATHS)
 def test_weights_come_from_nowhere_else(guarded: Guarded, weights: Path, name: str):
     path = PATHS[name].replace("{root}", str(weights))
-    before = guarded.ask(SERVER, "GET", http.STATUS).json()["version"]
+    before = guarded.ask(SERVER, "GET", paths.STATUS).json()["version"]
     prepare = {"epoch": 1, "version": 1, "path": path, "timeout_s": 2.0}
     answers = [
-        guarded.ask(SERVER, "POST", http.WEIGHTS_PREPARE, json=prepare),
-        guarded.ask(SERVER, "POST", http.SGLANG_UPDATE_DISK, json={"model_path": path}),
+        guarded.ask(SERVER, "POST", paths.WEIGHTS_PREPARE, json=prepare),
+        guarded.ask(SERVER, "POST", paths.SGLANG_UPDATE_DISK, json={"model_path": path}),
     ]
     for answer in answers:
         assert answer.status_code in REFUSED, answer.text
         assert "root:" not in answer.text
-    assert guarded.ask(SERVER, "GET", http.STATUS).json()["version"] == before
+    assert guarded.ask(SERVER, "GET", paths.STATUS).json()["version"] == before
 
 
 @pytest.mark.parametrize(
@@ -361,7 +359,7 @@ def test_a_server_gives_away_nothing_but_versions(guarded: Guarded, blob: str):
 )
 def test_weights_are_never_unpickled(guarded: Guarded, weights: Path, load_format: str):
     body = {"model_path": str(weights), "load_format": load_format}
-    assert guarded.ask(SERVER, "POST", http.SGLANG_UPDATE_DISK, json=body).status_code in REFUSED
+    assert guarded.ask(SERVER, "POST", paths.SGLANG_UPDATE_DISK, json=body).status_code in REFUSED
     for path in ("/update_weights_from_tensor", "/load_lora_adapter", "/start_profile"):
         assert guarded.ask(SERVER, "POST", path, json={}).status_code == 404
 
@@ -384,9 +382,9 @@ NAMES = [
 @pytest.mark.parametrize("field", ["workflow", "reward", "filter"])
 @pytest.mark.parametrize("name", NAMES, ids=repr)
 def test_a_name_of_a_part_is_looked_up_and_never_imported(guarded: Guarded, field: str, name: str):
-    (rollout,) = base_bodies()[http.ROLLOUTS]["rollouts"]
+    (rollout,) = base_bodies()[paths.ROLLOUTS]["rollouts"]
     body = {"rollouts": [{**rollout, "rollout_id": "n", field: {"name": name}}]}
-    answer = guarded.ask(GATEWAY, "POST", http.ROLLOUTS, json=body)
+    answer = guarded.ask(GATEWAY, "POST", paths.ROLLOUTS, json=body)
     assert answer.status_code in (400, 404, 422)
     assert error_of(answer) in ("unknown_name", "invalid_request")
 
@@ -408,16 +406,16 @@ IDENTIFIERS = [
 
 @pytest.mark.parametrize("name", IDENTIFIERS, ids=lambda name: repr(name[:8]))
 def test_an_id_cannot_be_anything_but_an_id(guarded: Guarded, name: str):
-    (rollout,) = base_bodies()[http.ROLLOUTS]["rollouts"]
+    (rollout,) = base_bodies()[paths.ROLLOUTS]["rollouts"]
     bodies = [
-        (http.ROLLOUTS, {"rollouts": [{**rollout, "rollout_id": name}]}),
-        (http.ROLLOUTS, {"rollouts": [{**rollout, "consumer": name}]}),
-        (http.ROLLOUTS_WAIT, {"delivery_id": name, "count": 1, "timeout_s": 0}),
-        (http.ROLLOUTS_CANCEL, {"rollout_ids": [name]}),
-        (http.SERVERS, {"server_id": name, "url": "http://x", "version": 0}),
-        (http.SESSIONS, {"rollout_id": name}),
+        (paths.ROLLOUTS, {"rollouts": [{**rollout, "rollout_id": name}]}),
+        (paths.ROLLOUTS, {"rollouts": [{**rollout, "consumer": name}]}),
+        (paths.ROLLOUTS_WAIT, {"delivery_id": name, "count": 1, "timeout_s": 0}),
+        (paths.ROLLOUTS_CANCEL, {"rollout_ids": [name]}),
+        (paths.SERVERS, {"server_id": name, "url": "http://x", "version": 0}),
+        (paths.SESSIONS, {"rollout_id": name}),
         (
-            http.CONSUMER,
+            paths.CONSUMER,
             {"consumer": name, "batch_size": 1, "max_staleness": 0, "step": 0, "version": 0},
         ),
     ]
@@ -441,33 +439,33 @@ CALLBACKS = [
 
 @pytest.mark.parametrize("url", CALLBACKS)
 def test_nobody_is_called_whom_the_config_does_not_allow(guarded: Guarded, url: str):
-    (rollout,) = base_bodies()[http.ROLLOUTS]["rollouts"]
+    (rollout,) = base_bodies()[paths.ROLLOUTS]["rollouts"]
     name = "call-" + re.sub(r"[^a-z0-9]", "-", url)
     workflow = {"name": "callback", "args": {"url": url}}
     body = {"rollouts": [{**rollout, "rollout_id": name, "workflow": workflow}]}
-    answer = guarded.ask(GATEWAY, "POST", http.ROLLOUTS, "submit", json=body)
+    answer = guarded.ask(GATEWAY, "POST", paths.ROLLOUTS, "submit", json=body)
     if answer.status_code != 200:
         assert answer.status_code in REFUSED
         return
     wait = {"delivery_id": name, "count": 1, "rollout_ids": [name], "timeout_s": 30}
-    ended = guarded.ask(GATEWAY, "POST", http.ROLLOUTS_WAIT, "consume", json=wait)
+    ended = guarded.ask(GATEWAY, "POST", paths.ROLLOUTS_WAIT, "consume", json=wait)
     assert "may not be called" in ended.text, ended.text
 
 
 def test_a_forged_heartbeat_needs_the_token_of_a_server(guarded: Guarded):
-    status = guarded.ask(GATEWAY, "GET", http.STATUS).json()
+    status = guarded.ask(GATEWAY, "GET", paths.STATUS).json()
     report = {**status["servers"][0], "url": "http://127.0.0.1:1"}
     report.pop("state")
     for role in ("submit", "consume"):
-        assert guarded.ask(GATEWAY, "POST", http.SERVERS, role, json=report).status_code == 403
-    after = guarded.ask(GATEWAY, "GET", http.STATUS).json()["servers"]
+        assert guarded.ask(GATEWAY, "POST", paths.SERVERS, role, json=report).status_code == 403
+    after = guarded.ask(GATEWAY, "GET", paths.STATUS).json()["servers"]
     assert [one["url"] for one in after] == [guarded.urls[SERVER]]
 
 
 def test_what_was_tried_can_be_read_in_the_audit(guarded: Guarded):
-    name = {http.REQUEST_ID_HEADER: "try-1"}
+    name = {paths.REQUEST_ID_HEADER: "try-1"}
     assert (
-        guarded.ask(GATEWAY, "POST", http.WEIGHTS_PIN, "consume", headers=name).status_code == 403
+        guarded.ask(GATEWAY, "POST", paths.WEIGHTS_PIN, "consume", headers=name).status_code == 403
     )
 
     def found() -> list[dict[str, Any]]:  # written once the answer is on its way

@@ -22,7 +22,7 @@ import pytest
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.server import FakeBackendConfig
 from headway.contracts.errors import Draining, ServiceError
-from headway.contracts.http import StatusResponse
+from headway.contracts.http.status import StatusResponse
 from headway.contracts.types import LLMResponse, TrajectoryBatch, WeightUpdateMeta
 from headway.launch.launchers.local import LocalRun
 from headway.runtime.command import EXIT_INTERRUPTED

@@ -22,13 +22,13 @@ import pytest_asyncio
 import torch
 from transformers import DynamicCache
 
-from headway.contracts import http
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import SGLangConfig
 from headway.contracts.config.weight_sync import DeltaConfig, ReceiverConfig, StoredSync
 from headway.contracts.errors import BackendError, DataError, SyncError
-from headway.contracts.http import (
+from headway.contracts.http import paths
+from headway.contracts.http.weights import (
     Seat,
     WeightAbortRequest,
     WeightCommitRequest,
@@ -802,7 +802,7 @@ async def test_the_death_of_the_engine_is_noticed_and_told(backend):
 
 
 async def generated(client: httpx.AsyncClient, asked: LLMRequest) -> LLMResponse:
-    answer = await client.post(http.GENERATE, json=asked.model_dump())
+    answer = await client.post(paths.GENERATE, json=asked.model_dump())
     return LLMResponse.model_validate_json(answer.content)
 
 
@@ -814,7 +814,7 @@ async def accepted(client: httpx.AsyncClient, path: str, body: dict) -> None:
 async def has_tokens(client: httpx.AsyncClient) -> None:
     """Wait until a sequence is being decoded."""
     async with asyncio.timeout(PATIENCE_S):
-        while (await client.get(http.STATUS)).json()["servers"][0]["running"] == 0:  # noqa: ASYNC110
+        while (await client.get(paths.STATUS)).json()["servers"][0]["running"] == 0:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 
@@ -852,10 +852,10 @@ async def test_a_server_with_sglang_behind_it_serves_updates_and_ends_with_it(po
             for policy, expect in (("keep", policies.replayed), ("recompute", policies.recomputed)):
                 meta = policies.publish()
                 body = {"version": meta.version, "epoch": meta.version}
-                await accepted(client, http.WEIGHTS_PREPARE, {**body, "path": meta.path})
+                await accepted(client, paths.WEIGHTS_PREPARE, {**body, "path": meta.path})
                 running = asyncio.create_task(generated(client, asked))
                 await has_tokens(client)
-                await accepted(client, http.WEIGHTS_COMMIT, {**body, "policy": policy})
+                await accepted(client, paths.WEIGHTS_COMMIT, {**body, "policy": policy})
                 response = await running
                 error = error_of(response, expect(asked, response))
                 show(f"over HTTP, {policy}: {response.version_runs}, max error {error:.1e}")

@@ -9,7 +9,7 @@ import torch
 
 from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import BackendError, SyncError
-from headway.contracts.http import WeightCommitRequest, WeightPrepareRequest
+from headway.contracts.http.weights import WeightCommitRequest, WeightPrepareRequest
 from inference_server.version_gate import VersionGate
 from tests.numeric.backends import (
     PATIENCE_S,

@@ -7,7 +7,7 @@ from typing import Any
 
 from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import SyncError
-from headway.contracts.http import WEIGHTS_HELD
+from headway.contracts.http.paths import WEIGHTS_HELD
 from headway.contracts.registry import Registry
 from headway.contracts.types import WeightUpdateMeta
 from weight_sync.channel import Source, WeightChannel, WeightPublisher

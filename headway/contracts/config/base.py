@@ -7,6 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+MAX_COUNT = 2**53
+"""Whole numbers below are the same to every reader of JSON."""
+
 
 class Config(BaseModel):
     """Frozen; an unknown key is an error, as is a number that is not finite; the string under a field is

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from headway.contracts.http import HistoryPoint, StatusResponse
+from headway.contracts.http.status import HistoryPoint, StatusResponse
 from headway.rollout.watched_ledger import Attempt
 
 INTERVAL_S = 2.0

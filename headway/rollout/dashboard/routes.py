@@ -14,8 +14,9 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse
 
 from headway import __version__
-from headway.contracts import http
 from headway.contracts.errors import NotFound
+from headway.contracts.http import paths
+from headway.contracts.http.status import DashboardResponse
 from headway.rollout.dashboard.history import INTERVAL_S, History
 from headway.rollout.fleet import Fleet
 from headway.rollout.routes import service_of
@@ -48,26 +49,26 @@ def dashboard_routes(history: History) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
     files = {path.name: path for path in STATIC.iterdir() if path.suffix in MEDIA_TYPES}
 
-    @router.get(http.UI, response_class=FileResponse)
+    @router.get(paths.UI, response_class=FileResponse)
     async def page() -> FileResponse:
         return _answer(files[INDEX])
 
-    @router.get(http.UI_FILE, response_class=FileResponse)
+    @router.get(paths.UI_FILE, response_class=FileResponse)
     async def file(name: str) -> FileResponse:
         if name not in files:
             raise NotFound(f"the dashboard has no file {name[:64]!r}")
         return _answer(files[name])
 
-    @router.get(http.DASHBOARD)
+    @router.get(paths.DASHBOARD)
     async def dashboard(
         request: Request, after: Annotated[float, Query(allow_inf_nan=False)] = 0.0
-    ) -> http.DashboardResponse:
+    ) -> DashboardResponse:
         service = service_of(request)
         status = await service.status()
         fleet = service.generator
         if not isinstance(fleet, Fleet):
             raise TypeError(f"a dashboard shows a fleet, not a {type(fleet).__name__}")
-        return http.DashboardResponse(
+        return DashboardResponse(
             service_version=__version__,
             now=time.time(),
             interval_s=INTERVAL_S,

@@ -25,7 +25,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headway.contracts.http import LedgerAudit, LedgerCounts, RolloutState
+from headway.contracts.http.ledger import LedgerAudit, LedgerCounts
+from headway.contracts.http.rollouts import RolloutState
 from headway.contracts.types import PolicyVersion, RolloutRequest, TrajectoryGroup
 
 OPEN_STATES: tuple[RolloutState, ...] = ("queued", "leased", "ready", "delivered")

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from headway.contracts.http import LedgerAudit, RolloutState
+from headway.contracts.http.ledger import LedgerAudit
+from headway.contracts.http.rollouts import RolloutState
 from headway.rollout.ledger.transitions import NEXT_STATE, EventName, counts_of
 
 

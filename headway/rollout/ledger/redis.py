@@ -10,7 +10,8 @@ from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 from headway.contracts.codec import encode_groups
-from headway.contracts.http import LedgerAudit, LedgerCounts, RolloutState
+from headway.contracts.http.ledger import LedgerAudit, LedgerCounts
+from headway.contracts.http.rollouts import RolloutState
 from headway.contracts.types import PolicyVersion, RolloutRequest, TrajectoryGroup
 from headway.rollout.ledger.base import Admission, Delivery, Entry, Event, Lease
 from headway.rollout.ledger.on_redis.address import parse_address

@@ -15,7 +15,8 @@ from functools import partial
 
 from headway.contracts.codec import encode_groups
 from headway.contracts.errors import StateError
-from headway.contracts.http import LedgerAudit, LedgerCounts, RolloutState
+from headway.contracts.http.ledger import LedgerAudit, LedgerCounts
+from headway.contracts.http.rollouts import RolloutState
 from headway.contracts.types import PolicyVersion, RolloutRequest, TrajectoryGroup
 from headway.rollout.ledger.base import Admission, Delivery, Entry, Event, Lease
 from headway.rollout.ledger.on_sqlite import delivery, ending, queueing, reading

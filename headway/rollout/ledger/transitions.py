@@ -7,7 +7,8 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 from headway.contracts.errors import Conflict, Fenced, NotFound
-from headway.contracts.http import LedgerCounts, RolloutState
+from headway.contracts.http.ledger import LedgerCounts
+from headway.contracts.http.rollouts import RolloutState
 
 EventName = Literal[
     "submit",

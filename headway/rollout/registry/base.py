@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from headway.contracts.http import ServerReport
+from headway.contracts.http.servers import ServerReport
 
 
 @dataclass(frozen=True, slots=True)

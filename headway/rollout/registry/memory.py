@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headway.contracts.errors import NotFound
-from headway.contracts.http import ServerReport
+from headway.contracts.http.servers import ServerReport
 from headway.rollout.registry.base import Sighting
 
 

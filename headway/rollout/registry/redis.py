@@ -19,7 +19,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from headway.contracts.errors import NotFound, StateError
-from headway.contracts.http import ServerReport
+from headway.contracts.http.servers import ServerReport
 from headway.rollout.registry.base import Sighting
 
 T = TypeVar("T")

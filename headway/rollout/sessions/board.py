@@ -11,7 +11,7 @@ import json
 from typing import Protocol
 from zlib import crc32
 
-from headway.contracts.http import SessionResponse
+from headway.contracts.http.sessions import SessionResponse
 
 SHELVES = 64
 """Notes; sessions that fall on the same one are written one after the other."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from headway.contracts.http import SESSION_OPENAI
+from headway.contracts.http.paths import SESSION_OPENAI
 from headway.rollout.faces.error_shapes import FAILURES, Failure, InvalidField, route_in
 from headway.rollout.faces.openai.chat_request import ChatRequest
 from headway.rollout.faces.openai.errors import openai_error

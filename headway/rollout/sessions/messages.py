@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from headway.contracts.http import SESSION_ANTHROPIC
+from headway.contracts.http.paths import SESSION_ANTHROPIC
 from headway.rollout.faces.anthropic.errors import anthropic_error
 from headway.rollout.faces.anthropic.request import SAMPLING_NAMES, MessagesRequest
 from headway.rollout.faces.error_shapes import FAILURES, Failure, route_in

@@ -16,9 +16,15 @@ import time
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
-from headway.contracts import http
 from headway.contracts.config.base import PartConfig
 from headway.contracts.errors import NotFound, SessionEnded
+from headway.contracts.http import paths
+from headway.contracts.http.sessions import (
+    SessionEndRequest,
+    SessionEndResponse,
+    SessionRequest,
+    SessionResponse,
+)
 from headway.contracts.types import Prompt, RolloutRequest, WorkflowRef
 from headway.rollout.faces.error_shapes import InvalidField
 from headway.rollout.ledger.base import Entry, Ledger
@@ -46,35 +52,33 @@ def session_routes() -> APIRouter:
     return router
 
 
-@desk.post(http.SESSIONS)
-async def open_session(body: http.SessionRequest, request: Request) -> http.SessionResponse:
+@desk.post(paths.SESSIONS)
+async def open_session(body: SessionRequest, request: Request) -> SessionResponse:
     sessions = sessions_of(request)
     opening = _opened(body, host_of(request), sessions, str(request.base_url))
     return await unless_disconnected(request, opening)
 
 
-@desk.get(http.SESSION)
-async def view(session: Entered, request: Request) -> http.SessionResponse:
+@desk.get(paths.SESSION)
+async def view(session: Entered, request: Request) -> SessionResponse:
     session.check_open()
     return sessions_of(request).describe(session, str(request.base_url))
 
 
-@desk.post(http.SESSION_END)
-async def end(
-    body: http.SessionEndRequest, session: Entered, request: Request
-) -> http.SessionEndResponse:
+@desk.post(paths.SESSION_END)
+async def end(body: SessionEndRequest, session: Entered, request: Request) -> SessionEndResponse:
     ledger, rollout_id = host_of(request).ledger, session.sample.rollout_id
     entry = await _entry(ledger, rollout_id)
     session.end(body, is_judged=entry.request.reward.name != GIVEN)
     await session.until_closed()
     if session.sample.prompt.group_size == 1:
         entry = await _recorded(ledger, rollout_id)
-    return http.SessionEndResponse(rollout_id=rollout_id, state=entry.state)
+    return SessionEndResponse(rollout_id=rollout_id, state=entry.state)
 
 
 async def _opened(
-    body: http.SessionRequest, host: Host, sessions: Sessions, base_url: str
-) -> http.SessionResponse:
+    body: SessionRequest, host: Host, sessions: Sessions, base_url: str
+) -> SessionResponse:
     rollout = _rollout(body)
     if (session := sessions.of_rollout(body.rollout_id)) is not None:
         await host.submit([rollout])  # refuses the same id with other content
@@ -93,11 +97,11 @@ async def _opened(
     return told
 
 
-def _rollout(body: http.SessionRequest) -> RolloutRequest:
+def _rollout(body: SessionRequest) -> RolloutRequest:
     if "agent_url" in body.args:
         raise InvalidField(
             "an agent that is called needs no session of yours; submit a rollout with the workflow "
-            f"`session` to {http.ROLLOUTS}",
+            f"`session` to {paths.ROLLOUTS}",
             "args",
         )
     try:

@@ -27,7 +27,7 @@ from headway.contracts.errors import (
     SessionEnded,
     WorkflowError,
 )
-from headway.contracts.http import SessionEndRequest
+from headway.contracts.http.sessions import SessionEndRequest
 from headway.contracts.types import LLMRequest, LLMResponse, RewardResult, Trajectory
 from headway.rollout.faces.error_shapes import InvalidField
 from headway.rollout.sessions.chat import Ask, Chat, Message, Reply

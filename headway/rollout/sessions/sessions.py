@@ -15,9 +15,10 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
-from headway.contracts import http
 from headway.contracts.config.gateway import SessionsConfig
 from headway.contracts.errors import ConfigError, NotFound, QueueFull, Unauthorized
+from headway.contracts.http import paths
+from headway.contracts.http.sessions import SessionResponse
 from headway.rollout.sessions.board import Board
 from headway.rollout.sessions.chat import Chat
 from headway.rollout.sessions.session import Session
@@ -114,7 +115,7 @@ class Sessions:
 
     async def until_open(
         self, rollout_id: str, base_url: str, timeout_s: float
-    ) -> http.SessionResponse | None:
+    ) -> SessionResponse | None:
         """Wait until a rollout is in play, and say where; None if it is not within the time."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -150,7 +151,7 @@ class Sessions:
             raise Unauthorized("this is not the session's key; send the api_key that came with it")
         return session
 
-    def describe(self, session: Session, base_url: str | None = None) -> http.SessionResponse:
+    def describe(self, session: Session, base_url: str | None = None) -> SessionResponse:
         """What a client needs to play.
 
         Args:
@@ -165,13 +166,13 @@ class Sessions:
             )
         base = base.rstrip("/")
         left_s = session.opened_at + self._lifetime_s - time.monotonic()
-        return http.SessionResponse(
+        return SessionResponse(
             session_id=session.id,
             rollout_id=session.sample.rollout_id,
             api_key=session.key,
-            openai_url=base + http.SESSION_OPENAI.format(session_id=session.id),
-            anthropic_url=base + http.SESSION_ANTHROPIC.format(session_id=session.id),
-            end_url=base + http.SESSION_END.format(session_id=session.id),
+            openai_url=base + paths.SESSION_OPENAI.format(session_id=session.id),
+            anthropic_url=base + paths.SESSION_ANTHROPIC.format(session_id=session.id),
+            end_url=base + paths.SESSION_END.format(session_id=session.id),
             expires_in_s=max(0.0, left_s),
         )
 

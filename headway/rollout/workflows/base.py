@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import ConfigError
-from headway.contracts.http import SessionResponse
+from headway.contracts.http.sessions import SessionResponse
 from headway.contracts.registry import Registry
 from headway.contracts.types import (
     LLMRequest,

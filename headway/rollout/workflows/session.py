@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, ValidationError
 from headway.contracts.config.base import Config
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import ConfigError, WorkflowError
-from headway.contracts.http import SessionEndRequest, SessionResponse
+from headway.contracts.http.sessions import SessionEndRequest, SessionResponse
 from headway.contracts.types import Message, RewardResult, Trajectory
 from headway.rollout.facilities import Outbound
 from headway.rollout.rewards.base import Answer

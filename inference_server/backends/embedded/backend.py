@@ -27,7 +27,7 @@ from torch import Tensor
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import EmbeddedTorchConfig, UpdatePolicy
 from headway.contracts.errors import BackendError, DataError, ServiceError, SyncError
-from headway.contracts.http import PauseMode
+from headway.contracts.http.generation import PauseMode
 from headway.contracts.types import (
     LLMDelta,
     LLMRequest,

@@ -34,7 +34,7 @@ import torch
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import SGLangConfig, UpdatePolicy
 from headway.contracts.errors import BackendError, ConfigError, ServiceError, SyncError
-from headway.contracts.http import PauseMode
+from headway.contracts.http.generation import PauseMode
 from headway.contracts.types import (
     GroupSeat,
     LLMRequest,

@@ -38,7 +38,7 @@ from typing import Any
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import UpdatePolicy, VLLMConfig
 from headway.contracts.errors import BackendError, ConfigError, RequestTooLong, SyncError
-from headway.contracts.http import PauseMode
+from headway.contracts.http.generation import PauseMode
 from headway.contracts.types import (
     LLMDelta,
     LLMRequest,

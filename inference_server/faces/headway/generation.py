@@ -9,8 +9,13 @@ from contextlib import aclosing
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
-from headway.contracts import http
 from headway.contracts.errors import ServiceError
+from headway.contracts.http import paths
+from headway.contracts.http.generation import (
+    FlushResponse,
+    GenerationAbortRequest,
+    GenerationPauseRequest,
+)
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
 from headway.runtime.disconnect import unless_disconnected
 from headway.runtime.event_stream import EventStream
@@ -22,7 +27,7 @@ router = APIRouter(route_class=JsonRoute)
 Part = LLMDelta | LLMResponse
 
 
-@router.post(http.GENERATE_STREAM, response_class=StreamingResponse)
+@router.post(paths.GENERATE_STREAM, response_class=StreamingResponse)
 async def stream(body: LLMRequest, request: Request) -> StreamingResponse:
     """Server-sent events: `delta` (`LLMDelta`) per step, then `response` (`LLMResponse`) or `error`.
 
@@ -49,24 +54,24 @@ def _event(part: Part) -> str:
     return f"event: {name}\ndata: {part.model_dump_json()}\n\n"
 
 
-@router.post(http.GENERATION_ABORT, status_code=204)
-async def abort(body: http.GenerationAbortRequest, request: Request) -> None:
+@router.post(paths.GENERATION_ABORT, status_code=204)
+async def abort(body: GenerationAbortRequest, request: Request) -> None:
     await local(request).backend.abort(body.rid)
 
 
-@router.post(http.GENERATION_PAUSE, status_code=204)
-async def pause(body: http.GenerationPauseRequest, request: Request) -> None:
+@router.post(paths.GENERATION_PAUSE, status_code=204)
+async def pause(body: GenerationPauseRequest, request: Request) -> None:
     await local(request).backend.pause(body.mode)
 
 
-@router.post(http.GENERATION_RESUME, status_code=204)
+@router.post(paths.GENERATION_RESUME, status_code=204)
 async def resume(request: Request) -> None:
     await local(request).backend.resume()
 
 
-@router.post(http.GENERATION_FLUSH)
-async def flush(request: Request) -> http.FlushResponse:
-    return http.FlushResponse(flushed=await local(request).backend.flush())
+@router.post(paths.GENERATION_FLUSH)
+async def flush(request: Request) -> FlushResponse:
+    return FlushResponse(flushed=await local(request).backend.flush())
 
 
 async def stream_of(generator: LocalGenerator, req: LLMRequest) -> AsyncGenerator[Part]:

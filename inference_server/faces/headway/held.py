@@ -12,7 +12,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
-from headway.contracts import http
+from headway.contracts.http import paths
 from headway.runtime.json_route import JsonRoute
 from inference_server.shelf import Shelf
 from weight_sync.manifest import BlobName
@@ -24,7 +24,7 @@ _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.get(http.WEIGHTS_HELD, response_class=Response)
+@router.get(paths.WEIGHTS_HELD, response_class=Response)
 async def held(version: Annotated[int, Path(ge=0)], blob: BlobName, request: Request) -> Response:
     shelf: Shelf = request.app.state.shelf
     content = await shelf.read(version, blob)

@@ -15,8 +15,8 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from headway.contracts import http
 from headway.contracts.errors import ServiceError
+from headway.contracts.http import paths
 from headway.rollout.faces.error_shapes import FAILURES, failure_of, route_in
 from headway.rollout.faces.openai.chat_request import ChatRequest
 from headway.rollout.faces.openai.errors import openai_error
@@ -29,23 +29,23 @@ from inference_server.faces.openai.plans import check_model, plan_chat, plan_com
 router = APIRouter(route_class=route_in(openai_error), responses=FAILURES)
 
 
-@router.get(http.MODELS)
+@router.get(paths.MODELS)
 async def models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [_card(request)]}
 
 
-@router.get(http.MODEL.replace("}", ":path}"))  # a name may have slashes
+@router.get(paths.MODEL.replace("}", ":path}"))  # a name may have slashes
 async def model(model: str, request: Request) -> dict[str, Any]:
     check_model(model, local(request))
     return _card(request)
 
 
-@router.post(http.COMPLETIONS, response_class=Response)
+@router.post(paths.COMPLETIONS, response_class=Response)
 async def complete(body: CompletionRequest, request: Request) -> Response:
     return await _respond(request, plan_completion(body, local(request)), bool(body.stream))
 
 
-@router.post(http.CHAT_COMPLETIONS, response_class=Response)
+@router.post(paths.CHAT_COMPLETIONS, response_class=Response)
 async def chat(body: ChatRequest, request: Request) -> Response:
     return await _respond(request, plan_chat(body, local(request)), bool(body.stream))
 

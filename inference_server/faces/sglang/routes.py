@@ -18,9 +18,9 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel
 
-from headway.contracts import http
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import ErrorBody, ServiceError
+from headway.contracts.http import paths
 from headway.contracts.types import LLMRequest
 from headway.rollout.faces.error_shapes import (
     FAILURES,
@@ -80,8 +80,8 @@ UPDATE_FAILURES: dict[int | str, dict[str, Any]] = {
 router = APIRouter(route_class=route_in(error_shape), responses=FAILURES)
 
 
-@router.put(http.SGLANG_GENERATE, include_in_schema=False)
-@router.post(http.SGLANG_GENERATE, response_model=None)
+@router.put(paths.SGLANG_GENERATE, include_in_schema=False)
+@router.post(paths.SGLANG_GENERATE, response_model=None)
 async def generate(body: GenerateBody, request: Request) -> Response:
     """Generate; with `stream`, server-sent events that each hold all there is so far, then `[DONE]`."""
     if not body.stream:
@@ -109,26 +109,26 @@ def _event(chunk: dict[str, Any]) -> str:
     return f"data: {json.dumps(chunk)}\n\n"
 
 
-@router.post(http.SGLANG_ABORT, response_class=Response)
+@router.post(paths.SGLANG_ABORT, response_class=Response)
 async def abort(body: AbortBody, request: Request) -> Response:
     if body.abort_all or body.rid:
         await _face(request).abort(None if body.abort_all else body.rid)
     return Response()
 
 
-@router.get(http.SGLANG_PING, response_class=Response)
+@router.get(paths.SGLANG_PING, response_class=Response)
 async def ping() -> Response:
     return Response()
 
 
-@router.get(http.SGLANG_READY, response_class=Response)
+@router.get(paths.SGLANG_READY, response_class=Response)
 async def ready(request: Request) -> Response:
     generator = local(request)
     is_out = generator.backend.is_paused or generator.admission.draining.is_set()
     return Response(status_code=503 if is_out else 200)
 
 
-@router.get(http.SGLANG_HEALTH, response_class=Response)
+@router.get(paths.SGLANG_HEALTH, response_class=Response)
 async def health_generate(request: Request) -> Response:
     """Generates a token; a paused server answers at once that it would not."""
     generator = local(request)
@@ -147,37 +147,37 @@ async def health_generate(request: Request) -> Response:
     return Response()
 
 
-@router.get(http.SGLANG_MODEL_OLD)
-@router.get(http.SGLANG_MODEL)
+@router.get(paths.SGLANG_MODEL_OLD)
+@router.get(paths.SGLANG_MODEL)
 async def model_info(request: Request) -> dict[str, Any]:
     return _face(request).model_info()
 
 
-@router.get(http.SGLANG_SERVER_OLD)
-@router.get(http.SGLANG_SERVER)
+@router.get(paths.SGLANG_SERVER_OLD)
+@router.get(paths.SGLANG_SERVER)
 async def server_info(request: Request) -> dict[str, Any]:
     return _face(request).server_info()
 
 
-@router.get(http.SGLANG_LOADS)
+@router.get(paths.SGLANG_LOADS)
 async def loads(request: Request) -> dict[str, Any]:
     return {"loads": [_face(request).load()]}
 
 
-@router.post(http.SGLANG_PAUSE)
+@router.post(paths.SGLANG_PAUSE)
 async def pause(body: PauseBody, request: Request) -> dict[str, str]:
     await local(request).backend.pause(body.mode)
     return {"message": "Generation paused successfully.", "status": "ok"}
 
 
-@router.post(http.SGLANG_CONTINUE)
+@router.post(paths.SGLANG_CONTINUE)
 async def resume(_: EmptyBody, request: Request) -> dict[str, str]:
     await local(request).backend.resume()
     return {"message": "Generation continued successfully.", "status": "ok"}
 
 
-@router.get(http.SGLANG_FLUSH, include_in_schema=False)
-@router.post(http.SGLANG_FLUSH, response_class=PlainTextResponse, responses=FLUSH_FAILURES)
+@router.get(paths.SGLANG_FLUSH, include_in_schema=False)
+@router.post(paths.SGLANG_FLUSH, response_class=PlainTextResponse, responses=FLUSH_FAILURES)
 async def flush(
     request: Request,
     timeout: Annotated[float, Query(ge=0.0, le=MAX_FLUSH_S, allow_inf_nan=False)] = 0.0,
@@ -187,7 +187,7 @@ async def flush(
     return PlainTextResponse("Flush cache failed.\n", status_code=400)
 
 
-@router.post(http.SGLANG_TOKENIZE)
+@router.post(paths.SGLANG_TOKENIZE)
 async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
     texts = (body.prompt,) if isinstance(body.prompt, str) else body.prompt
     ids = [_tokenizer(request).encode(text, body.add_special_tokens) for text in texts]
@@ -199,7 +199,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
     }
 
 
-@router.post(http.SGLANG_DETOKENIZE)
+@router.post(paths.SGLANG_DETOKENIZE)
 async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
     skips = body.skip_special_tokens
     rows = [row for row in body.tokens if isinstance(row, tuple)]
@@ -209,7 +209,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
     return {"text": _tokenizer(request).decode(ids, skips)}
 
 
-@router.post(http.SGLANG_UPDATE_DISK, response_model=None, responses=UPDATE_FAILURES)
+@router.post(paths.SGLANG_UPDATE_DISK, response_model=None, responses=UPDATE_FAILURES)
 async def update_from_disk(body: DiskUpdateBody, request: Request) -> Response:
     """A directory of ours or a plain one, below one of `weights.allow`.
 
@@ -226,18 +226,18 @@ async def update_from_disk(body: DiskUpdateBody, request: Request) -> Response:
     return JSONResponse({"success": True, "message": text, "num_paused_requests": running})
 
 
-@router.post(http.SGLANG_UPDATE_BEGIN, response_model=None, responses=UPDATE_FAILURES)
+@router.post(paths.SGLANG_UPDATE_BEGIN, response_model=None, responses=UPDATE_FAILURES)
 async def begin_update(_: EmptyBody, request: Request) -> Response:
     return await _done(_face(request).updates.begin(), "Success")
 
 
-@router.post(http.SGLANG_UPDATE_END, response_model=None, responses=UPDATE_FAILURES)
+@router.post(paths.SGLANG_UPDATE_END, response_model=None, responses=UPDATE_FAILURES)
 async def end_update(_: EmptyBody, request: Request) -> Response:
     """What the session received becomes visible here, all at once; in SGLang, bucket by bucket."""
     return await _done(_face(request).updates.end(), "Success")
 
 
-@router.post(http.SGLANG_GROUP_INIT, response_model=None, responses=UPDATE_FAILURES)
+@router.post(paths.SGLANG_GROUP_INIT, response_model=None, responses=UPDATE_FAILURES)
 async def join_group(body: JoinGroupBody, request: Request) -> Response:
     address = GroupAddress(
         body.group_name,
@@ -251,13 +251,13 @@ async def join_group(body: JoinGroupBody, request: Request) -> Response:
     return await _done(joined, "Succeeded to initialize custom process group.")
 
 
-@router.post(http.SGLANG_GROUP_DESTROY, response_model=None, responses=UPDATE_FAILURES)
+@router.post(paths.SGLANG_GROUP_DESTROY, response_model=None, responses=UPDATE_FAILURES)
 async def leave_group(body: LeaveGroupBody, request: Request) -> Response:
     left = _face(request).updates.leave(body.group_name)
     return await _done(left, "Succeeded to destroy custom process group.")
 
 
-@router.post(http.SGLANG_UPDATE_GROUP, response_model=None, responses=UPDATE_FAILURES)
+@router.post(paths.SGLANG_UPDATE_GROUP, response_model=None, responses=UPDATE_FAILURES)
 async def update_from_group(body: GroupUpdateBody, request: Request) -> Response:
     """One bucket, inside of a session or without one.
 
@@ -273,7 +273,7 @@ async def update_from_group(body: GroupUpdateBody, request: Request) -> Response
     return await _done(received, "Succeeded to update parameter online.")
 
 
-@router.post(http.SGLANG_RELABEL, response_model=None)
+@router.post(paths.SGLANG_RELABEL, response_model=None)
 async def relabel(body: RelabelBody, request: Request) -> dict[str, Any]:
     """The weights stay, their name changes, also in the spans of tokens that they sampled before."""
     if body.abort_all_requests:
@@ -283,15 +283,15 @@ async def relabel(body: RelabelBody, request: Request) -> dict[str, Any]:
     return {"success": True, "message": text, "new_version": body.new_version}
 
 
-@router.get(http.SGLANG_WEIGHTS, include_in_schema=False)
-@router.post(http.SGLANG_WEIGHTS, response_model=None)
+@router.get(paths.SGLANG_WEIGHTS, include_in_schema=False)
+@router.post(paths.SGLANG_WEIGHTS, response_model=None)
 async def read_parameter(body: ParameterBody, request: Request) -> Response:
     tensor = await _face(request).updates.read(body.name)
     rows = tensor[: body.truncate_size] if tensor.ndim else tensor
     return JSONResponse(rows.float().tolist())
 
 
-@router.post(http.SGLANG_CHECKER)
+@router.post(paths.SGLANG_CHECKER)
 async def check_weights(_: CheckerBody, request: Request) -> dict[str, Any]:
     each, whole = await _face(request).updates.checksums()
     ranks = [{"checksums": each, "per_gpu_checksum": whole}]

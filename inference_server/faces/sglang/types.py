@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from headway.contracts.config.base import Config
-from headway.contracts.http import PauseMode
+from headway.contracts.http.generation import PauseMode
 from headway.contracts.types import TokenId
 
 SAYS_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})

@@ -8,7 +8,9 @@ from headway.contracts.config.algorithm import AlgorithmConfig
 from headway.contracts.config.base import PartConfig
 from headway.contracts.config.experiment import GRPOExperiment
 from headway.contracts.config.sampling import SamplingConfig
-from headway.contracts.http import ServerReport, SubmitRequest, WaitRequest, WeightUpdateRequest
+from headway.contracts.http.rollouts import SubmitRequest, WaitRequest
+from headway.contracts.http.servers import ServerReport
+from headway.contracts.http.weights import WeightUpdateRequest
 from headway.contracts.types import (
     FinetuneSpec,
     LLMRequest,

@@ -26,7 +26,7 @@ from headway.contracts.config.weight_sync import (
     SharedMemorySync,
 )
 from headway.contracts.errors import SyncError
-from headway.contracts.http import (
+from headway.contracts.http.weights import (
     Seat,
     WeightAbortRequest,
     WeightCommitRequest,

@@ -13,7 +13,9 @@ from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import FakeBackendConfig
 from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import RequestTooLong
-from headway.contracts.http import LedgerCounts, ServerStatus, StatusResponse
+from headway.contracts.http.ledger import LedgerCounts
+from headway.contracts.http.servers import ServerStatus
+from headway.contracts.http.status import StatusResponse
 from headway.contracts.types import LLMRequest
 from headway.runtime.metrics import render_metrics
 from inference_server.backends.fake import FakeBackend, FakeStaged

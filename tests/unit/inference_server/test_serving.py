@@ -12,9 +12,10 @@ import aiohttp
 import pytest
 import uvicorn
 
-from headway.contracts import http
 from headway.contracts.config.server import ServerConfig
 from headway.contracts.errors import ConfigError, ErrorBody, ServiceError, Unauthorized
+from headway.contracts.http import paths
+from headway.contracts.http.generation import FlushResponse
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
 from headway.runtime.access import Access
 from headway.runtime.inference_client import RemoteInferenceEngine
@@ -105,7 +106,7 @@ async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, str
 
 
 async def test_a_stream_is_its_deltas_and_then_the_response(served: Served):
-    async with served.http.post(served.url + http.GENERATE_STREAM, json=body("a", 5)) as answer:
+    async with served.http.post(served.url + paths.GENERATE_STREAM, json=body("a", 5)) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         parts = [part async for part in events(answer)]
     assert [name for name, _ in parts] == ["delta"] * 5 + ["response"]
@@ -114,7 +115,7 @@ async def test_a_stream_is_its_deltas_and_then_the_response(served: Served):
     assert [t for delta in deltas for t in delta.output_tokens] == response.output_tokens
 
 
-@pytest.mark.parametrize("path", [http.GENERATE, http.GENERATE_STREAM])
+@pytest.mark.parametrize("path", [paths.GENERATE, paths.GENERATE_STREAM])
 async def test_what_fails_before_the_first_token_has_a_status(served: Served, path: str):
     assert (await served.refused(path, body("long", 10**6))).code == "request_too_long"
     assert (await served.refused(path, body("word", input_ids=[5000]))).code == "data"
@@ -125,7 +126,7 @@ async def test_what_fails_before_the_first_token_has_a_status(served: Served, pa
 async def test_what_fails_within_a_stream_is_an_event_of_it():
     async with (
         serving(request_timeout_s=0.1) as served,
-        served.http.post(served.url + http.GENERATE_STREAM, json=body("a", LONG)) as answer,
+        served.http.post(served.url + paths.GENERATE_STREAM, json=body("a", LONG)) as answer,
     ):
         assert answer.status == 200
         parts = [part async for part in events(answer)]
@@ -133,29 +134,29 @@ async def test_what_fails_within_a_stream_is_an_event_of_it():
         name, data = parts[-1]
         failed = ErrorBody.model_validate_json(data)
         assert (name, failed.code, failed.retryable) == ("error", "request_timeout", True)
-        assert failed.request_id == answer.headers[http.REQUEST_ID_HEADER]
+        assert failed.request_id == answer.headers[paths.REQUEST_ID_HEADER]
 
 
 async def test_a_timeout_is_a_504():
     async with serving(request_timeout_s=0.05) as served:
-        error = await served.refused(http.GENERATE, body("a", LONG))
+        error = await served.refused(paths.GENERATE, body("a", LONG))
         assert (error.code, error.http_status) == ("request_timeout", 504)
         assert served.running == 0
 
 
 async def test_a_full_server_says_when_to_come_back():
     async with serving(max_in_flight=1) as served:
-        running = asyncio.create_task(served.post(http.GENERATE, body("a", LONG)))
+        running = asyncio.create_task(served.post(paths.GENERATE, body("a", LONG)))
         await served.until(lambda: served.running)
-        for path in (http.GENERATE, http.GENERATE_STREAM):
+        for path in (paths.GENERATE, paths.GENERATE_STREAM):
             async with served.http.post(served.url + path, json=body("b")) as answer:
                 assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
-        assert (await served.refused(http.GENERATE, body("a"))).code == "conflict"
-        await served.post(http.GENERATION_ABORT, {"rid": "a"})
+        assert (await served.refused(paths.GENERATE, body("a"))).code == "conflict"
+        await served.post(paths.GENERATION_ABORT, {"rid": "a"})
         assert (await running)[0] == 200
 
 
-@pytest.mark.parametrize("path", [http.GENERATE, http.GENERATE_STREAM])
+@pytest.mark.parametrize("path", [paths.GENERATE, paths.GENERATE_STREAM])
 @pytest.mark.parametrize("latency_s", [0.001, 30.0], ids=["later", "before the first token"])
 async def test_a_client_that_goes_away_cancels_its_work(path: str, latency_s: float):
     async with serving(latency_s=latency_s) as served:
@@ -168,42 +169,42 @@ async def test_a_client_that_goes_away_cancels_its_work(path: str, latency_s: fl
 
 
 async def test_an_abort_answers_with_the_tokens_so_far(served: Served):
-    stopped = asyncio.create_task(served.post(http.GENERATE, body("a", LONG)))
-    going_on = asyncio.create_task(served.post(http.GENERATE, body("b", LONG)))
+    stopped = asyncio.create_task(served.post(paths.GENERATE, body("a", LONG)))
+    going_on = asyncio.create_task(served.post(paths.GENERATE, body("b", LONG)))
     await served.until(lambda: served.generator.backend.load().generated_tokens > 8)
-    assert (await served.post(http.GENERATION_ABORT, {"rid": "a"}))[0] == 204
+    assert (await served.post(paths.GENERATION_ABORT, {"rid": "a"}))[0] == 204
     response = LLMResponse.model_validate_json((await stopped)[1])
     assert response.stop_reason == "interrupt"
     assert 0 < len(response.output_tokens) < LONG
     assert served.running == 1
-    assert (await served.post(http.GENERATION_ABORT, {}))[0] == 204
+    assert (await served.post(paths.GENERATION_ABORT, {}))[0] == 204
     assert LLMResponse.model_validate_json((await going_on)[1]).stop_reason == "interrupt"
 
 
 async def test_a_pause_holds_what_runs_until_it_is_resumed(served: Served):
-    running = asyncio.create_task(served.post(http.GENERATE, body("a", 30)))
+    running = asyncio.create_task(served.post(paths.GENERATE, body("a", 30)))
     await served.until(lambda: served.generator.backend.load().generated_tokens)
-    assert (await served.post(http.GENERATION_PAUSE, {"mode": "in_place"}))[0] == 204
-    held = asyncio.create_task(served.post(http.GENERATE, body("b")))
+    assert (await served.post(paths.GENERATION_PAUSE, {"mode": "in_place"}))[0] == 204
+    held = asyncio.create_task(served.post(paths.GENERATE, body("b")))
     assert not (await asyncio.wait((running, held), timeout=0.1))[0]
-    assert (await served.post(http.GENERATION_RESUME, {}))[0] == 204
+    assert (await served.post(paths.GENERATION_RESUME, {}))[0] == 204
     for work, tokens in ((running, 30), (held, 4)):
         response = LLMResponse.model_validate_json((await work)[1])
         assert (response.stop_reason, len(response.output_tokens)) == ("length", tokens)
-    assert (await served.post(http.GENERATION_PAUSE, {"mode": "no"}))[0] == 422
+    assert (await served.post(paths.GENERATION_PAUSE, {"mode": "no"}))[0] == 422
 
 
 async def test_a_flush_says_whether_it_happened(served: Served):
     async def flush() -> bool:
-        status, content = await served.post(http.GENERATION_FLUSH, {})
+        status, content = await served.post(paths.GENERATION_FLUSH, {})
         assert status == 200
-        return http.FlushResponse.model_validate_json(content).flushed
+        return FlushResponse.model_validate_json(content).flushed
 
     assert await flush()
-    running = asyncio.create_task(served.post(http.GENERATE, body("a", LONG)))
+    running = asyncio.create_task(served.post(paths.GENERATE, body("a", LONG)))
     await served.until(lambda: served.running)
     assert not await flush()
-    await served.post(http.GENERATION_ABORT, {})
+    await served.post(paths.GENERATION_ABORT, {})
     await running
 
 
@@ -213,30 +214,30 @@ async def test_a_body_above_the_limit_is_refused_announced_or_not():
             yield b" " * 1024
 
     async with serving(service={"max_body_bytes": 8192}) as served:
-        url = served.url + http.GENERATE
+        url = served.url + paths.GENERATE
         for data in (b" " * 65536, in_chunks()):
             async with served.http.post(url, data=data, headers=JSON) as answer:
                 failed = ErrorBody.model_validate_json(await answer.read())
                 assert (answer.status, failed.code) == (413, "body_too_large")
-                assert failed.request_id == answer.headers[http.REQUEST_ID_HEADER]
-        assert (await served.post(http.GENERATE, body("small")))[0] == 200
+                assert failed.request_id == answer.headers[paths.REQUEST_ID_HEADER]
+        assert (await served.post(paths.GENERATE, body("small")))[0] == 200
 
 
 async def test_a_token_guards_all_but_the_probes():
     async with serving(token=TOKEN) as served:
         for given in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {TOKEN}"}):
-            url = served.url + http.STATUS
+            url = served.url + paths.STATUS
             async with served.http.get(url, headers=given) as answer:
                 failed = ErrorBody.model_validate_json(await answer.read())
                 assert (answer.status, failed.code) == (401, "unauthorized")
                 assert answer.headers["WWW-Authenticate"] == "Bearer"
                 assert TOKEN not in failed.message
-        for path in (http.METRICS, "/openapi.json"):
+        for path in (paths.METRICS, "/openapi.json"):
             async with served.http.get(served.url + path) as answer:
                 assert answer.status == 401, path
-        async with served.http.get(served.url + http.HEALTH) as answer:
+        async with served.http.get(served.url + paths.HEALTH) as answer:
             assert answer.status == 200
-        status, _ = await served.post(http.GENERATE, body("a"), headers=authorization(TOKEN))
+        status, _ = await served.post(paths.GENERATE, body("a"), headers=authorization(TOKEN))
         assert status == 200
 
 
@@ -279,19 +280,19 @@ def test_schemes_are_compared_without_case_and_tokens_with_it():
 
 async def test_each_failed_request_leaves_one_line_with_its_ids(served: Served, caplog):
     caplog.set_level(logging.INFO, "headway.runtime.http_service")
-    await served.post(http.GENERATE, body("fine"), headers={http.REQUEST_ID_HEADER: "q0"})
-    await served.post(http.GENERATE, body("far", 10**6), headers={http.REQUEST_ID_HEADER: "q1"})
-    await served.post(http.GENERATE, {"rid": "bad"}, headers={http.REQUEST_ID_HEADER: "q2"})
+    await served.post(paths.GENERATE, body("fine"), headers={paths.REQUEST_ID_HEADER: "q0"})
+    await served.post(paths.GENERATE, body("far", 10**6), headers={paths.REQUEST_ID_HEADER: "q1"})
+    await served.post(paths.GENERATE, {"rid": "bad"}, headers={paths.REQUEST_ID_HEADER: "q2"})
     lines = [r.__dict__ for r in caplog.records if r.message == "request failed"]
     seen = [(line["request_id"], line["status"], line["code"]) for line in lines]
     assert seen == [("q1", 413, "request_too_long"), ("q2", 422, "invalid_request")]
-    assert (lines[0]["rid"], lines[0]["path"]) == ("far", http.GENERATE)
+    assert (lines[0]["rid"], lines[0]["path"]) == ("far", paths.GENERATE)
     assert "exceed the context" in lines[0]["reason"]
 
 
 async def test_the_metrics_page_is_the_server_s_too(served: Served):
-    await served.post(http.GENERATE, body("a"))
-    async with served.http.get(served.url + http.METRICS) as answer:
+    await served.post(paths.GENERATE, body("a"))
+    async with served.http.get(served.url + paths.METRICS) as answer:
         page = (await answer.read()).decode().splitlines()
     assert 'headway_generation_requests_total{outcome="ok"} 1.0' in page
     assert "headway_generated_tokens_total 4.0" in page

@@ -22,7 +22,7 @@ from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import ServerConfig, SGLangConfig
 from headway.contracts.config.weight_sync import CollectiveSync, ReceiverConfig
 from headway.contracts.errors import BackendError, SyncError
-from headway.contracts.http import (
+from headway.contracts.http.weights import (
     Seat,
     WeightAbortRequest,
     WeightCommitRequest,

@@ -13,7 +13,7 @@ from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import FakeBackendConfig
 from headway.contracts.errors import Draining, Fenced, StaleVersion, SyncError
-from headway.contracts.http import (
+from headway.contracts.http.weights import (
     Seat,
     WeightAbortRequest,
     WeightCommitRequest,

@@ -13,9 +13,9 @@ import pytest
 import torch
 import yaml
 
-from headway.contracts import http
 from headway.contracts.errors import Fenced, SyncError
-from headway.contracts.http import WeightPrepareResponse, WeightUpdateResponse
+from headway.contracts.http import paths
+from headway.contracts.http.weights import WeightPrepareResponse, WeightUpdateResponse, held_root
 from headway.contracts.types import WeightUpdateMeta
 from headway.runtime.process import Process, ProcessSpec
 from tests.unit.inference_server.test_serving import PATIENCE_S, Served, body, serving
@@ -52,17 +52,17 @@ def order(epoch: int, meta: WeightUpdateMeta, **fields) -> dict[str, object]:
 
 
 async def publish(served: Served, epoch: int, meta: WeightUpdateMeta) -> WeightUpdateResponse:
-    status, content = await served.post(http.WEIGHTS_PREPARE, order(epoch, meta))
+    status, content = await served.post(paths.WEIGHTS_PREPARE, order(epoch, meta))
     assert status == 200, content
     assert WeightPrepareResponse.model_validate_json(content).digest == meta.digest
     wanted = {"epoch": epoch, "version": meta.version}
-    status, content = await served.post(http.WEIGHTS_COMMIT, wanted)
+    status, content = await served.post(paths.WEIGHTS_COMMIT, wanted)
     assert status == 200, content
     return WeightUpdateResponse.model_validate_json(content)
 
 
 def held(version: int, blob: str) -> str:
-    return http.WEIGHTS_HELD.format(version=version, blob=blob)
+    return paths.WEIGHTS_HELD.format(version=version, blob=blob)
 
 
 async def fetch(served: Served, path: str, **headers: str) -> tuple[int, bytes, str | None]:
@@ -76,15 +76,15 @@ async def fetch(served: Served, path: str, **headers: str) -> tuple[int, bytes, 
 async def test_a_version_is_published_and_reported(tmp_path, publisher):
     meta = publisher.publish(1, TENSORS.items())
     async with serving_weights(tmp_path) as served:
-        running = asyncio.create_task(served.post(http.GENERATE, body("a", 10_000)))
+        running = asyncio.create_task(served.post(paths.GENERATE, body("a", 10_000)))
         await served.until(lambda: served.running)
         answer = await publish(served, 1, meta)
         assert (answer.version, answer.running, answer.digest) == (1, 1, meta.digest)
         report = served.generator.report("s", "http://h:1")
         assert (report.version, report.digest, report.num_ranks) == (1, meta.digest, 1)
-        fenced = await served.refused(http.WEIGHTS_PREPARE, order(0, meta))
+        fenced = await served.refused(paths.WEIGHTS_PREPARE, order(0, meta))
         assert isinstance(fenced, Fenced)
-        status, _ = await served.post(http.WEIGHTS_ABORT, {"epoch": 2, "version": 9})
+        status, _ = await served.post(paths.WEIGHTS_ABORT, {"epoch": 2, "version": 9})
         assert status == 204
         running.cancel()
 
@@ -92,17 +92,17 @@ async def test_a_version_is_published_and_reported(tmp_path, publisher):
 async def test_what_the_publisher_is_still_writing_can_be_staged_and_given_up(tmp_path, publisher):
     meta = publisher.announce(1)
     async with serving_weights(tmp_path) as served:
-        dead = asyncio.create_task(served.post(http.WEIGHTS_PREPARE, order(1, meta)))
+        dead = asyncio.create_task(served.post(paths.WEIGHTS_PREPARE, order(1, meta)))
         await served.until(lambda: served.generator.gate._state.staging)
         dead.cancel()  # the gateway was killed; another one comes
-        preparing = asyncio.create_task(served.post(http.WEIGHTS_PREPARE, order(2, meta)))
+        preparing = asyncio.create_task(served.post(paths.WEIGHTS_PREPARE, order(2, meta)))
         await served.until(lambda: served.generator.gate.epoch == 2)
         await asyncio.to_thread(publisher.publish, 1, TENSORS.items())
         assert (await preparing)[0] == 200
         meta = publisher.announce(2)
-        preparing = asyncio.create_task(served.refused(http.WEIGHTS_PREPARE, order(3, meta)))
+        preparing = asyncio.create_task(served.refused(paths.WEIGHTS_PREPARE, order(3, meta)))
         await served.until(lambda: served.generator.gate.epoch == 3)
-        await served.post(http.WEIGHTS_ABORT, {"epoch": 3, "version": 2})
+        await served.post(paths.WEIGHTS_ABORT, {"epoch": 3, "version": 2})
         assert "version 2 was aborted" in (await preparing).message
 
 
@@ -111,13 +111,13 @@ async def test_a_lone_server_takes_a_version_in_one_call(tmp_path, publisher):
     async with serving_weights(tmp_path) as served:
         for meta in (metas[0], metas[1], metas[1]):
             status, content = await served.post(
-                http.WEIGHTS, {"version": meta.version, "path": meta.path}
+                paths.WEIGHTS, {"version": meta.version, "path": meta.path}
             )
             assert status == 200, content
         assert (served.generator.version, served.generator.gate.updates) == (2, 2)
         late = {"version": 1, "path": metas[0].path}
-        assert (await served.refused(http.WEIGHTS, late)).code == "stale_version"
-        elsewhere = await served.refused(http.WEIGHTS, {"version": 3, "path": "/elsewhere"})
+        assert (await served.refused(paths.WEIGHTS, late)).code == "stale_version"
+        elsewhere = await served.refused(paths.WEIGHTS, {"version": 3, "path": "/elsewhere"})
         assert isinstance(elsewhere, SyncError)
         assert "add it to weights.allow" in elsewhere.message
 
@@ -126,7 +126,7 @@ async def test_one_version_sent_twice_at_once_is_read_once(tmp_path, publisher):
     meta = publisher.announce(1)
     async with serving_weights(tmp_path) as served:
         wanted = {"version": 1, "path": meta.path}
-        posts = [asyncio.create_task(served.post(http.WEIGHTS, wanted)) for _ in range(2)]
+        posts = [asyncio.create_task(served.post(paths.WEIGHTS, wanted)) for _ in range(2)]
         await served.until(lambda: served.generator.gate.epoch > 0)
         await asyncio.to_thread(publisher.publish, 1, TENSORS.items())
         assert [(await post)[0] for post in posts] == [200, 200]
@@ -140,13 +140,13 @@ async def test_a_peer_stages_what_a_server_holds(tmp_path, publisher):
     meta = publisher.publish(1, TENSORS.items())
     async with serving_weights(tmp_path) as first, serving(weights={"peers": True}) as second:
         await publish(first, 1, meta)
-        url = first.url + http.held_root(1)
+        url = first.url + held_root(1)
         copied = WeightUpdateMeta(1, url, meta.digest)
         assert (await publish(second, 1, copied)).digest == meta.digest
         copy = second.generator.gate.receiver.held(1)
         assert all(torch.equal(copy.tensors[name], TENSORS[name]) for name in TENSORS)
         async with serving(weights={"peers": True}) as third:  # from a copy of a copy
-            url = second.url + http.held_root(1)
+            url = second.url + held_root(1)
             assert (await publish(third, 1, WeightUpdateMeta(1, url, meta.digest))).version == 1
 
 
@@ -201,7 +201,7 @@ async def test_nothing_else_is_given_away(tmp_path, publisher):
             (served, held(1, "shard-00000.safetensors"), 404),
             (served, held(1, "..%2Fmanifest.json"), 404),
             (served, held(1, ".hidden"), 422),
-            (served, http.WEIGHTS_HELD.format(version=-1, blob=MANIFEST_NAME), 422),
+            (served, paths.WEIGHTS_HELD.format(version=-1, blob=MANIFEST_NAME), 422),
             (shy, held(1, MANIFEST_NAME), 404),
         ):
             assert (await fetch(one, path))[0] == status, path
@@ -258,7 +258,7 @@ async def test_sigterm_ends_a_server_that_waits_for_a_publisher(tmp_path, publis
         url = await asyncio.to_thread(server.wait_ready, PATIENCE_S * 3)
         wanted = order(1, publisher.announce(1))
         async with aiohttp.ClientSession() as session:
-            preparing = asyncio.create_task(session.post(url + http.WEIGHTS_PREPARE, json=wanted))
+            preparing = asyncio.create_task(session.post(url + paths.WEIGHTS_PREPARE, json=wanted))
             await _until_heard_of(session, url)
             server._popen.send_signal(signal.SIGTERM)
             answer = await preparing
@@ -273,6 +273,6 @@ async def _until_heard_of(session: aiohttp.ClientSession, url: str) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while True:
             probe = {"epoch": 0, "version": 9}
-            async with session.post(url + http.WEIGHTS_ABORT, json=probe) as answer:
+            async with session.post(url + paths.WEIGHTS_ABORT, json=probe) as answer:
                 if answer.status == 409:
                     return

@@ -8,14 +8,10 @@ import pytest
 from rich.console import Console
 
 from headway.contracts.errors import ConfigError
-from headway.contracts.http import (
-    LedgerAudit,
-    LedgerCounts,
-    ServerStatus,
-    StatusResponse,
-    WeightRecord,
-    WeightStatus,
-)
+from headway.contracts.http.ledger import LedgerAudit, LedgerCounts
+from headway.contracts.http.servers import ServerStatus
+from headway.contracts.http.status import StatusResponse
+from headway.contracts.http.weights import WeightRecord, WeightStatus
 from headway.launch.status import main, status_page
 
 

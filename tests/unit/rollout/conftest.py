@@ -15,7 +15,8 @@ from tokenizers.processors import TemplateProcessing
 
 from headway.contracts.codec import decode_groups
 from headway.contracts.config.gateway import ExecutorConfig
-from headway.contracts.http import ConsumerRequest, WaitRequest
+from headway.contracts.http.consumers import ConsumerRequest
+from headway.contracts.http.rollouts import WaitRequest
 from headway.contracts.types import TrajectoryGroup, WeightUpdateMeta
 from headway.rollout.consumers import Publisher
 from headway.rollout.ledger.sqlite import SqliteLedger

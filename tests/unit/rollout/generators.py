@@ -8,7 +8,7 @@ from rollout_builders import make_response
 
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import BackendError
-from headway.contracts.http import ServerStatus
+from headway.contracts.http.servers import ServerStatus
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
 
 Answer = Callable[[LLMRequest, int], Awaitable[list[int]]]

@@ -12,7 +12,7 @@ from pathlib import Path
 from rollout_builders import make_group, make_request
 
 from headway.contracts.codec import decode_groups
-from headway.contracts.http import RolloutState
+from headway.contracts.http.rollouts import RolloutState
 from headway.rollout.ledger.base import Admission, Delivery, Lease, Ledger
 
 STORES = ("sqlite-file", "sqlite-memory", "redis")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.contracts.http import ServerState, ServerStatus
+from headway.contracts.http.servers import ServerState, ServerStatus
 from headway.rollout.concurrency import GROWTH_S, AdaptiveBound
 
 

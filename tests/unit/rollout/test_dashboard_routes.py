@@ -16,10 +16,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from rollout_builders import make_group, make_request, make_trajectory
 from weight_server import WeightServer, until
 
-from headway.contracts import http
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.errors import Fenced
-from headway.contracts.http import LedgerCounts, StatusResponse
+from headway.contracts.http import paths
+from headway.contracts.http.ledger import LedgerCounts
+from headway.contracts.http.status import DashboardResponse, StatusResponse
 from headway.contracts.types import TrajectoryGroup
 from headway.rollout.dashboard.history import LENGTH, History
 from headway.rollout.dashboard.routes import STATIC
@@ -101,20 +102,20 @@ def status(**fields) -> StatusResponse:
 
 async def test_the_page_is_open_and_its_data_are_not(config: GatewayConfig):
     async with opened(config, SECRET) as client:
-        page = await client.get(http.UI)
+        page = await client.get(paths.UI)
         assert page.status_code == 200
         assert page.headers["content-type"] == "text/html; charset=utf-8"
         for file in FILES:
-            assert (await client.get(f"{http.UI}/{file.name}")).content == file.read_bytes()
-        refused = await client.get(http.DASHBOARD)
+            assert (await client.get(f"{paths.UI}/{file.name}")).content == file.read_bytes()
+        refused = await client.get(paths.DASHBOARD)
         assert (refused.status_code, refused.json()["code"]) == (401, "unauthorized")
         known = {"authorization": f"Bearer {SECRET}"}
-        assert (await client.get(http.DASHBOARD, headers=known)).status_code == 200
+        assert (await client.get(paths.DASHBOARD, headers=known)).status_code == 200
 
 
 async def test_pages_may_load_from_here_only_and_be_framed_by_nobody(config: GatewayConfig):
     async with opened(config) as client:
-        for path in (http.UI, f"{http.UI}/main.js"):
+        for path in (paths.UI, f"{paths.UI}/main.js"):
             headers = (await client.get(path)).headers
             assert headers["content-security-policy"] == (
                 "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -126,31 +127,29 @@ async def test_pages_may_load_from_here_only_and_be_framed_by_nobody(config: Gat
 async def test_nothing_else_is_served_as_a_file(config: GatewayConfig):
     async with opened(config) as client:
         for name in ("nothing.js", "..%2froutes.py", "%2e%2e", "routes.py", "a%00b"):
-            answer = await client.get(f"{http.UI}/{name}")
+            answer = await client.get(f"{paths.UI}/{name}")
             assert answer.status_code == 404, name
 
 
 async def test_a_gateway_may_do_without(config: GatewayConfig):
     async with opened(config.model_copy(update={"dashboard": False})) as client:
-        assert (await client.get(http.UI)).status_code == 404
-        assert (await client.get(http.DASHBOARD)).status_code == 404
-        assert "headway_fleet_servers" in (await client.get(http.METRICS)).text
+        assert (await client.get(paths.UI)).status_code == 404
+        assert (await client.get(paths.DASHBOARD)).status_code == 404
+        assert "headway_fleet_servers" in (await client.get(paths.METRICS)).text
 
 
 async def test_the_summary_tells_fleet_versions_scale_and_history(config: GatewayConfig):
     async with opened(config) as client:
-        told = http.DashboardResponse.model_validate_json(
-            (await client.get(http.DASHBOARD)).content
-        )
+        told = DashboardResponse.model_validate_json((await client.get(paths.DASHBOARD)).content)
         assert [server.server_id for server in told.status.servers] == ["s0"]
         assert told.weights.head == told.status.head
         assert told.scale.wanted == 1
         assert told.sessions_open == 0
         last = told.history[-1]
         assert (last.queued, last.num_rewards, last.mean_reward) == (0, 0, None)
-        later = (await client.get(http.DASHBOARD, params={"after": last.at})).json()
+        later = (await client.get(paths.DASHBOARD, params={"after": last.at})).json()
         assert all(point["at"] > last.at for point in later["history"])
-        refused = await client.get(http.DASHBOARD, params={"after": "nan"})
+        refused = await client.get(paths.DASHBOARD, params={"after": "nan"})
         assert refused.status_code == 422
 
 

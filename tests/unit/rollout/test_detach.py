@@ -15,7 +15,7 @@ from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import FakeBackendConfig
 from headway.contracts.config.weight_sync import ReceiverConfig
-from headway.contracts.http import ConsumerRequest
+from headway.contracts.http.consumers import ConsumerRequest
 from headway.contracts.types import Prompt, RolloutRequest
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.service import RolloutService

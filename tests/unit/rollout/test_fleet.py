@@ -21,7 +21,8 @@ from headway.contracts.errors import (
     QueueFull,
     ServiceError,
 )
-from headway.contracts.http import GENERATE, GENERATION_ABORT, ServerReport
+from headway.contracts.http.paths import GENERATE, GENERATION_ABORT
+from headway.contracts.http.servers import ServerReport
 from headway.contracts.types import LLMRequest
 from headway.rollout.fleet import Fleet
 from headway.rollout.ledger.sqlite import SqliteLedger

@@ -9,7 +9,7 @@ import pytest
 from weight_server import DEADLINE_S, Gateway, WeightServer, opened_gateway, until
 
 from headway.contracts.errors import BackendError, StaleVersion, SyncError
-from headway.contracts.http import WEIGHTS_COMMIT, WEIGHTS_PREPARE
+from headway.contracts.http.paths import WEIGHTS_COMMIT, WEIGHTS_PREPARE
 from headway.contracts.types import WeightUpdateMeta
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.weight_book import WeightBook

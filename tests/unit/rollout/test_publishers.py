@@ -10,7 +10,7 @@ import uvicorn
 from conftest import Bench
 
 from headway.contracts.errors import Conflict, Fenced, SyncError
-from headway.contracts.http import WEIGHTS
+from headway.contracts.http.paths import WEIGHTS
 from headway.contracts.types import ConsumerSpec, WeightUpdateMeta
 from headway.rollout.app import create_app
 from headway.rollout.service import Publisher

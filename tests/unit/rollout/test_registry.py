@@ -11,7 +11,7 @@ import pytest
 from ledger_suite import RedisServer
 
 from headway.contracts.errors import ConfigError, NotFound, StateError
-from headway.contracts.http import ServerReport
+from headway.contracts.http.servers import ServerReport
 from headway.rollout.registry.base import Registry
 from headway.rollout.registry.make import make_registry
 from headway.rollout.registry.redis import RedisRegistry

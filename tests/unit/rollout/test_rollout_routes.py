@@ -12,9 +12,9 @@ import pytest
 import uvicorn
 from generators import fails, never
 
-from headway.contracts import http
 from headway.contracts.codec import decode_groups
 from headway.contracts.errors import DataError
+from headway.contracts.http import paths
 from headway.rollout.app import create_app
 
 
@@ -64,14 +64,14 @@ def rollout(name: str, size: int = 1, **fields) -> dict:
 
 
 async def submit(client: httpx.AsyncClient, *rollouts: dict) -> list[bool]:
-    answer = await client.post(http.ROLLOUTS, json={"rollouts": rollouts})
+    answer = await client.post(paths.ROLLOUTS, json={"rollouts": rollouts})
     assert answer.status_code == 200, answer.text
     return answer.json()["new"]
 
 
 async def wait(client: httpx.AsyncClient, count: int, delivery_id: str = "d", **fields):
     body = {"delivery_id": delivery_id, "count": count, "timeout_s": 10, **fields}
-    return await client.post(http.ROLLOUTS_WAIT, json=body)
+    return await client.post(paths.ROLLOUTS_WAIT, json=body)
 
 
 async def test_results_come_as_json_or_as_columns(serve):
@@ -94,14 +94,14 @@ async def test_nothing_ready_is_an_empty_answer(serve):
     _, client = await serve(never)
     await submit(client, rollout("a"))
     answer = await wait(client, 1, timeout_s=0)
-    assert (answer.status_code, answer.headers[http.READY_HEADER]) == (204, "0")
+    assert (answer.status_code, answer.headers[paths.READY_HEADER]) == (204, "0")
 
 
 async def test_a_rollout_can_be_looked_at(serve):
     _, client = await serve()
     await submit(client, rollout("a", 2, consumer="me"))
     await wait(client, 1, consumer="me")
-    view = (await client.get(http.ROLLOUT.format(rollout_id="a"))).json()
+    view = (await client.get(paths.ROLLOUT.format(rollout_id="a"))).json()
     assert (view["summary"]["state"], view["summary"]["mean_reward"]) == ("delivered", 1.0)
     assert [event["event"] for event in view["events"]] == [
         "submit",
@@ -111,11 +111,11 @@ async def test_a_rollout_can_be_looked_at(serve):
     ]
     assert view["group"]["trajectories"][1]["tokens"][-1].strip() == "world"
     assert view["request"]["consumer"] == "me"
-    brief = await client.get(http.ROLLOUT.format(rollout_id="a"), params={"view": "summary"})
+    brief = await client.get(paths.ROLLOUT.format(rollout_id="a"), params={"view": "summary"})
     assert brief.json() == {**view, "group": None}
-    wrong = await client.get(http.ROLLOUT.format(rollout_id="a"), params={"view": "all"})
+    wrong = await client.get(paths.ROLLOUT.format(rollout_id="a"), params={"view": "all"})
     assert wrong.status_code == 422
-    missing = await client.get(http.ROLLOUT.format(rollout_id="nobody"))
+    missing = await client.get(paths.ROLLOUT.format(rollout_id="nobody"))
     assert (missing.status_code, missing.json()["code"]) == (404, "not_found")
 
 
@@ -123,14 +123,14 @@ async def test_listings_are_paged_and_filtered(serve):
     bench, client = await serve()
     await submit(client, *(rollout(f"r{i}", consumer=f"c{i % 2}") for i in range(5)))
     await bench.until_counts(ready=5)
-    page = (await client.get(http.ROLLOUTS, params={"limit": 3})).json()
+    page = (await client.get(paths.ROLLOUTS, params={"limit": 3})).json()
     assert [line["rollout_id"] for line in page["rollouts"]] == ["r4", "r3", "r2"]
-    rest = await client.get(http.ROLLOUTS, params={"limit": 3, "before": page["before"]})
+    rest = await client.get(paths.ROLLOUTS, params={"limit": 3, "before": page["before"]})
     assert [line["rollout_id"] for line in rest.json()["rollouts"]] == ["r1", "r0"]
     assert rest.json()["before"] is None
-    found = await client.get(http.ROLLOUTS, params={"consumer": "c1", "state": "ready"})
+    found = await client.get(paths.ROLLOUTS, params={"consumer": "c1", "state": "ready"})
     assert [line["rollout_id"] for line in found.json()["rollouts"]] == ["r3", "r1"]
-    wrong = await client.get(http.ROLLOUTS, params={"state": "lost"})
+    wrong = await client.get(paths.ROLLOUTS, params={"state": "lost"})
     assert wrong.status_code == 422
 
 
@@ -139,13 +139,13 @@ async def test_cancelling_ends_what_waits_and_what_is_in_play(serve):
     await submit(client, rollout("plays"), rollout("waits"))
     await bench.until(lambda: bench.generator.playing)
     body = {"rollout_ids": ["plays", "waits", "unknown"], "reason": "not needed"}
-    assert (await client.post(http.ROLLOUTS_CANCEL, json=body)).json() == {"cancelled": 2}
+    assert (await client.post(paths.ROLLOUTS_CANCEL, json=body)).json() == {"cancelled": 2}
     await bench.until(lambda: not bench.generator.playing)
     assert (await bench.ledger.counts()).cancelled == 2
     answer = await wait(client, 1, rollout_ids=["plays"])
     assert (answer.status_code, answer.json()["code"]) == (409, "fruitless")
     assert "'plays' is cancelled: not needed" in answer.json()["message"]
-    assert (await client.post(http.ROLLOUTS_CANCEL, json=body)).json() == {"cancelled": 0}
+    assert (await client.post(paths.ROLLOUTS_CANCEL, json=body)).json() == {"cancelled": 0}
 
 
 async def test_what_a_consumer_that_is_gone_left_can_be_ended(serve):
@@ -154,11 +154,11 @@ async def test_what_a_consumer_that_is_gone_left_can_be_ended(serve):
     assert (await wait(client, 1, consumer="gone")).status_code == 200
     await bench.until_counts(delivered=2, ready=3)
     body = {"consumer": "gone"}
-    assert (await client.request("DELETE", http.CONSUMER, json=body)).json() == {"cancelled": 4}
+    assert (await client.request("DELETE", paths.CONSUMER, json=body)).json() == {"cancelled": 4}
     await bench.until_counts(cancelled=4, ready=1)
     again = await wait(client, 1, consumer="gone", delivery_id="d", timeout_s=0)
     assert again.status_code == 204
-    answer = await client.request("DELETE", http.CONSUMER, json=body)
+    answer = await client.request("DELETE", paths.CONSUMER, json=body)
     assert (answer.status_code, answer.json()["code"]) == (404, "not_found")
     assert "'gone' is not attached, and has no open rollouts" in answer.json()["message"]
     assert (await wait(client, 1, "d2")).status_code == 200
@@ -169,7 +169,7 @@ async def test_what_failed_can_be_played_once_more(serve):
     await submit(client, rollout("a"))
     await bench.until_counts(failed=1)
     body = {"rollout_ids": ["a"]}
-    assert (await client.post(http.LEDGER_REQUEUE, json=body)).json() == {"requeued": 1}
+    assert (await client.post(paths.LEDGER_REQUEUE, json=body)).json() == {"requeued": 1}
     assert [g.rollout_id for g in decode_groups((await wait(client, 1)).content)] == ["a"]
 
 
@@ -181,7 +181,7 @@ async def test_groups_stream_in_order_and_a_reader_goes_on_where_it_was(serve):
     async def read(count: int, headers: dict[str, str]) -> list[tuple[str, str]]:
         seen = []
         async with client.stream(
-            "GET", http.ROLLOUTS_STREAM, params=params, headers=headers
+            "GET", paths.ROLLOUTS_STREAM, params=params, headers=headers
         ) as answer:
             number = ""
             async for line in answer.aiter_lines():
@@ -199,25 +199,25 @@ async def test_groups_stream_in_order_and_a_reader_goes_on_where_it_was(serve):
 
 async def test_a_full_queue_asks_to_come_back(serve):
     _, client = await serve(never, max_queued=4, max_concurrent=2)
-    answer = await client.post(http.ROLLOUTS, json={"rollouts": [rollout("a", 2)] * 1})
+    answer = await client.post(paths.ROLLOUTS, json={"rollouts": [rollout("a", 2)] * 1})
     assert answer.status_code == 200
     rollouts = [rollout(f"r{i}", 2) for i in range(4)]
-    answer = await client.post(http.ROLLOUTS, json={"rollouts": rollouts})
+    answer = await client.post(paths.ROLLOUTS, json={"rollouts": rollouts})
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     assert answer.json()["retryable"] is True
 
 
 async def test_the_catalog_tells_the_schemas_of_arguments(serve):
     _, client = await serve()
-    workflows = {part["name"]: part for part in (await client.get(http.WORKFLOWS)).json()["parts"]}
+    workflows = {part["name"]: part for part in (await client.get(paths.WORKFLOWS)).json()["parts"]}
     assert workflows["single_turn"]["version"] == "1"
     assert workflows["single_turn"]["args_schema"]["type"] == "object"
-    rewards = {part["name"]: part for part in (await client.get(http.REWARDS)).json()["parts"]}
+    rewards = {part["name"]: part for part in (await client.get(paths.REWARDS)).json()["parts"]}
     assert {"answer_key", "pattern"} <= set(rewards["exact"]["args_schema"]["properties"])
-    filters = {part["name"]: part for part in (await client.get(http.FILTERS)).json()["parts"]}
+    filters = {part["name"]: part for part in (await client.get(paths.FILTERS)).json()["parts"]}
     assert {"reward_spread", "reward_range", "length"} <= filters.keys()
     assert filters["length"]["args_schema"]["properties"]
-    tools = {part["name"]: part for part in (await client.get(http.TOOLS)).json()["parts"]}
+    tools = {part["name"]: part for part in (await client.get(paths.TOOLS)).json()["parts"]}
     assert {"url", "function"} <= set(tools["http"]["args_schema"]["properties"])
     assert all(part["summary"] for parts in (filters, tools) for part in parts.values())
 
@@ -238,6 +238,6 @@ async def test_the_catalog_tells_the_schemas_of_arguments(serve):
 )
 async def test_what_cannot_be_played_is_refused_by_name(serve, fields, status, told):
     bench, client = await serve()
-    answer = await client.post(http.ROLLOUTS, json={"rollouts": [rollout("a", **fields)]})
+    answer = await client.post(paths.ROLLOUTS, json={"rollouts": [rollout("a", **fields)]})
     assert (answer.status_code, told in answer.json()["message"]) == (status, True), answer.text
     assert (await bench.ledger.counts()).submitted == 0

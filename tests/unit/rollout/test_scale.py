@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from headway.contracts.config.gateway import FleetConfig
-from headway.contracts.http import LedgerCounts, ServerState, ServerStatus
+from headway.contracts.http.ledger import LedgerCounts
+from headway.contracts.http.servers import ServerState, ServerStatus
 from headway.rollout.scale import SETTLE_S, Demand, Scaler, wanted_servers
 
 

@@ -20,7 +20,7 @@ from headway.contracts.errors import (
     Unauthorized,
     WorkflowError,
 )
-from headway.contracts.http import SessionEndRequest
+from headway.contracts.http.sessions import SessionEndRequest
 from headway.contracts.types import Prompt, RewardResult
 from headway.rollout.faces.error_shapes import InvalidField
 from headway.rollout.ledger.sqlite import SqliteLedger

@@ -11,7 +11,7 @@ from weight_server import Gateway, WeightServer, until
 
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.errors import Fenced, StateError, SyncError
-from headway.contracts.http import WeightRecord
+from headway.contracts.http.weights import WeightRecord
 from headway.contracts.types import WeightUpdateMeta
 from headway.rollout import publication_turn, roll_call
 from headway.rollout.fleet import Fleet

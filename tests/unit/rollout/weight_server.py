@@ -11,11 +11,9 @@ from pydantic import BaseModel
 
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.errors import Fenced, ServiceError, SyncError
-from headway.contracts.http import (
-    WEIGHTS_ABORT,
-    WEIGHTS_COMMIT,
-    WEIGHTS_PREPARE,
-    ServerReport,
+from headway.contracts.http.paths import WEIGHTS_ABORT, WEIGHTS_COMMIT, WEIGHTS_PREPARE
+from headway.contracts.http.servers import ServerReport
+from headway.contracts.http.weights import (
     WeightAbortRequest,
     WeightCommitRequest,
     WeightPrepareRequest,

@@ -10,10 +10,10 @@ from fastapi import APIRouter
 from fastapi.testclient import TestClient
 from starlette.routing import BaseRoute, Mount
 
-from headway.contracts import http
 from headway.contracts.config.gateway import INCLUDED, ROLES, GatewayConfig, ServiceConfig
 from headway.contracts.config.server import FakeBackendConfig, ServerConfig
 from headway.contracts.errors import ConfigError, Forbidden, Unauthorized
+from headway.contracts.http import paths
 from headway.rollout.gateway import make_gateway
 from headway.runtime.access import NOBODY, Access, Token
 from headway.runtime.http_service import create_service
@@ -61,26 +61,26 @@ def endpoints(kind: str) -> set[tuple[str, str]]:
 
 
 def is_open(path: str) -> bool:
-    return path in http.OPEN_PATHS or path.startswith(http.OPEN_PREFIXES)
+    return path in paths.OPEN_PATHS or path.startswith(paths.OPEN_PREFIXES)
 
 
 @pytest.mark.parametrize("kind", ROUTES)
 def test_every_route_has_a_role(kind: str):
     closed = {f"{method} {path}" for method, path in endpoints(kind) if not is_open(path)}
-    assert closed <= http.ACCESS.keys(), "name the role of a new route in contracts.http"
+    assert closed <= paths.ACCESS.keys(), "name the role of a new route in contracts.http.paths"
 
 
 def test_every_role_belongs_to_a_route():
     served = {f"{method} {path}" for kind in ROUTES for method, path in endpoints(kind)}
-    assert http.ACCESS.keys() <= served
+    assert paths.ACCESS.keys() <= served
 
 
 def test_what_is_open_below_a_prefix_is_a_session_or_the_page():
     opened = {path for kind in ROUTES for _, path in endpoints(kind) if is_open(path)}
-    sessions = {path for path in opened if path.startswith(http.SESSION_PATHS)}
-    assert all(path.startswith(http.SESSION) for path in sessions)
-    pages = {path for path in opened if path.startswith(http.UI)}
-    assert opened - sessions - pages == {http.HEALTH, http.SGLANG_PING, http.SGLANG_READY}
+    sessions = {path for path in opened if path.startswith(paths.SESSION_PATHS)}
+    assert all(path.startswith(paths.SESSION) for path in sessions)
+    pages = {path for path in opened if path.startswith(paths.UI)}
+    assert opened - sessions - pages == {paths.HEALTH, paths.SGLANG_PING, paths.SGLANG_READY}
 
 
 @pytest.mark.parametrize("kind", ROUTES)
@@ -93,7 +93,7 @@ def test_every_json_body_is_read_by_the_strict_parser(kind: str):
     assert loose == []
 
 
-@pytest.mark.parametrize("route", http.ACCESS)
+@pytest.mark.parametrize("route", paths.ACCESS)
 @pytest.mark.parametrize("role", ROLES)
 def test_a_role_has_what_it_includes(route: str, role: str):
     method, path = route.split()
@@ -105,7 +105,7 @@ def test_a_role_has_what_it_includes(route: str, role: str):
     )
     admission = ACCESS.admit(method, path, header(role))
     assert (admission.route, admission.caller) == (route, role)
-    may = http.ACCESS[route] in INCLUDED[role]
+    may = paths.ACCESS[route] in INCLUDED[role]
     assert (admission.refusal is None) == may
     if not may:
         assert isinstance(admission.refusal, Forbidden)
@@ -131,7 +131,7 @@ def test_a_role_has_what_it_includes(route: str, role: str):
     ids=lambda given: repr(given[:32]),
 )
 def test_without_a_token_of_ours_nobody_comes_in(given: bytes):
-    admission = ACCESS.admit("GET", http.STATUS, given)
+    admission = ACCESS.admit("GET", paths.STATUS, given)
     assert isinstance(admission.refusal, Unauthorized)
     assert admission.caller == NOBODY
 
@@ -143,9 +143,9 @@ def test_without_a_token_of_ours_nobody_comes_in(given: bytes):
         ("GET", "/v1/status/"),
         ("GET", "//v1/status"),
         ("GET", "/V1/STATUS"),
-        ("get", http.STATUS),
-        ("TRACE", http.STATUS),
-        ("POST", http.STATUS),
+        ("get", paths.STATUS),
+        ("TRACE", paths.STATUS),
+        ("POST", paths.STATUS),
         ("GET", "/v1/rollouts/a/b"),
         ("POST", "/v1/weights/pin\n"),
         ("GET", "/v1/sessionsx"),
@@ -157,10 +157,10 @@ def test_what_is_not_in_the_table_asks_for_the_highest_role(method: str, path: s
 
 
 def test_a_head_is_a_get():
-    assert ACCESS.admit("HEAD", http.OPENAPI, header("submit")).refusal is None
+    assert ACCESS.admit("HEAD", paths.OPENAPI, header("submit")).refusal is None
 
 
-@pytest.mark.parametrize("path", [http.HEALTH, "/v1/sessions/s1/end", "/ui", "/ui/page.js"])
+@pytest.mark.parametrize("path", [paths.HEALTH, "/v1/sessions/s1/end", "/ui", "/ui/page.js"])
 def test_probes_sessions_and_the_page_ask_for_no_token_of_the_service(path: str):
     assert ACCESS.admit("GET", path, b"").refusal is None
 
@@ -172,11 +172,11 @@ def test_no_way_leads_from_a_session_to_another_route():
         for path in ("/v1/sessions/../weights", "/v1/sessions//weights", "/v1/sessions/%2e%2e/x"):
             scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": []}
             matched = [route.path for route in app_routes if route.matches(scope)[0].value == 2]
-            assert all(one.startswith(http.SESSION) for one in matched)
+            assert all(one.startswith(paths.SESSION) for one in matched)
 
 
 def test_without_tokens_everybody_may_do_everything():
-    for route in http.ACCESS:
+    for route in paths.ACCESS:
         method, path = route.split()
         assert Access().admit(method, path, b"").refusal is None
 
@@ -186,9 +186,9 @@ def test_a_secret_stands_in_no_text_of_its_token():
 
 
 def test_a_server_registers_and_does_nothing_else():
-    may = {route for route in http.ACCESS if _may(route, "server")}
-    assert may == {f"POST {http.SERVERS}"}
-    others = {role for role in ROLES if _may(f"POST {http.SERVERS}", role)}
+    may = {route for route in paths.ACCESS if _may(route, "server")}
+    assert may == {f"POST {paths.SERVERS}"}
+    others = {role for role in ROLES if _may(f"POST {paths.SERVERS}", role)}
     assert others == {"server", "admin"}
 
 
@@ -198,9 +198,9 @@ def _may(route: str, role: str) -> bool:
 
 def test_roles_of_one_token_add_up():
     both = Access([Token("both", "b", ("submit", "server"))])
-    assert both.admit("POST", http.SERVERS, b"Bearer b").refusal is None
-    assert both.admit("POST", http.ROLLOUTS, b"Bearer b").refusal is None
-    refusal = both.admit("POST", http.ROLLOUTS_WAIT, b"Bearer b").refusal
+    assert both.admit("POST", paths.SERVERS, b"Bearer b").refusal is None
+    assert both.admit("POST", paths.ROLLOUTS, b"Bearer b").refusal is None
+    refusal = both.admit("POST", paths.ROLLOUTS_WAIT, b"Bearer b").refusal
     assert "asks for the role consume; the token both has submit, server" in str(refusal)
 
 
@@ -215,10 +215,10 @@ def test_tokens_come_from_the_environment(monkeypatch):
         ),
     )
     access = Access.from_config(config)
-    for letter, route in (("A", http.SERVERS), ("B", http.ROLLOUTS_WAIT), ("C", http.GENERATE)):
+    for letter, route in (("A", paths.SERVERS), ("B", paths.ROLLOUTS_WAIT), ("C", paths.GENERATE)):
         given = f"Bearer text-{letter}".encode()
         assert access.admit("POST", route, given).refusal is None
-    assert access.admit("POST", http.SERVERS, b"Bearer text-B").refusal is not None
+    assert access.admit("POST", paths.SERVERS, b"Bearer text-B").refusal is not None
     monkeypatch.setenv("HEADWAY_TEST_C", "text-B")
     with pytest.raises(ConfigError, match="have the same text"):
         Access.from_config(config)
@@ -268,13 +268,13 @@ def test_the_audit_tells_who_changed_what_and_who_was_refused(caplog):
     caplog.set_level(logging.INFO, "headway.audit")
     router = APIRouter(route_class=JsonRoute)
 
-    @router.post(http.WEIGHTS_PIN)
-    @router.post(http.SERVERS)
-    @router.post(http.GENERATE)
+    @router.post(paths.WEIGHTS_PIN)
+    @router.post(paths.SERVERS)
+    @router.post(paths.GENERATE)
     async def answer() -> dict[str, int]:
         return {}
 
-    @router.post(http.WEIGHTS_ROLLBACK)
+    @router.post(paths.WEIGHTS_ROLLBACK)
     async def crash() -> None:
         raise RuntimeError("a defect")
 
@@ -283,17 +283,17 @@ def test_the_audit_tells_who_changed_what_and_who_was_refused(caplog):
     client = TestClient(app, raise_server_exceptions=False)
     for number, (path, role) in enumerate(
         [
-            (http.WEIGHTS_PIN, "admin"),
-            (http.SERVERS, "admin"),
-            (http.GENERATE, "submit"),
-            (http.WEIGHTS_PIN, "submit"),
+            (paths.WEIGHTS_PIN, "admin"),
+            (paths.SERVERS, "admin"),
+            (paths.GENERATE, "submit"),
+            (paths.WEIGHTS_PIN, "submit"),
             ("/secret%0Aplaces", "submit"),
-            (http.WEIGHTS_ROLLBACK, "admin"),
+            (paths.WEIGHTS_ROLLBACK, "admin"),
         ]
     ):
-        headers = {**authorization(SECRETS[role]), http.REQUEST_ID_HEADER: f"r{number}"}
+        headers = {**authorization(SECRETS[role]), paths.REQUEST_ID_HEADER: f"r{number}"}
         client.post(path, headers=headers)
-    client.post(http.GENERATE, headers={http.REQUEST_ID_HEADER: "forged\nline"})
+    client.post(paths.GENERATE, headers={paths.REQUEST_ID_HEADER: "forged\nline"})
     lines = [
         (r.message, r.caller, r.route, r.request_id, r.status)
         for r in caplog.records

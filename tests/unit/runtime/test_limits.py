@@ -11,7 +11,7 @@ import pytest
 
 from headway.contracts.config.gateway import ServiceConfig
 from headway.contracts.errors import ErrorBody
-from headway.contracts.http import HEALTH
+from headway.contracts.http.paths import HEALTH
 from headway.runtime.limits import MAX_FIELDS, MAX_HEAD_BYTES
 from tests.unit.runtime.served import ECHO, served
 

@@ -6,7 +6,9 @@ import logging
 import pytest
 
 from headway.contracts.errors import BackendError, ConfigError, DataError, StateError, UnknownName
-from headway.contracts.http import LedgerCounts, ServerStatus, StatusResponse
+from headway.contracts.http.ledger import LedgerCounts
+from headway.contracts.http.servers import ServerStatus
+from headway.contracts.http.status import StatusResponse
 from headway.runtime.command import run_command
 from headway.runtime.journal import MetricsJournal, read_steps
 from headway.runtime.logging import JsonFormatter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from headway.contracts.http import RolloutState
+from headway.contracts.http.rollouts import RolloutState
 from headway.rollout.ledger.base import OPEN_STATES
 from headway.rollout.ledger.on_sqlite.schema import ENDED as ENDED_TERM
 from headway.rollout.ledger.on_sqlite.transaction import GROW, Transaction

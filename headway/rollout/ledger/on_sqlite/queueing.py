@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Sequence
 
-from headway.contracts.http import RolloutState
+from headway.contracts.http.rollouts import RolloutState
 from headway.contracts.types import PolicyVersion, RolloutRequest
 from headway.rollout.ledger.base import Admission, Lease
 from headway.rollout.ledger.on_sqlite.schema import PENDING

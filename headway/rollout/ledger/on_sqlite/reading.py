@@ -8,7 +8,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from headway.contracts.http import LedgerAudit, RolloutState
+from headway.contracts.http.ledger import LedgerAudit
+from headway.contracts.http.rollouts import RolloutState
 from headway.contracts.types import RolloutRequest
 from headway.rollout.ledger.base import Entry, Event
 from headway.rollout.ledger.on_sqlite.schema import ENDED

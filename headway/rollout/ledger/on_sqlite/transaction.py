@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from headway.contracts.http import RolloutState
+from headway.contracts.http.rollouts import RolloutState
 from headway.rollout.ledger.transitions import STATES, EventName
 
 ALL = ""

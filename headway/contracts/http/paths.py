@@ -1,0 +1,134 @@
+"""Every path and header of ours, and which role may call what: the only place where a URL is spelled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from headway.contracts.config.gateway import Role
+
+HEALTH = "/health"
+METRICS = "/metrics"
+STATUS = "/v1/status"
+GENERATE = "/v1/generate"
+GENERATE_STREAM = "/v1/generate/stream"
+GENERATION_ABORT = "/v1/generation/abort"
+GENERATION_PAUSE = "/v1/generation/pause"
+GENERATION_RESUME = "/v1/generation/resume"
+GENERATION_FLUSH = "/v1/generation/flush"
+ROLLOUTS = "/v1/rollouts"
+ROLLOUTS_WAIT = "/v1/rollouts/wait"
+ROLLOUTS_CONSUMED = "/v1/rollouts/consumed"
+ROLLOUTS_CANCEL = "/v1/rollouts/cancel"
+ROLLOUTS_STREAM = "/v1/rollouts/stream"
+ROLLOUT = "/v1/rollouts/{rollout_id}"
+WORKFLOWS = "/v1/workflows"
+REWARDS = "/v1/rewards"
+FILTERS = "/v1/filters"
+TOOLS = "/v1/tools"
+SESSIONS = "/v1/sessions"
+SESSION = "/v1/sessions/{session_id}"
+SESSION_END = "/v1/sessions/{session_id}/end"
+SESSION_OPENAI = "/v1/sessions/{session_id}/openai/v1"
+"""Base URL of an OpenAI client: `/chat/completions` and `/responses` below it."""
+SESSION_ANTHROPIC = "/v1/sessions/{session_id}/anthropic"
+"""Base URL of an Anthropic client: `/v1/messages` below it."""
+SESSION_PATHS = f"{SESSIONS}/"
+"""What lies below asks for the key of its session, and for no token of the service."""
+SCALE = "/v1/scale"
+SERVERS_DRAIN = "/v1/servers/drain"
+LEDGER_REQUEUE = "/v1/ledger/requeue"
+UI = "/ui"
+UI_FILE = "/ui/{name}"
+DASHBOARD = "/v1/dashboard"
+CONSUMER = "/v1/consumer"
+LEDGER = "/v1/ledger"
+WEIGHTS = "/v1/weights"
+WEIGHTS_PREPARE = "/v1/weights/prepare"
+WEIGHTS_COMMIT = "/v1/weights/commit"
+WEIGHTS_ABORT = "/v1/weights/abort"
+WEIGHTS_PIN = "/v1/weights/pin"
+WEIGHTS_ROLLBACK = "/v1/weights/rollback"
+WEIGHTS_HELD = "/v1/weights/held/{version}/{blob}"
+"""What a server holds, laid out as a version directory: peers fetch from `held_root`."""
+SERVERS = "/v1/servers"
+MODELS = "/v1/models"
+MODEL = "/v1/models/{model}"
+COMPLETIONS = "/v1/completions"
+CHAT_COMPLETIONS = "/v1/chat/completions"
+# SGLang's, for clients that were written for it.
+SGLANG_GENERATE = "/generate"
+SGLANG_HEALTH = "/health_generate"
+SGLANG_READY = "/ready"
+SGLANG_PING = "/ping"
+SGLANG_MODEL = "/model_info"
+SGLANG_MODEL_OLD = "/get_model_info"
+SGLANG_SERVER = "/server_info"
+SGLANG_SERVER_OLD = "/get_server_info"
+SGLANG_LOADS = "/v1/loads"
+SGLANG_PAUSE = "/pause_generation"
+SGLANG_CONTINUE = "/continue_generation"
+SGLANG_FLUSH = "/flush_cache"
+SGLANG_ABORT = "/abort_request"
+SGLANG_UPDATE_DISK = "/update_weights_from_disk"
+SGLANG_GROUP_INIT = "/init_weights_update_group"
+SGLANG_GROUP_DESTROY = "/destroy_weights_update_group"
+SGLANG_UPDATE_GROUP = "/update_weights_from_distributed"
+SGLANG_UPDATE_BEGIN = "/begin_weight_update"
+SGLANG_UPDATE_END = "/end_weight_update"
+SGLANG_RELABEL = "/update_weight_version"
+SGLANG_WEIGHTS = "/get_weights_by_name"
+SGLANG_CHECKER = "/weights_checker"
+SGLANG_TOKENIZE = "/tokenize"
+SGLANG_DETOKENIZE = "/detokenize"
+
+REQUEST_ID_HEADER = "x-request-id"
+READY_HEADER = "x-headway-ready"
+"""On an empty `wait` answer (204): how many finished groups could have been given out."""
+
+OPEN_PATHS = (HEALTH, SGLANG_PING, SGLANG_READY, UI)
+"""Answered without a token: probes hold no secrets, nor does the dashboard's page, which asks for one."""
+OPEN_PREFIXES = (SESSION_PATHS, f"{UI}/")
+"""What lies below is answered without a token of the service."""
+
+OPENAPI = "/openapi.json"
+OPENAPI_PAGES = ("/docs", "/docs/oauth2-redirect", "/redoc")
+
+_ROUTES: Mapping[Role, tuple[tuple[str, ...], ...]] = {
+    "submit": (
+        ("GET", METRICS, STATUS, SCALE, LEDGER, ROLLOUTS, ROLLOUT, WEIGHTS, DASHBOARD),
+        ("GET", WORKFLOWS, REWARDS, FILTERS, TOOLS),
+        ("POST", GENERATE, GENERATE_STREAM, ROLLOUTS, SESSIONS),
+        ("GET", MODELS, MODEL, OPENAPI, *OPENAPI_PAGES),
+        ("POST", COMPLETIONS, CHAT_COMPLETIONS),
+        ("POST", SGLANG_GENERATE, SGLANG_TOKENIZE, SGLANG_DETOKENIZE),
+        ("PUT", SGLANG_GENERATE),
+        ("GET", SGLANG_HEALTH, SGLANG_MODEL, SGLANG_MODEL_OLD, SGLANG_LOADS),
+        ("GET", SGLANG_SERVER, SGLANG_SERVER_OLD),
+    ),
+    "consume": (
+        ("POST", ROLLOUTS_WAIT, ROLLOUTS_CONSUMED, ROLLOUTS_CANCEL, CONSUMER, WEIGHTS),
+        ("DELETE", CONSUMER, WEIGHTS),
+        ("GET", ROLLOUTS_STREAM, WEIGHTS_HELD),
+    ),
+    "server": (("POST", SERVERS),),
+    "admin": (
+        ("POST", SERVERS_DRAIN, LEDGER_REQUEUE, WEIGHTS_PIN, WEIGHTS_ROLLBACK),
+        ("POST", WEIGHTS_PREPARE, WEIGHTS_COMMIT, WEIGHTS_ABORT),
+        ("POST", GENERATION_ABORT, GENERATION_PAUSE, GENERATION_RESUME, GENERATION_FLUSH),
+        ("POST", SGLANG_PAUSE, SGLANG_CONTINUE, SGLANG_FLUSH, SGLANG_ABORT),
+        ("POST", SGLANG_UPDATE_DISK, SGLANG_UPDATE_GROUP, SGLANG_RELABEL),
+        ("POST", SGLANG_GROUP_INIT, SGLANG_GROUP_DESTROY),
+        ("POST", SGLANG_UPDATE_BEGIN, SGLANG_UPDATE_END),
+        ("POST", SGLANG_WEIGHTS, SGLANG_CHECKER),
+        ("GET", SGLANG_WEIGHTS, SGLANG_FLUSH),
+    ),
+}
+ACCESS: Mapping[str, Role] = {
+    f"{method} {path}": role
+    for role, rows in _ROUTES.items()
+    for method, *paths in rows
+    for path in paths
+}
+"""`METHOD path` -> the role that it asks for. What is not here asks for `admin`."""
+ROUTINE = frozenset({f"POST {SERVERS}", f"POST {ROLLOUTS_WAIT}"})
+"""Sent over and over by our own processes: no line of the audit log each."""

@@ -1,0 +1,78 @@
+"""Health, and the picture of a service at a moment."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from headway.contracts.config.base import Config
+from headway.contracts.http.ledger import LedgerCounts
+from headway.contracts.http.servers import ScaleResponse, ServerStatus
+from headway.contracts.http.weights import WeightStatus
+from headway.contracts.types import PolicyVersion
+
+
+class StatusResponse(Config):
+    """`GET /v1/status`."""
+
+    version: PolicyVersion
+    """The version that serves."""
+    head: PolicyVersion = 0
+    """Newest published version: numbers up to it are used up; above `version` after a rollback."""
+    running: int
+    """Trajectories being played."""
+    capacity: int
+    """Trajectories that may start now."""
+    max_staleness: int | None
+    counts: LedgerCounts
+    servers: list[ServerStatus] = []
+    updates: int = 0
+    """Committed weight updates."""
+    updates_in_flight: int = 0
+    """Committed updates during which at least one sequence was being generated."""
+    generated_tokens: int = 0
+    last_failures: list[str] = []
+
+
+class HistoryPoint(Config):
+    """What one gateway saw in the seconds up to a moment."""
+
+    at: float
+    """Seconds since the epoch."""
+    version: PolicyVersion
+    queued: int
+    leased: int
+    ready: int
+    delivered: int
+    consumed: int
+    """Trajectories by state, as `LedgerCounts`."""
+    generated_tokens: int
+    """Since the gateway started."""
+    num_rewards: int = 0
+    """Trajectories that this gateway finished since the point before."""
+    mean_reward: float | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    staleness: dict[int, int] = {}
+    """At delivery by this gateway since the point before: versions -> trajectories."""
+
+
+class DashboardResponse(Config):
+    """`GET /v1/dashboard`: what the page at `/ui` shows of the service; cheap."""
+
+    service_version: str
+    """Of this package."""
+    now: float
+    """Seconds since the epoch, by the gateway's clock."""
+    interval_s: float
+    """Between the points of the history."""
+    status: StatusResponse
+    weights: WeightStatus
+    scale: ScaleResponse
+    sessions_open: int
+    """In this gateway."""
+    history: list[HistoryPoint]
+    """Oldest first; those after `after`, if that was asked for."""
+
+
+class HealthResponse(Config):
+    status: Literal["ok"] = "ok"
