@@ -20,9 +20,9 @@ from headway.contracts.http.weights import (
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
 from headway.rollout.in_process import InProcessEngine
 from headway.rollout.ledger.sqlite import SqliteLedger
+from headway.rollout.publishing.orders import is_group
 from headway.rollout.service import RolloutService
 from headway.rollout.tokenizer import TextTokenizer
-from headway.rollout.weight_orders import is_group
 from headway.runtime.logging import note_request
 from inference_server.admission import Admission
 from inference_server.backends.base import GenerationBackend, OnDelta, make_backend

@@ -27,25 +27,25 @@ from headway.contracts.http.servers import (
 )
 from headway.contracts.http.weights import WeightPinRequest, WeightRollbackRequest, WeightStatus
 from headway.rollout.app import create_app
-from headway.rollout.concurrency import AdaptiveBound
 from headway.rollout.dashboard.history import INTERVAL_S, History
 from headway.rollout.dashboard.routes import dashboard_routes
 from headway.rollout.facilities import Facilities
-from headway.rollout.fleet import Fleet
+from headway.rollout.fleet.concurrency import AdaptiveBound
+from headway.rollout.fleet.fleet import Fleet
+from headway.rollout.fleet.registry.make import make_registry
+from headway.rollout.fleet.scale import headroom_of
 from headway.rollout.ledger.lock import sole_gateway
 from headway.rollout.ledger.make import make_ledger
-from headway.rollout.registry.make import make_registry
+from headway.rollout.publishing.book import WeightBook
 from headway.rollout.rollout_metrics import RolloutMetrics
 from headway.rollout.routes import service_of
 from headway.rollout.sandbox.choice import make_sandbox
-from headway.rollout.scale import headroom_of
 from headway.rollout.service import RolloutService, Surroundings
 from headway.rollout.sessions.board import Board
 from headway.rollout.sessions.routes import session_routes
 from headway.rollout.sessions.sessions import Sessions
 from headway.rollout.tokenizer import TextTokenizer
 from headway.rollout.watched_ledger import watched
-from headway.rollout.weight_book import WeightBook
 from headway.runtime.access import Access
 from headway.runtime.config import load_config
 from headway.runtime.json_route import JsonRoute

@@ -38,11 +38,11 @@ from headway.rollout.executor import Executor
 from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox
 from headway.rollout.ledger.base import OPEN_STATES, Admission, Ledger
 from headway.rollout.player import Player
+from headway.rollout.publishing.updates import ABANDON_S, WeightUpdates
 from headway.rollout.rewards.scoring import Scorer
 from headway.rollout.sessions.sessions import Sessions
 from headway.rollout.signal import Signal
 from headway.rollout.tokenizer import TextTokenizer
-from headway.rollout.weight_updates import ABANDON_S, WeightUpdates
 from headway.rollout.workflows.base import Stage
 
 log = logging.getLogger(__name__)

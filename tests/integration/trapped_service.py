@@ -17,7 +17,7 @@ from tests.integration.traps import Traps
 
 def gateway(traps: Traps, argv: list[str]) -> None:
     from headway.rollout.gateway import main
-    from headway.rollout.weight_book import WeightBook
+    from headway.rollout.publishing.book import WeightBook
 
     WeightBook.commit = traps.around_async(WeightBook.commit, "prepared", "recorded")
     main(argv)

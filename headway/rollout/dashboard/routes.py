@@ -18,9 +18,9 @@ from headway.contracts.errors import NotFound
 from headway.contracts.http import paths
 from headway.contracts.http.status import DashboardResponse
 from headway.rollout.dashboard.history import INTERVAL_S, History
-from headway.rollout.fleet import Fleet
+from headway.rollout.fleet.fleet import Fleet
+from headway.rollout.fleet.scale import headroom_of
 from headway.rollout.routes import service_of
-from headway.rollout.scale import headroom_of
 from headway.runtime.json_route import JsonRoute
 
 STATIC = Path(__file__).with_name("static")

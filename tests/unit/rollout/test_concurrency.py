@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headway.contracts.http.servers import ServerState, ServerStatus
-from headway.rollout.concurrency import GROWTH_S, AdaptiveBound
+from headway.rollout.fleet.concurrency import GROWTH_S, AdaptiveBound
 
 
 def server(

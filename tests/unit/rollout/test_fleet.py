@@ -24,10 +24,10 @@ from headway.contracts.errors import (
 from headway.contracts.http.paths import GENERATE, GENERATION_ABORT
 from headway.contracts.http.servers import ServerReport
 from headway.contracts.types import LLMRequest
-from headway.rollout.fleet import Fleet
+from headway.rollout.fleet.fleet import Fleet
 from headway.rollout.ledger.sqlite import SqliteLedger
+from headway.rollout.publishing.book import WeightBook
 from headway.rollout.resume import generate_whole
-from headway.rollout.weight_book import WeightBook
 
 REQUEST = LLMRequest(rid="r" * 128, input_ids=(1, 2))
 

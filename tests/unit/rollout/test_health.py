@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.rollout.health import Health
+from headway.rollout.fleet.health import Health
 
 
 def test_only_failures_in_a_row_count():

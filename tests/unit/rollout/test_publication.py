@@ -12,7 +12,7 @@ from headway.contracts.errors import BackendError, StaleVersion, SyncError
 from headway.contracts.http.paths import WEIGHTS_COMMIT, WEIGHTS_PREPARE
 from headway.contracts.types import WeightUpdateMeta
 from headway.rollout.ledger.sqlite import SqliteLedger
-from headway.rollout.weight_book import WeightBook
+from headway.rollout.publishing.book import WeightBook
 
 
 def meta(version: int, scheme: str = "/") -> WeightUpdateMeta:

@@ -12,9 +12,9 @@ from ledger_suite import RedisServer
 
 from headway.contracts.errors import ConfigError, NotFound, StateError
 from headway.contracts.http.servers import ServerReport
-from headway.rollout.registry.base import Registry
-from headway.rollout.registry.make import make_registry
-from headway.rollout.registry.redis import RedisRegistry
+from headway.rollout.fleet.registry.base import Registry
+from headway.rollout.fleet.registry.make import make_registry
+from headway.rollout.fleet.registry.redis import RedisRegistry
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from weight_server import Gateway, WeightServer, opened_gateway
 from headway.contracts.errors import Conflict, NotFound, SyncError
 from headway.contracts.types import WeightUpdateMeta
 from headway.rollout.ledger.sqlite import SqliteLedger
-from headway.rollout.weight_book import KEEP, WeightBook
+from headway.rollout.publishing.book import KEEP, WeightBook
 
 
 def meta(version: int, scheme: str = "/") -> WeightUpdateMeta:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.types import LLMRequest
-from headway.rollout import routing
-from headway.rollout.routing import SLACK, Lane, Router, bounds, choose
+from headway.rollout.fleet import routing
+from headway.rollout.fleet.routing import SLACK, Lane, Router, bounds, choose
 
 LOAD = 10
 FAR = 4 * SLACK * LOAD

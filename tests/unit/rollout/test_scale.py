@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.http.ledger import LedgerCounts
 from headway.contracts.http.servers import ServerState, ServerStatus
-from headway.rollout.scale import SETTLE_S, Demand, Scaler, wanted_servers
+from headway.rollout.fleet.scale import SETTLE_S, Demand, Scaler, wanted_servers
 
 
 def fleet(count: int, kv_usage: float = 0.0, state: ServerState = "ready") -> list[ServerStatus]:

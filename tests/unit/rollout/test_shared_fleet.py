@@ -13,11 +13,12 @@ from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.errors import Fenced, StateError, SyncError
 from headway.contracts.http.weights import WeightRecord
 from headway.contracts.types import WeightUpdateMeta
-from headway.rollout import publication_turn, roll_call
-from headway.rollout.fleet import Fleet
-from headway.rollout.publication_turn import PublicationTurn
-from headway.rollout.registry.memory import MemoryRegistry
-from headway.rollout.weight_book import WeightBook
+from headway.rollout.fleet import roll_call
+from headway.rollout.fleet.fleet import Fleet
+from headway.rollout.fleet.registry.memory import MemoryRegistry
+from headway.rollout.publishing import turn
+from headway.rollout.publishing.book import WeightBook
+from headway.rollout.publishing.turn import PublicationTurn
 
 
 class SharedNotes:
@@ -75,7 +76,7 @@ class Store:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     monkeypatch.setattr(roll_call, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(publication_turn, "LOOK_S", 0.01)
+    monkeypatch.setattr(turn, "LOOK_S", 0.01)
     return Store()
 
 

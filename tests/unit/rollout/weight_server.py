@@ -20,10 +20,10 @@ from headway.contracts.http.weights import (
     WeightPrepareResponse,
     WeightUpdateResponse,
 )
-from headway.rollout.fleet import Fleet
+from headway.rollout.fleet.fleet import Fleet
 from headway.rollout.ledger.sqlite import SqliteLedger
-from headway.rollout.weight_book import WeightBook
-from headway.rollout.weight_orders import is_group
+from headway.rollout.publishing.book import WeightBook
+from headway.rollout.publishing.orders import is_group
 
 DEADLINE_S = 10.0
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headway.rollout.registry.base import Registry
-from headway.rollout.registry.memory import MemoryRegistry
+from headway.rollout.fleet.registry.base import Registry
+from headway.rollout.fleet.registry.memory import MemoryRegistry
 
 
 def make_registry(ledger: str) -> Registry:
@@ -17,8 +17,8 @@ def make_registry(ledger: str) -> Registry:
     if "://" not in ledger:
         return MemoryRegistry()
     # Not every gateway has redis-py.
+    from headway.rollout.fleet.registry.redis import RedisRegistry
     from headway.rollout.ledger.on_redis.address import parse_address
-    from headway.rollout.registry.redis import RedisRegistry
 
     address = parse_address(ledger)
     return RedisRegistry(address.url, f"{address.prefix}:")

@@ -27,13 +27,13 @@ from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import Conflict, ServiceError, StaleVersion
 from headway.contracts.http.weights import WeightRecord, WeightStatus
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
-from headway.rollout.catch_up import CatchUp
-from headway.rollout.members import Member, Members
-from headway.rollout.publication_metrics import PublicationMetrics
-from headway.rollout.publication_turn import PublicationTurn
-from headway.rollout.staging import Change, Staged, Staging
-from headway.rollout.weight_book import WeightBook
-from headway.rollout.weight_orders import WeightOrders, is_group
+from headway.rollout.fleet.members import Member, Members
+from headway.rollout.publishing.book import WeightBook
+from headway.rollout.publishing.catch_up import CatchUp
+from headway.rollout.publishing.metrics import PublicationMetrics
+from headway.rollout.publishing.orders import WeightOrders, is_group
+from headway.rollout.publishing.staging import Change, Staged, Staging
+from headway.rollout.publishing.turn import PublicationTurn
 
 log = logging.getLogger(__name__)
 

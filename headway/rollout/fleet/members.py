@@ -28,7 +28,7 @@ from headway.contracts.errors import BackendError, Draining, NotFound, ServiceEr
 from headway.contracts.http.servers import ServerReport, ServerState, ServerStatus
 from headway.contracts.http.weights import WeightRecord
 from headway.contracts.types import LLMRequest, LLMResponse
-from headway.rollout.health import Health
+from headway.rollout.fleet.health import Health
 from headway.rollout.signal import Signal
 from headway.runtime.secret import authorization
 from headway.runtime.server_calls import post_generate, post_order

@@ -13,9 +13,9 @@ import uuid
 
 from headway.contracts.errors import ServiceError
 from headway.contracts.http.servers import ServerReport
-from headway.rollout.members import Member, Members
-from headway.rollout.publication import Publications
-from headway.rollout.registry.base import Registry, Sighting
+from headway.rollout.fleet.members import Member, Members
+from headway.rollout.fleet.registry.base import Registry, Sighting
+from headway.rollout.publishing.publication import Publications
 
 log = logging.getLogger(__name__)
 

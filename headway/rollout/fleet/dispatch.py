@@ -26,9 +26,9 @@ from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.errors import BackendError, Draining, QueueFull
 from headway.contracts.http.weights import WeightRecord
 from headway.contracts.types import LLMRequest, LLMResponse
-from headway.rollout.members import Member, Members
-from headway.rollout.routing import Lane, Router, choose, load_of
-from headway.rollout.weight_book import WeightBook
+from headway.rollout.fleet.members import Member, Members
+from headway.rollout.fleet.routing import Lane, Router, choose, load_of
+from headway.rollout.publishing.book import WeightBook
 
 JITTER = 0.25
 """Share by which the wait for a full server varies."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headway.contracts.errors import NotFound
 from headway.contracts.http.servers import ServerReport
-from headway.rollout.registry.base import Sighting
+from headway.rollout.fleet.registry.base import Sighting
 
 
 @dataclass(slots=True)

@@ -26,16 +26,16 @@ from headway.contracts.http.servers import (
 )
 from headway.contracts.http.weights import WeightStatus
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
-from headway.rollout.dispatch import Dispatch
-from headway.rollout.fleet_metrics import show_fleet
-from headway.rollout.members import Member, Members
-from headway.rollout.publication import Publications
-from headway.rollout.registry.base import Registry
-from headway.rollout.registry.memory import MemoryRegistry
-from headway.rollout.roll_call import INTERVAL_S, RollCall
-from headway.rollout.scale import Scaler
+from headway.rollout.fleet.dispatch import Dispatch
+from headway.rollout.fleet.members import Member, Members
+from headway.rollout.fleet.metrics import show_fleet
+from headway.rollout.fleet.registry.base import Registry
+from headway.rollout.fleet.registry.memory import MemoryRegistry
+from headway.rollout.fleet.roll_call import INTERVAL_S, RollCall
+from headway.rollout.fleet.scale import Scaler
+from headway.rollout.publishing.book import WeightBook
+from headway.rollout.publishing.publication import Publications
 from headway.rollout.signal import Signal
-from headway.rollout.weight_book import WeightBook
 
 log = logging.getLogger(__name__)
 

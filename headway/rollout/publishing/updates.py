@@ -9,7 +9,7 @@ from headway.contracts.engines import Generator
 from headway.contracts.errors import ServiceError, SyncError
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
 from headway.rollout.consumers import Consumers, Publisher
-from headway.rollout.shared_update import SharedUpdate
+from headway.rollout.publishing.shared_update import SharedUpdate
 from headway.rollout.signal import Signal
 
 log = logging.getLogger(__name__)

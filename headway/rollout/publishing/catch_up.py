@@ -10,9 +10,9 @@ import asyncio
 import logging
 
 from headway.contracts.errors import Fenced, ServiceError
-from headway.rollout.members import Member, Members
-from headway.rollout.weight_book import WeightBook
-from headway.rollout.weight_orders import WeightOrders
+from headway.rollout.fleet.members import Member, Members
+from headway.rollout.publishing.book import WeightBook
+from headway.rollout.publishing.orders import WeightOrders
 
 log = logging.getLogger(__name__)
 

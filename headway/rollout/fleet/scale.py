@@ -18,7 +18,7 @@ from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.http.ledger import LedgerCounts
 from headway.contracts.http.servers import ScaleResponse, ServerStatus
 from headway.contracts.http.status import StatusResponse
-from headway.rollout.concurrency import FULL
+from headway.rollout.fleet.concurrency import FULL
 
 SETTLE_S = 300.0
 """Servers take minutes to start: what was wanted within this is still wanted."""

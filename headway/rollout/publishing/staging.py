@@ -18,9 +18,9 @@ from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import ServiceError, SyncError
 from headway.contracts.http.weights import Seat, WeightRecord
 from headway.contracts.types import PolicyVersion
-from headway.rollout.members import Member, Members
-from headway.rollout.weight_book import WeightBook
-from headway.rollout.weight_orders import WeightOrders, is_group, seats
+from headway.rollout.fleet.members import Member, Members
+from headway.rollout.publishing.book import WeightBook
+from headway.rollout.publishing.orders import WeightOrders, is_group, seats
 
 ROUNDING = 1e-9
 

@@ -24,7 +24,7 @@ from headway.contracts.http.weights import (
     held_root,
 )
 from headway.contracts.types import PolicyVersion
-from headway.rollout.members import Member, Members
+from headway.rollout.fleet.members import Member, Members
 
 Answer = TypeVar("Answer", bound=BaseModel)
 

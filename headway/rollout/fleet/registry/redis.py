@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 
 from headway.contracts.errors import NotFound, StateError
 from headway.contracts.http.servers import ServerReport
-from headway.rollout.registry.base import Sighting
+from headway.rollout.fleet.registry.base import Sighting
 
 T = TypeVar("T")
 

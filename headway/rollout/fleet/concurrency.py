@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from headway.contracts.http.servers import ServerStatus
-from headway.rollout.routing import Lane, shares
+from headway.rollout.fleet.routing import Lane, shares
 
 FULL = 0.8
 """Share of a cache in use from which a server has no room for more trajectories."""

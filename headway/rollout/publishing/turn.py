@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from headway.contracts.errors import ServiceError
-from headway.rollout.weight_book import Notes
+from headway.rollout.publishing.book import Notes
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Publications: how every server of the fleet comes to the same version."""
