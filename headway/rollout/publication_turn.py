@@ -2,7 +2,8 @@
 
 Who holds the turn changes a note again and again. One whose note has not changed for `lease_s`, by the
 clock of who waits, is dead; no clocks are compared. A holder that was only slow is stopped by the
-epochs: servers obey the newest, and `WeightBook.commit` takes no other.
+epochs: servers obey the newest, and `WeightBook.commit` takes no other. A holder of one's own place
+(`ledger.owner`) is a former process: it is not waited for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from headway.contracts.errors import ServiceError
+from headway.rollout.ledger.owner import new_owner, place_of
 from headway.rollout.weight_book import Notes
 
 log = logging.getLogger(__name__)
@@ -28,12 +30,13 @@ NOBODY = ""
 class PublicationTurn:
     """A lock in a ledger; without others who write to it, a lock in this process."""
 
-    def __init__(self, notes: Notes, lease_s: float) -> None:
+    def __init__(self, notes: Notes, lease_s: float, place: str = "") -> None:
         self.is_elsewhere = False
         """Another gateway held it when this one last looked."""
         self._notes = notes
         self._lease_s = lease_s
-        self._name = uuid.uuid4().hex
+        self._place = place
+        self._name = new_owner(place)
         self._lock = asyncio.Lock()
         self._text: str | None = None
         self._changed_at = 0.0
@@ -61,7 +64,8 @@ class PublicationTurn:
         if text != self._text:
             self._text, self._changed_at = text, time.monotonic()
         is_alive = time.monotonic() - self._changed_at < self._lease_s
-        self.is_elsewhere = self._holder not in (NOBODY, self._name) and is_alive
+        is_former = place_of(self._holder) == self._place != ""
+        self.is_elsewhere = self._holder not in (NOBODY, self._name) and is_alive and not is_former
 
     @property
     def _holder(self) -> str:

@@ -66,7 +66,8 @@ def serve(app: FastAPI, config: ServiceConfig, drain: Drain | None = None) -> No
         drain=drain,
     )
     app.state.url = server.url
-    server.run(sockets=[listener])
+    with listener:
+        server.run(sockets=[listener])
 
 
 def check_exposure(config: ServiceConfig) -> None:
@@ -123,12 +124,12 @@ class _AnnouncingServer(uvicorn.Server):
 
 
 def _bind(config: ServiceConfig) -> socket.socket:
+    """Take the port; connections are refused until the app is up, so that clients go to another one."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
-        listener.listen(2048)
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:

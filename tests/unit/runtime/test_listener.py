@@ -1,0 +1,32 @@
+"""Serving an app: what callers see before it is up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from headway.contracts.config.gateway import ServiceConfig
+from headway.runtime.listener import serve
+
+
+def test_connections_are_refused_until_the_app_is_up():
+    """Who may go to another service is not kept waiting by one that starts."""
+    seen = []
+
+    @asynccontextmanager
+    async def starting(app: FastAPI) -> AsyncIterator[None]:
+        url = httpx.URL(app.state.url)
+        with pytest.raises(ConnectionRefusedError) as refused:
+            await asyncio.open_connection(url.host, url.port)
+        seen.append(refused)
+        raise RuntimeError("enough was seen")
+        yield
+
+    with pytest.raises(SystemExit):
+        serve(FastAPI(lifespan=starting), ServiceConfig())
+    assert seen
