@@ -342,7 +342,7 @@ async def test_a_sandbox_that_is_closed_while_it_starts_leaves_nothing():
     sandbox = SandboxInTime(make_sandbox(unsafe, NoOutbound()))
     await sandbox.start()
     async with asyncio.timeout(10.0):
-        while psutil.Process().children(recursive=True) == before:
+        while psutil.Process().children(recursive=True) == before:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     await sandbox.aclose()
     new = set(psutil.Process().children(recursive=True)) - set(before)
