@@ -23,6 +23,8 @@ HERE = Path(__file__).parent
 ETA = 2
 GROUP = 4
 LEASE_S = 3.0
+HEDGE_S = 1.0
+"""A sequence takes a third of that: whose server sleeps is played by another one, too."""
 MIN_SERVERS, MAX_SERVERS = 2, 6
 OLD = "consumer (old)"
 READY_S = 90.0
@@ -249,11 +251,12 @@ class World:
             "fleet": {
                 "lease_s": LEASE_S,
                 "quorum": 0.3,
-                "straggler_s": 2.0,
+                "straggler_s": 0.5,
                 "update_timeout_s": 20.0,
                 "commit_timeout_s": 10.0,
                 "quarantine_s": 1.0,
                 "server_wait_s": 60.0,
+                "hedge_after_s": HEDGE_S,
             },
         }
 
