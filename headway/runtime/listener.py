@@ -67,7 +67,12 @@ def serve(app: FastAPI, config: ServiceConfig, drain: Drain | None = None) -> No
     )
     app.state.url = server.url
     with listener:
-        server.run(sockets=[listener])
+        try:
+            server.run(sockets=[listener])
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise _port_taken(config) from error  # by who started at the same time
 
 
 def check_exposure(config: ServiceConfig) -> None:
@@ -104,6 +109,11 @@ class _AnnouncingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if any(
+            listener.fileno() < 0 for listener in sockets or ()
+        ):  # all that uvloop lets one know
+            await self.shutdown(sockets)
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         if self.started and self._ready_file:
             partial = self._ready_file.with_suffix(".partial")
             partial.write_text(json.dumps({"url": self.url, "pid": os.getpid()}))
@@ -133,12 +143,16 @@ def _bind(config: ServiceConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {config.port} on {config.host} is in use; stop the other process or set "
-                "service.port (0 takes a free one)"
-            ) from error
+            raise _port_taken(config) from error
         raise ConfigError(f"cannot bind {config.host}:{config.port}: {error.strerror}") from error
     return listener
+
+
+def _port_taken(config: ServiceConfig) -> ConfigError:
+    return ConfigError(
+        f"port {config.port} on {config.host} is in use; stop the other process or set "
+        "service.port (0 takes a free one)"
+    )
 
 
 def _allow_files(wanted: int) -> None:
