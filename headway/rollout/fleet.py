@@ -80,8 +80,9 @@ class Fleet:
         """Open connections, learn who is there, and begin to watch leases.
 
         Raises:
-            StateError: the registry cannot be reached.
+            StateError: the registry or the ledger cannot be reached.
         """
+        await self._publications.start()
         await self._members.start()
         await self._roll_call.start()
 

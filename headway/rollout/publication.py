@@ -63,6 +63,14 @@ class Publications:
         self._is_committing = False
         self._metrics = PublicationMetrics(metrics, self.status)
 
+    async def start(self) -> None:
+        """End what a former process was at.
+
+        Raises:
+            StateError: the ledger cannot be reached.
+        """
+        await self._turn.inherit()
+
     def status(self) -> WeightStatus:
         """A picture of the book now."""
         book = self._book

@@ -39,15 +39,13 @@ def run_command(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> N
 def import_main(module: str) -> Callable[[Sequence[str]], None]:
     """The `main` of a module, imported while the garbage collector rests.
 
-    Nothing that an import makes is garbage: not to look for any takes a tenth off a start, and what has
-    been imported by then is passed over ever after.
+    Nothing that an import makes is garbage: not to look for any takes a tenth off a start.
     """
     gc.disable()
     try:
         main: Callable[[Sequence[str]], None] = import_module(module).main
     finally:
         gc.enable()
-    gc.freeze()
     return main
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import json
 import math
 import os
@@ -66,6 +67,7 @@ def serve(app: FastAPI, config: ServiceConfig, drain: Drain | None = None) -> No
         drain=drain,
     )
     app.state.url = server.url
+    gc.freeze()  # what is there by now is there to stay: nobody need look whether it is garbage
     with listener:
         try:
             server.run(sockets=[listener])

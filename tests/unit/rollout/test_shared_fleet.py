@@ -274,6 +274,17 @@ async def test_the_turn_of_a_former_process_at_the_same_place_is_not_waited_for(
         assert other.is_elsewhere
 
 
+async def test_who_starts_again_gives_back_the_turn_that_it_held(store: Store):
+    former, other = (PublicationTurn(store.notes, 30.0, place) for place in ("here", "there"))
+    async with asyncio.timeout(10.0), former.held():
+        await other.inherit()
+        await other.look()
+        assert other.is_elsewhere
+        await PublicationTurn(store.notes, 30.0, "here").inherit()
+        async with other.held():
+            pass
+
+
 async def test_a_drain_holds_on_every_gateway(store: Store):
     async with two(store) as (one, other):
         await other.fleet.drain("a")
