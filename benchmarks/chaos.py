@@ -22,10 +22,10 @@ What is killed is started again at once. In the end the consumer is told to end,
 
 Everything up to `stuck` must be 0; if not, the exit status says so, and logs and files are kept.
 
-By default a fault comes every 15 s: a fleet whose every process fails about once in two minutes. What a
-fault costs is mostly the start of a process, which on two cores takes 1 s of CPU for a gateway and 2 to 3
-for a server or a trainer (they import torch): three servers at once, and nothing is generated for 5 s.
-Faults that come faster than processes start measure the machine.
+By default a fault comes every 15 s: each of eight processes fails about once in two minutes. What a
+fault costs is mostly the start of a process, which takes 1 s of CPU for a gateway and 2 s for a server or
+a trainer (they import torch); and Redis or both gateways, while they sleep, stop everybody. Faults that
+come faster than processes start measure the machine.
 """
 
 from __future__ import annotations
