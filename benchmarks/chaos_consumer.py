@@ -65,6 +65,8 @@ class Consumer:
         self._publisher = make_publisher(DiskSync(root=root, keep=2))
         file = self._dir / "checkpoint.json"
         self._state = State(**json.loads(file.read_text())) if file.is_file() else State()
+        self._ahead = self._options.batch * (self._options.eta + 2)
+        """Groups that are submitted before they are waited for."""
 
     def run(self) -> None:
         state = self._state
@@ -72,6 +74,7 @@ class Consumer:
         version = self._attach(state)
         if version != state.version:
             state = self._publish(State(state.step, version, state.cursor))
+        state = self._replace_dropped(state)
         while not (self._dir / "stop").exists():
             state = self._step(state)
         self._client.destroy()
@@ -91,15 +94,13 @@ class Consumer:
         return version
 
     def _step(self, state: State) -> State:
-        cursor = self._submit(state, (state.step + self._options.eta + 2) * self._options.batch)
+        state = self._submit(state, self._options.batch if state.cursor else self._ahead)
         while True:
             try:
                 batch = self._client.wait(self._options.batch, OUTAGE_S)
                 break
             except Starved:
-                cursor = self._submit(
-                    State(state.step, state.version, cursor), cursor + self._options.batch
-                )
+                state = self._submit(state, self._options.batch)
         oldest = min(group.oldest_version for group in batch.groups)
         with (self._dir / "trained.jsonl").open("a") as file:
             line = {
@@ -116,17 +117,24 @@ class Consumer:
         self._reach("trained")
         self._client.consumed(batch.rollout_ids, state.step, state.step - 1)
         self._reach("consumed")
-        state = State(state.step + 1, state.version, cursor)
+        state = State(state.step + 1, state.version, state.cursor)
         self._save(state)
         self._reach("saved")
         return self._publish(State(state.step, state.version + 1, state.cursor))
 
-    def _submit(self, state: State, target: int) -> int:
-        if target > state.cursor:
-            self._client.submit([self._request(at) for at in range(state.cursor, target)])
-            with (self._dir / "submitted").open("a") as file:
-                file.write(f"{target}\n")
-        return max(state.cursor, target)
+    def _replace_dropped(self, state: State) -> State:
+        """What was too stale for the new version is missing from what waits."""
+        counts = self._client.status().counts
+        waiting = (counts.queued + counts.leased + counts.ready) // self._options.group
+        is_first = state.cursor == 0
+        return state if is_first else self._submit(state, max(0, self._ahead - waiting))
+
+    def _submit(self, state: State, count: int) -> State:
+        target = state.cursor + count
+        self._client.submit([self._request(at) for at in range(state.cursor, target)])
+        with (self._dir / "submitted").open("a") as file:
+            file.write(f"{target}\n")
+        return State(state.step, state.version, target)
 
     def _request(self, at: int) -> RolloutRequest:
         return RolloutRequest(

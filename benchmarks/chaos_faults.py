@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter
 from collections.abc import Callable
 
 import psutil
+from chaos_costs import Fault
 from chaos_world import LEASE_S, MAX_SERVERS, MIN_SERVERS, World
 
 MOMENTS = ("", "trained", "consumed", "saved", "announced", "published", "committed")
@@ -22,10 +22,10 @@ OUTAGE_S = (1.3 * LEASE_S, 2.0 * LEASE_S)
 
 
 class Faults:
-    """Draws them, does them and counts them."""
+    """Draws them, does them and remembers them."""
 
     def __init__(self, world: World, source: random.Random, every_s: float) -> None:
-        self.done: Counter[str] = Counter()
+        self.done: list[Fault] = []
         self._world = world
         self._random = source
         self._every_s = every_s
@@ -39,7 +39,7 @@ class Faults:
             return
         while (name := self._draw()()) is None:
             pass
-        self.done[name] += 1
+        self.done.append(Fault(name, time.time()))
         self._due = time.monotonic() + self._random.uniform(0.5, 1.5) * self._every_s
 
     def _draw(self) -> Callable[[], str | None]:

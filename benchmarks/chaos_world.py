@@ -24,10 +24,14 @@ HERE = Path(__file__).parent
 ETA = 2
 GROUP = 4
 LEASE_S = 3.0
+HEDGE_S = 1.0
+"""A sequence takes a third of that: whose server sleeps is played by another one, too."""
 MIN_SERVERS, MAX_SERVERS = 2, 6
 OLD = "consumer (old)"
 READY_S = 90.0
 SETTLE_S = 120.0
+STEPS_AGAIN = 3
+"""Of the consumer, after which it is at work again."""
 
 
 @dataclass(frozen=True)
@@ -151,14 +155,18 @@ class World:
             self.repair()
             time.sleep(0.1)
 
-    def settle(self) -> StatusResponse:
-        """No more faults: the consumer ends after a last step, who was dismissed goes, and then all
-        that can move may do so; what is left after `SETTLE_S`."""
+    def calm_down(self) -> None:
+        """No more faults: who sleeps is woken, who was dismissed goes, and steps are done again."""
         for name in list(self._stopped):
             self._wake(name)
         (self._run / "die-at").unlink(missing_ok=True)
+        self._until(lambda: not self._leaving(), time.monotonic() + SETTLE_S)
+        self.until_steps(len(self.history().steps) + STEPS_AGAIN)
+
+    def settle(self) -> StatusResponse:
+        """The consumer ends after a last step, and then all that can move may do so; what is left after
+        `SETTLE_S`."""
         deadline = time.monotonic() + SETTLE_S
-        self._until(lambda: not self._leaving(), deadline)
         (self._run / "stop").touch()
         self._until(lambda: self._processes["consumer"].poll() == 0, deadline)
         return self._until_still(deadline)
@@ -244,11 +252,12 @@ class World:
             "fleet": {
                 "lease_s": LEASE_S,
                 "quorum": 0.3,
-                "straggler_s": 2.0,
+                "straggler_s": 0.5,
                 "update_timeout_s": 20.0,
                 "commit_timeout_s": 10.0,
                 "quarantine_s": 1.0,
                 "server_wait_s": 60.0,
+                "hedge_after_s": HEDGE_S,
             },
         }
 

@@ -1,6 +1,5 @@
 import sys
 
-from headway.runtime.command import run_command
-from inference_server.main import main
+from headway.runtime.command import import_main, run_command
 
-run_command(main, sys.argv[1:])
+run_command(lambda argv: import_main("inference_server.main")(argv), sys.argv[1:])

@@ -23,6 +23,8 @@ from inference_server.engine import LocalGenerator
 
 log = logging.getLogger(__name__)
 
+ANSWER_S = 2.0
+"""For a gateway to take a report, before another one gets it: well within a server's lease."""
 LOOK_S = 0.1
 """Between looks at what cannot wait for the next heartbeat."""
 
@@ -36,7 +38,7 @@ async def keep_registered(
 ) -> None:
     """Report forever to one of these gateways, and to the next when it does not answer."""
     server_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-    timeout = aiohttp.ClientTimeout(total=max(5.0, heartbeat_s))
+    timeout = aiohttp.ClientTimeout(total=max(ANSWER_S, heartbeat_s))
     async with aiohttp.ClientSession(
         timeout=timeout,
         headers=authorization(token),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 from typing import NoReturn
 
 from headway import __version__
 from headway.contracts.errors import ConfigError
-from headway.runtime.command import run_command
+from headway.runtime.command import import_main, run_command
 
 COMMANDS = {
     "quickstart": ("headway.launch.quickstart.command", "train a tiny policy here, end to end"),
@@ -45,8 +44,7 @@ def main(argv: Sequence[str]) -> None:
     if name not in COMMANDS:
         raise ConfigError(f"no command {name!r}; known: {', '.join(COMMANDS)}")
     module, _ = COMMANDS[name]
-    command: Callable[[Sequence[str]], None] = import_module(module).main
-    command(rest)
+    import_main(module)(rest)
 
 
 def usage() -> str:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from importlib import import_module
 
@@ -16,7 +14,7 @@ from fastapi import APIRouter, FastAPI, Request
 from prometheus_client import CollectorRegistry, Gauge
 
 from headway.contracts.config.gateway import GatewayConfig
-from headway.contracts.errors import ConfigError, StateError
+from headway.contracts.errors import ConfigError, RewardOutage, StateError
 from headway.contracts.http import paths
 from headway.contracts.http.servers import (
     DrainRequest,
@@ -36,10 +34,11 @@ from headway.rollout.fleet.registry.make import make_registry
 from headway.rollout.fleet.scale import headroom_of
 from headway.rollout.ledger.lock import sole_gateway
 from headway.rollout.ledger.make import make_ledger
+from headway.rollout.ledger.owner import new_owner
 from headway.rollout.publishing.book import WeightBook
 from headway.rollout.rollout_metrics import RolloutMetrics
 from headway.rollout.routes import service_of
-from headway.rollout.sandbox.choice import make_sandbox
+from headway.rollout.sandbox.choice import SandboxInTime, make_sandbox
 from headway.rollout.service import RolloutService, Surroundings
 from headway.rollout.sessions.board import Board
 from headway.rollout.sessions.routes import session_routes
@@ -58,6 +57,9 @@ log = logging.getLogger(__name__)
 
 OBSERVE_S = 1.0
 """Between looks at the servers' caches."""
+STORE_WAIT_S = 60.0
+"""For a store that is not there yet: whoever starts this process again would wait for longer."""
+STORE_LOOK_S = 0.1
 
 fleet_routes = APIRouter(route_class=JsonRoute)
 
@@ -120,29 +122,32 @@ async def open_gateway(
     metrics = metrics or CollectorRegistry()
     history = history or History()
     tokenizer = TextTokenizer(config.tokenizer)
-    owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+    url = address()
+    place = f"{socket.gethostname()}:{url}" if url else ""
     async with AsyncExitStack() as stack:
         stack.enter_context(sole_gateway(config.ledger))
         ledger = watched(make_ledger(config.ledger), [RolloutMetrics(metrics), history])
         stack.push_async_callback(ledger.close)
-        await ledger.open(owner, config.executor.lease_s)
+        await _until_there(lambda: ledger.open(new_owner(place), config.executor.lease_s))
         registry = make_registry(config.ledger)
         stack.push_async_callback(registry.close)
-        await registry.open()
+        await _until_there(registry.open)
         book = WeightBook(ledger)
-        await book.open()
+        await _until_there(book.open)
         outbound = HttpOutbound(config.outbound)
         stack.push_async_callback(outbound.aclose)
         sandbox = make_sandbox(config.sandbox, outbound)
+        if config.sandbox.type == "auto":
+            sandbox = SandboxInTime(sandbox)
         stack.push_async_callback(sandbox.aclose)
         await sandbox.start()
         board = Board(ledger) if ledger.is_shared else None
         sessions = Sessions(config.sessions, config.executor.rollout_timeout_s, board)
-        sessions.address = address()
+        sessions.address = url
         Gauge(
             "headway_session_open_sessions", "Sessions that are open here", registry=metrics
         ).set_function(lambda: sessions.num_open)
-        fleet = Fleet(config.fleet, book, fleet_token, metrics, registry)
+        fleet = Fleet(config.fleet, book, fleet_token, metrics, registry, place)
         bound = AdaptiveBound(config.executor.max_concurrent, config.executor.min_concurrent)
         Gauge(
             "headway_fleet_limit_trajectories",
@@ -156,13 +161,39 @@ async def open_gateway(
         stack.push_async_callback(fleet.aclose)
         await fleet.start()
         stack.push_async_callback(service.aclose)
-        await service.warm_up()
-        await service.start()
-        watches = [_follow(fleet, service), _observe(fleet, service, history)]
+        await _until_there(service.start)
+        watches = [_follow(fleet, service), _observe(fleet, service, history), _warm_up(service)]
         if config.executor.adapt:
             watches.append(_adapt(bound, fleet, service))
         stack.push_async_callback(_end, [asyncio.ensure_future(watch) for watch in watches])
         yield service
+
+
+async def _until_there(work: Callable[[], Awaitable[None]]) -> None:
+    """Do it as soon as the store that it needs answers.
+
+    Raises:
+        StateError: it did not answer for `STORE_WAIT_S`.
+    """
+    deadline = time.monotonic() + STORE_WAIT_S
+    is_told = False
+    while True:
+        try:
+            return await work()
+        except StateError as error:
+            if time.monotonic() > deadline:
+                raise
+            if not is_told:
+                log.warning("waiting for the store", extra={"reason": str(error)})
+                is_told = True
+        await asyncio.sleep(STORE_LOOK_S)
+
+
+async def _warm_up(service: RolloutService) -> None:
+    try:
+        await service.warm_up()
+    except RewardOutage as error:
+        log.warning("the first verifier will be tried again", extra={"reason": str(error)})
 
 
 async def _follow(fleet: Fleet, service: RolloutService) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import json
 import math
 import os
@@ -66,7 +67,14 @@ def serve(app: FastAPI, config: ServiceConfig, drain: Drain | None = None) -> No
         drain=drain,
     )
     app.state.url = server.url
-    server.run(sockets=[listener])
+    gc.freeze()  # what is there by now is there to stay: nobody need look whether it is garbage
+    with listener:
+        try:
+            server.run(sockets=[listener])
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise _port_taken(config) from error  # by who started at the same time
 
 
 def check_exposure(config: ServiceConfig) -> None:
@@ -103,6 +111,11 @@ class _AnnouncingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if any(
+            listener.fileno() < 0 for listener in sockets or ()
+        ):  # all that uvloop lets one know
+            await self.shutdown(sockets)
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         if self.started and self._ready_file:
             partial = self._ready_file.with_suffix(".partial")
             partial.write_text(json.dumps({"url": self.url, "pid": os.getpid()}))
@@ -123,21 +136,25 @@ class _AnnouncingServer(uvicorn.Server):
 
 
 def _bind(config: ServiceConfig) -> socket.socket:
+    """Take the port; connections are refused until the app is up, so that clients go to another one."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
-        listener.listen(2048)
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {config.port} on {config.host} is in use; stop the other process or set "
-                "service.port (0 takes a free one)"
-            ) from error
+            raise _port_taken(config) from error
         raise ConfigError(f"cannot bind {config.host}:{config.port}: {error.strerror}") from error
     return listener
+
+
+def _port_taken(config: ServiceConfig) -> ConfigError:
+    return ConfigError(
+        f"port {config.port} on {config.host} is in use; stop the other process or set "
+        "service.port (0 takes a free one)"
+    )
 
 
 def _allow_files(wanted: int) -> None:

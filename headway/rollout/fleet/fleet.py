@@ -52,17 +52,19 @@ class Fleet:
         token: str | None = None,
         metrics: CollectorRegistry | None = None,
         registry: Registry | None = None,
+        place: str = "",
     ) -> None:
         """Args:
         book: opened; of the ledger.
         token: what servers ask for.
         metrics: where the fleet's figures are shown.
         registry: opened; what gateways of a shared ledger have in common. None knows of this one only.
+        place: of this gateway; see `ledger.owner`.
         """
         metrics = metrics or CollectorRegistry()
         self._book = book
         self._members = Members(config, token)
-        self._publications = Publications(config, self._members, book, metrics)
+        self._publications = Publications(config, self._members, book, metrics, place)
         self._roll_call = RollCall(
             registry or MemoryRegistry(),
             self._members,
@@ -78,8 +80,9 @@ class Fleet:
         """Open connections, learn who is there, and begin to watch leases.
 
         Raises:
-            StateError: the registry cannot be reached.
+            StateError: the registry or the ledger cannot be reached.
         """
+        await self._publications.start()
         await self._members.start()
         await self._roll_call.start()
 

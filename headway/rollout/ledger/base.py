@@ -130,8 +130,8 @@ class Ledger(Protocol):
     async def open(self, owner: str, lease_s: float) -> None:
         """Open the store as one of its owners.
 
-        A store that only one process can write to requeues at once what a former process had leased;
-        a shared one leaves that to `expire`.
+        What a former process had leased is requeued at once, in a store that others write to too if it
+        was of the same place (`owner`); the rest is left to `expire`.
         """
 
     async def revision(self) -> int:

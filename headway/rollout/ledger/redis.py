@@ -26,6 +26,7 @@ from headway.rollout.ledger.on_redis.answers import (
     texts,
 )
 from headway.rollout.ledger.on_redis.calls import Argument, Calls
+from headway.rollout.ledger.owner import place_of
 from headway.rollout.ledger.proof import Findings, Proof
 from headway.rollout.ledger.refusals import other_content, queue_full
 from headway.rollout.ledger.transitions import NEXT_STATE, STATES, EventName, counts_of, fenced
@@ -52,6 +53,11 @@ class RedisLedger:
     async def open(self, owner: str, lease_s: float) -> None:
         self._owner, self._lease_s = owner, lease_s
         await self.connect()
+        try:
+            await self._calls.change("inherit", place_of(owner), owner)
+        except BaseException:
+            await self.close()
+            raise
 
     async def revision(self) -> int:
         return int(await self._calls.get("revision") or 0)

@@ -44,7 +44,12 @@ class Publications:
     """The one place that changes the version of a fleet; used on one event loop."""
 
     def __init__(
-        self, config: FleetConfig, members: Members, book: WeightBook, metrics: CollectorRegistry
+        self,
+        config: FleetConfig,
+        members: Members,
+        book: WeightBook,
+        metrics: CollectorRegistry,
+        place: str = "",
     ) -> None:
         self.updates_in_flight = 0
         self._is_rolling = config.commit_order == "rolling"
@@ -53,10 +58,18 @@ class Publications:
         self._orders = WeightOrders(config, members)
         self._staging = Staging(config, members, book, self._orders)
         self._catch_up = CatchUp(members, book, self._orders)
-        self._turn = PublicationTurn(book.notes, config.lease_s)
+        self._turn = PublicationTurn(book.notes, config.lease_s, place)
         self._publishing: PolicyVersion | None = None
         self._is_committing = False
         self._metrics = PublicationMetrics(metrics, self.status)
+
+    async def start(self) -> None:
+        """End what a former process was at.
+
+        Raises:
+            StateError: the ledger cannot be reached.
+        """
+        await self._turn.inherit()
 
     def status(self) -> WeightStatus:
         """A picture of the book now."""

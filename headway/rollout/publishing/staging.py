@@ -10,8 +10,9 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.config.server import UpdatePolicy
@@ -58,6 +59,7 @@ class Staging:
         self._members = members
         self._book = book
         self._orders = orders
+        self._farewells: set[asyncio.Task[None]] = set()
 
     async def stage(self, change: Change) -> Staged:
         """Stage on every server that is ready now; with none, nobody has to agree.
@@ -132,8 +134,17 @@ class Staging:
             keep = ballot.agreeing if ballot.is_won else ()
         finally:
             others = [member for member in members if member not in keep]
-            await self._orders.abort(others, change.record.version, ballot.epoch)
+            farewell = self._orders.abort(others, change.record.version, ballot.epoch)
+            if keep:
+                self._say(farewell)  # who was too slow to stage it may be too slow to answer
+            else:
+                await farewell
         return ballot
+
+    def _say(self, farewell: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(farewell, name="abort a straggler's staging")
+        self._farewells.add(task)
+        task.add_done_callback(self._farewells.discard)
 
     async def _ask(
         self, ballot: _Ballot, places: Iterable[tuple[Member, Seat | None]], deadline: float

@@ -2,7 +2,8 @@
 
 Who holds the turn changes a note again and again. One whose note has not changed for `lease_s`, by the
 clock of who waits, is dead; no clocks are compared. A holder that was only slow is stopped by the
-epochs: servers obey the newest, and `WeightBook.commit` takes no other.
+epochs: servers obey the newest, and `WeightBook.commit` takes no other. A holder of one's own place
+(`ledger.owner`) is a former process: it is not waited for, and once this one has started by nobody else.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from headway.contracts.errors import ServiceError
+from headway.rollout.ledger.owner import new_owner, place_of
 from headway.rollout.publishing.book import Notes
 
 log = logging.getLogger(__name__)
@@ -28,12 +30,13 @@ NOBODY = ""
 class PublicationTurn:
     """A lock in a ledger; without others who write to it, a lock in this process."""
 
-    def __init__(self, notes: Notes, lease_s: float) -> None:
+    def __init__(self, notes: Notes, lease_s: float, place: str = "") -> None:
         self.is_elsewhere = False
         """Another gateway held it when this one last looked."""
         self._notes = notes
         self._lease_s = lease_s
-        self._name = uuid.uuid4().hex
+        self._place = place
+        self._name = new_owner(place)
         self._lock = asyncio.Lock()
         self._text: str | None = None
         self._changed_at = 0.0
@@ -55,17 +58,29 @@ class PublicationTurn:
                 with suppress(ServiceError):  # it ends by itself
                     await self._give_back()
 
+    async def inherit(self) -> None:
+        """What a former process of this place held is nobody's."""
+        if self._notes.is_shared:
+            await self.look()
+            if self._is_former:
+                await self._write(NOBODY)
+
     async def look(self) -> None:
         """See who holds it."""
         text = await self._notes.get_note(NOTE)
         if text != self._text:
             self._text, self._changed_at = text, time.monotonic()
         is_alive = time.monotonic() - self._changed_at < self._lease_s
-        self.is_elsewhere = self._holder not in (NOBODY, self._name) and is_alive
+        is_other = self._holder not in (NOBODY, self._name) and not self._is_former
+        self.is_elsewhere = is_other and is_alive
 
     @property
     def _holder(self) -> str:
         return NOBODY if self._text is None else str(json.loads(self._text)["holder"])
+
+    @property
+    def _is_former(self) -> bool:
+        return self._holder != self._name and place_of(self._holder) == self._place != ""
 
     async def _take(self) -> None:
         while True:

@@ -182,13 +182,20 @@ class WorkerPool:
         self._is_closed = False
 
     async def start(self) -> None:
-        """Fork all workers, and wait until they are READY.
+        """Fork all workers, and wait until they are READY; answers are judged by those that are.
 
         Raises:
             RewardOutage: no process could be started.
         """
-        for place in self._places:
-            place.worker = await self._fork(frozenset())
+        taken = [self._free.get_nowait() for _ in range(self._free.qsize())]
+        try:
+            while taken:
+                if taken[-1].worker is None:
+                    taken[-1].worker = await self._fork(frozenset())
+                self._free.put_nowait(taken.pop())
+        finally:
+            for place in taken:
+                self._free.put_nowait(place)
 
     async def judge(self, job: Job, answer: Answer, timeout_s: float) -> dict[str, Any]:
         """Score, details and verdict.

@@ -14,6 +14,7 @@ None covers flaws of the kernel. Only the standard library of Python is there to
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Sequence
@@ -40,6 +41,34 @@ class ManagedSandbox(Sandbox, Protocol):
 
     async def aclose(self) -> None:
         """End everything that it started."""
+
+
+class SandboxInTime:
+    """A sandbox that starts while its service already serves; the first programs wait for it.
+
+    For one whose start does not fail.
+    """
+
+    def __init__(self, sandbox: ManagedSandbox) -> None:
+        self._sandbox = sandbox
+        self._starting: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to start it."""
+        self._starting = asyncio.create_task(self._sandbox.start(), name="start the sandbox")
+
+    async def run(self, program: Program) -> Outcome:
+        """See `facilities.Sandbox`."""
+        if self._starting is not None:
+            await asyncio.shield(self._starting)
+        return await self._sandbox.run(program)
+
+    async def aclose(self) -> None:
+        """End it, started or not."""
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        await self._sandbox.aclose()
 
 
 def make_sandbox(config: SandboxConfig, outbound: Outbound) -> ManagedSandbox:
@@ -97,11 +126,11 @@ class LocalSandbox:
     async def _open(self, backend: Backend) -> SandboxPool:
         workers = self._config.workers or max(1, (os.cpu_count() or 1) // CORES_PER_WORKER)
         pool = SandboxPool(backend, workers, self._config.wall_factor)
-        await pool.start()
-        if backend is not UNSAFE:
-            try:
+        try:
+            await pool.start()
+            if backend is not UNSAFE:
                 await probe(pool)
-            except BaseException:
-                await pool.aclose()
-                raise
+        except BaseException:
+            await pool.aclose()
+            raise
         return pool

@@ -119,6 +119,30 @@ async def test_a_finished_rollout_overruns_no_more(ledger, play):
 
 
 @on_shared_stores
+async def test_what_a_former_process_had_leased_is_not_waited_for(open_ledger):
+    former = Play(await open_ledger("here/1"))
+    await former.submit("a", "b")
+    await former.lease(free=2)
+    heir = await open_ledger("here/2")
+    (lease, _) = await heir.lease(admit())
+    assert (lease.rollout_id, lease.attempt) == ("a", 2)
+    with pytest.raises(Fenced):
+        await former.ledger.complete(former.leases["a"], make_group("a"))
+    await heir.complete(lease, make_group("a"))
+    await former.check()
+
+
+@pytest.mark.parametrize("store", ["redis"], indirect=True)
+@pytest.mark.parametrize("newcomer", ["there/2", "her/2", "here:1/2", "nowhere"])
+async def test_what_others_have_leased_stays_theirs(open_ledger, newcomer: str):
+    play = Play(await open_ledger("here/1"))
+    await play.submit("a")
+    await play.lease()
+    await open_ledger(newcomer)
+    assert await play.ledger.renew([play.leases["a"].key]) == set()
+
+
+@on_shared_stores
 async def test_leases_of_a_silent_owner_go_to_another(open_ledger):
     silent, other = await open_ledger("silent", lease_s=0.001), await open_ledger("other")
     play = Play(silent)

@@ -6,10 +6,12 @@ import asyncio
 import itertools
 import json
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
 import uvicorn
+from ledger_suite import RedisServer
 from prometheus_client import CollectorRegistry
 from weight_server import WeightServer, until
 
@@ -55,6 +57,25 @@ async def played(tokenizer_dir: Path):
     await serving
     await generation.stop()
     listener.close()
+
+
+async def test_a_gateway_that_finds_no_store_waits_for_it(tokenizer_dir: Path, caplog):
+    if not RedisServer.is_installed():
+        pytest.skip("redis-server is not installed: apt-get install redis-server")
+    with tempfile.TemporaryDirectory() as folder:  # a socket's path must be short
+        redis = RedisServer(Path(folder))
+        redis.stop()
+        config = GatewayConfig(tokenizer=str(tokenizer_dir), ledger=redis.address())
+
+        async def opened() -> int:
+            async with open_gateway(config) as service:
+                return (await service.status()).version
+
+        opening = asyncio.create_task(opened())
+        await until(lambda: "waiting for the store" in caplog.text)
+        redis.start()
+        assert await opening == 0
+        redis.stop()
 
 
 async def run(*argv: str) -> None:

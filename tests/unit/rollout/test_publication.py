@@ -11,6 +11,7 @@ from weight_server import DEADLINE_S, Gateway, WeightServer, opened_gateway, unt
 from headway.contracts.errors import BackendError, StaleVersion, SyncError
 from headway.contracts.http.paths import WEIGHTS_COMMIT, WEIGHTS_PREPARE
 from headway.contracts.types import WeightUpdateMeta
+from headway.rollout import weight_orders
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.publishing.book import WeightBook
 
@@ -193,7 +194,18 @@ async def test_once_a_quorum_has_staged_a_version_the_others_are_not_waited_for_
         async with asyncio.timeout(DEADLINE_S):
             await published(gateway, 1)
         assert gateway.states() == {"s0": "ready", "s1": "ready", "s2": "fenced"}
-        assert [abort.version for abort in servers[2].aborts] == [1]
+        await until(lambda: [abort.version for abort in servers[2].aborts] == [1])
+
+
+async def test_a_straggler_that_does_not_answer_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(weight_orders, "ABORT_TIMEOUT_S", 10 * DEADLINE_S)
+    servers = servers_of(3)
+    servers[2].holds_prepare()
+    servers[2].answers_aborts = False
+    async with opened_gateway(*servers, quorum=0.6, straggler_s=0.05) as gateway:
+        async with asyncio.timeout(DEADLINE_S):
+            await published(gateway, 1)
+        assert gateway.states() == {"s0": "ready", "s1": "ready", "s2": "fenced"}
 
 
 async def test_servers_that_are_slow_but_there_prove_nothing():

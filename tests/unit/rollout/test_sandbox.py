@@ -22,7 +22,7 @@ from headway.rollout.sandbox.backends import (
     Command,
     Unavailable,
 )
-from headway.rollout.sandbox.choice import make_sandbox
+from headway.rollout.sandbox.choice import SandboxInTime, make_sandbox
 from headway.rollout.sandbox.pool import SandboxPool
 from headway.rollout.sandbox.probe import probe
 from headway.rollout.sandbox.values import Opaque, read_value, write_source
@@ -324,6 +324,30 @@ async def test_unsafe_must_be_allowed_and_still_limits_resources():
         assert (await sandbox.run(Program(daemon))).status == "ok"
     finally:
         await sandbox.aclose()
+
+
+async def test_programs_wait_for_a_sandbox_that_starts_beside_its_service():
+    unsafe = SandboxConfig(type="unsafe", allow_unsafe=True)
+    sandbox = SandboxInTime(make_sandbox(unsafe, NoOutbound()))
+    await sandbox.start()
+    try:
+        assert (await sandbox.run(Program("print(1)"))).stdout == "1\n"
+    finally:
+        await sandbox.aclose()
+
+
+async def test_a_sandbox_that_is_closed_while_it_starts_leaves_nothing():
+    unsafe = SandboxConfig(type="unsafe", allow_unsafe=True)
+    before = psutil.Process().children(recursive=True)
+    sandbox = SandboxInTime(make_sandbox(unsafe, NoOutbound()))
+    await sandbox.start()
+    async with asyncio.timeout(10.0):
+        while psutil.Process().children(recursive=True) == before:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    await sandbox.aclose()
+    new = set(psutil.Process().children(recursive=True)) - set(before)
+    _, alive = psutil.wait_procs(new, timeout=5.0)
+    assert not alive
 
 
 async def test_no_sandbox_refuses_and_says_so():

@@ -265,6 +265,27 @@ async def test_the_turn_is_one_s_only(store: Store):
     assert most == 1
 
 
+async def test_the_turn_of_a_former_process_at_the_same_place_is_not_waited_for(store: Store):
+    former, heir = (PublicationTurn(store.notes, 30.0, "here") for _ in range(2))
+    async with asyncio.timeout(10.0), former.held(), heir.held():
+        await former.look()
+        assert not former.is_elsewhere
+        other = PublicationTurn(store.notes, 30.0, "there")
+        await other.look()
+        assert other.is_elsewhere
+
+
+async def test_who_starts_again_gives_back_the_turn_that_it_held(store: Store):
+    former, other = (PublicationTurn(store.notes, 30.0, place) for place in ("here", "there"))
+    async with asyncio.timeout(10.0), former.held():
+        await other.inherit()
+        await other.look()
+        assert other.is_elsewhere
+        await PublicationTurn(store.notes, 30.0, "here").inherit()
+        async with other.held():
+            pass
+
+
 async def test_a_drain_holds_on_every_gateway(store: Store):
     async with two(store) as (one, other):
         await other.fleet.drain("a")

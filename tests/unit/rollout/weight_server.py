@@ -48,6 +48,7 @@ class WeightServer:
         """Of the next commit."""
         self.on_prepare: Callable[[WeightPrepareRequest], Awaitable[None]] | None = None
         self.on_commit: Callable[[WeightCommitRequest], Awaitable[None]] | None = None
+        self.answers_aborts = True
         self.garbled = ""
         """Path whose orders are answered with nonsense."""
         self.prepares: list[WeightPrepareRequest] = []
@@ -163,6 +164,8 @@ class WeightServer:
         self.aborts.append(order)
         self._aborted.set()
         self.staged = None
+        if not self.answers_aborts:
+            await asyncio.Event().wait()
         return web.Response(status=204)
 
     def _garble(self, request: web.Request) -> web.Response | None:

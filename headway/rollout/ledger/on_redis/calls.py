@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 SOCKET_TIMEOUT_S = 2.0
 RETRY_S = 10.0
 """Less than the answers of calls are kept (`EX` in the prelude)."""
-BACKOFF_S = (0.02, 1.0)
+BACKOFF_S = (0.02, 0.25)
 """First and longest wait between two attempts."""
 MAX_CALLS = 256
 MAX_BYTES = 8 << 20

@@ -1,0 +1,49 @@
+"""Serving an app: what callers see before it is up."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from headway.contracts.config.gateway import ServiceConfig
+from headway.contracts.errors import ConfigError
+from headway.runtime.listener import serve
+
+
+def test_connections_are_refused_until_the_app_is_up():
+    """Who may go to another service is not kept waiting by one that starts."""
+    seen = []
+
+    @asynccontextmanager
+    async def starting(app: FastAPI) -> AsyncIterator[None]:
+        url = httpx.URL(app.state.url)
+        with pytest.raises(ConnectionRefusedError) as refused:
+            await asyncio.open_connection(url.host, url.port)
+        seen.append(refused)
+        raise RuntimeError("enough was seen")
+        yield
+
+    with pytest.raises(SystemExit):
+        serve(FastAPI(lifespan=starting), ServiceConfig())
+    assert seen
+
+
+def test_of_two_that_start_on_a_port_at_once_the_second_is_told():
+    with socket.socket() as first:
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        first.bind(("127.0.0.1", 0))
+        port = first.getsockname()[1]
+
+        @asynccontextmanager
+        async def starting(app: FastAPI) -> AsyncIterator[None]:
+            first.listen()
+            yield
+
+        with pytest.raises(ConfigError, match=f"port {port} .* is in use"):
+            serve(FastAPI(lifespan=starting), ServiceConfig(port=port))
