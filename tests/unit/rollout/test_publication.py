@@ -11,8 +11,8 @@ from weight_server import DEADLINE_S, Gateway, WeightServer, opened_gateway, unt
 from headway.contracts.errors import BackendError, StaleVersion, SyncError
 from headway.contracts.http.paths import WEIGHTS_COMMIT, WEIGHTS_PREPARE
 from headway.contracts.types import WeightUpdateMeta
-from headway.rollout import weight_orders
 from headway.rollout.ledger.sqlite import SqliteLedger
+from headway.rollout.publishing import orders
 from headway.rollout.publishing.book import WeightBook
 
 
@@ -198,7 +198,7 @@ async def test_once_a_quorum_has_staged_a_version_the_others_are_not_waited_for_
 
 
 async def test_a_straggler_that_does_not_answer_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(weight_orders, "ABORT_TIMEOUT_S", 10 * DEADLINE_S)
+    monkeypatch.setattr(orders, "ABORT_TIMEOUT_S", 10 * DEADLINE_S)
     servers = servers_of(3)
     servers[2].holds_prepare()
     servers[2].answers_aborts = False
