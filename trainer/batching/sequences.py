@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,9 +37,8 @@ class SequenceBatch:
     @property
     def position_ids(self) -> Tensor:
         """[T] position of each token within its sequence."""
-        lengths = torch.tensor(self.lengths, dtype=torch.int64)
-        starts = lengths.cumsum(0) - lengths
-        return torch.arange(self.num_tokens) - torch.repeat_interleave(starts, lengths)
+        longest = torch.arange(max(self.lengths))
+        return torch.cat([longest[:length] for length in self.lengths])
 
     def select(self, indices: Sequence[int]) -> SequenceBatch:
         """The sequences at `indices`, in that order."""
@@ -79,8 +79,8 @@ def batch_of_trajectories(trajectories: Sequence[Trajectory]) -> SequenceBatch:
     lengths = tuple(trajectory.num_tokens for trajectory in trajectories)
 
     def column(name: str, dtype: torch.dtype) -> Tensor:
-        parts = [torch.tensor(getattr(t, name), dtype=dtype) for t in trajectories]
-        return torch.cat(parts)
+        parts = [getattr(trajectory, name) for trajectory in trajectories]
+        return torch.from_numpy(np.concatenate(parts)).to(dtype)
 
     input_ids = column("input_ids", torch.int64)
     return SequenceBatch(
