@@ -1,4 +1,4 @@
-"""Trajectories -> packed sequences -> micro-batches by token budget.
+"""Trajectories -> packed sequences.
 
 A `SequenceBatch` holds sequences end to end: column `name` is `[T]` over all tokens, cut by
 `lengths`. Row t of the logits predicts token t + 1, so columns that judge a sampled token are stored
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,14 +37,17 @@ class SequenceBatch:
     @property
     def position_ids(self) -> Tensor:
         """[T] position of each token within its sequence."""
-        return torch.cat([torch.arange(length) for length in self.lengths])
+        longest = torch.arange(max(self.lengths))
+        return torch.cat([longest[:length] for length in self.lengths])
 
     def select(self, indices: Sequence[int]) -> SequenceBatch:
         """The sequences at `indices`, in that order."""
-        pieces = {
-            name: torch.split(column, list(self.lengths)) for name, column in self.columns.items()
+        ends = list(accumulate(self.lengths))
+        spans = [(ends[i] - self.lengths[i], ends[i]) for i in indices]
+        columns = {
+            name: torch.cat([column[start:end] for start, end in spans])
+            for name, column in self.columns.items()
         }
-        columns = {name: torch.cat([split[i] for i in indices]) for name, split in pieces.items()}
         return SequenceBatch(tuple(self.lengths[i] for i in indices), columns)
 
     def with_columns(self, **columns: Tensor) -> SequenceBatch:
@@ -74,8 +79,8 @@ def batch_of_trajectories(trajectories: Sequence[Trajectory]) -> SequenceBatch:
     lengths = tuple(trajectory.num_tokens for trajectory in trajectories)
 
     def column(name: str, dtype: torch.dtype) -> Tensor:
-        parts = [torch.tensor(getattr(t, name), dtype=dtype) for t in trajectories]
-        return torch.cat(parts)
+        parts = [getattr(trajectory, name) for trajectory in trajectories]
+        return torch.from_numpy(np.concatenate(parts)).to(dtype)
 
     input_ids = column("input_ids", torch.int64)
     return SequenceBatch(
@@ -112,46 +117,3 @@ def shift_left(column: Tensor, lengths: Sequence[int], fill: float) -> Tensor:
     shifted = column.roll(-1)
     shifted[torch.tensor(lengths).cumsum(0) - 1] = fill
     return shifted
-
-
-def pack_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """First-fit decreasing: bins of sequence indices, none above `max_tokens`.
-
-    Raises:
-        DataError: a sequence is longer than the budget.
-    """
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    if order and lengths[order[0]] > max_tokens:
-        raise DataError(
-            f"a sequence of {lengths[order[0]]} tokens exceeds the micro-batch budget of {max_tokens}; "
-            "raise trainer.max_tokens_per_mb or lower sampling.max_new_tokens"
-        )
-    bins: list[list[int]] = []
-    free: list[int] = []
-    for index in order:
-        for position, room in enumerate(free):
-            if lengths[index] <= room:
-                bins[position].append(index)
-                free[position] -= lengths[index]
-                break
-        else:
-            bins.append([index])
-            free.append(max_tokens - lengths[index])
-    return bins
-
-
-def partition_by_tokens(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Longest-first to the lightest part: balanced shares for the ranks, each in ascending order.
-
-    Raises:
-        DataError: fewer sequences than parts.
-    """
-    if len(lengths) < num_parts:
-        raise DataError(f"{len(lengths)} sequences cannot be shared by {num_parts} ranks")
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    loads = [0] * num_parts
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        lightest = min(range(num_parts), key=lambda part: (loads[part], len(parts[part])))
-        parts[lightest].append(index)
-        loads[lightest] += lengths[index]
-    return [sorted(part) for part in parts]

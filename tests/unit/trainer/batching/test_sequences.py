@@ -1,4 +1,4 @@
-"""Packing, sharing, shifting: which token is judged where."""
+"""Packed sequences: which token is judged where, and taking sequences out."""
 
 from __future__ import annotations
 
@@ -6,60 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.contracts.errors import DataError
-from trainer.batching import (
-    SequenceBatch,
-    batch_of_trajectories,
-    pack_by_tokens,
-    partition_by_tokens,
-    shift_left,
-)
-
-lengths_and_budget = st.lists(st.integers(1, 50), max_size=40).flatmap(
-    lambda lengths: st.tuples(st.just(lengths), st.integers(max([1, *lengths]), 200))
-)
-
-
-@given(lengths_and_budget)
-def test_bins_hold_every_index_once_and_never_exceed_the_budget(case):
-    lengths, budget = case
-    bins = pack_by_tokens(lengths, budget)
-    assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
-    loads = [sum(lengths[index] for index in members) for members in bins]
-    assert all(0 < load <= budget for load in loads)
-    assert sum(load * 2 <= budget for load in loads) <= 1  # two half-empty bins would be one
-
-
-def test_bins_by_hand():
-    assert pack_by_tokens([3, 9, 4, 6], 10) == [[1], [3, 2], [0]]
-    assert pack_by_tokens([], 10) == []
-
-
-def test_a_sequence_above_the_budget_is_named_with_what_to_do():
-    with pytest.raises(
-        DataError, match=r"sequence of 11 tokens .* of 10; raise .*max_tokens_per_mb"
-    ):
-        pack_by_tokens([3, 11, 2], 10)
-
-
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 6))
-def test_shares_of_the_ranks_are_balanced(lengths, num_parts):
-    if len(lengths) < num_parts:
-        with pytest.raises(DataError, match=f"shared by {num_parts} ranks"):
-            partition_by_tokens(lengths, num_parts)
-        return
-    parts = partition_by_tokens(lengths, num_parts)
-    assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
-    assert all(part and part == sorted(part) for part in parts)
-    loads = [sum(lengths[index] for index in part) for part in parts]
-    assert max(loads) - min(loads) <= max(lengths)
-    # Longest first is within 4/3 of the best, and the best is at least the mean and the longest.
-    assert max(loads) <= 4 / 3 * max(sum(lengths) / num_parts, max(lengths)) + max(lengths) / 3
-
-
-def test_shares_by_hand():
-    assert partition_by_tokens([5, 1, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4, 5]]
+from trainer.batching import SequenceBatch, batch_of_trajectories, first_branches, shift_left
 
 
 def test_shift_left_stays_within_each_sequence():
@@ -82,6 +32,48 @@ def test_select_takes_sequences_in_the_asked_order_with_all_columns(batch):
     assert chosen.num_tokens == 5
     assert chosen.position_ids.tolist() == [0, 1, 0, 1, 2]
     assert batch.select([1, 1])["input_ids"].tolist() == [4, 4]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.data())
+def test_selected_sequences_are_those_cut_out_by_hand(lengths, data):
+    indices = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=12))
+    tokens = torch.arange(sum(lengths))
+    chosen = SequenceBatch(tuple(lengths), {"tokens": tokens}).select(indices)
+    expected, positions = [], []
+    for index in indices:
+        start = sum(lengths[:index])
+        expected += range(start, start + lengths[index])
+        positions += range(lengths[index])
+    assert chosen["tokens"].tolist() == expected
+    assert chosen.position_ids.tolist() == positions
+    assert chosen.position_ids.dtype == torch.int64
+
+
+def test_taking_all_sequences_in_many_parts_touches_each_once():
+    """Cutting the whole batch for every part made it quadratic: seconds at 4096 sequences."""
+
+    class Operations(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.number += 1
+            return func(*args, **(kwargs or {}))
+
+    sequences = SequenceBatch((3,) * 4096, {"tokens": torch.arange(3 * 4096)})
+    with Operations() as operations:
+        parts = [sequences.select(range(start, start + 32)) for start in range(0, 4096, 32)]
+    assert operations.number <= 4096 + 128  # a slice for each sequence, and one to join each part
+    assert torch.cat([part["tokens"] for part in parts]).equal(sequences["tokens"])
+
+
+def test_branches_of_a_sample_count_once(make_trajectory):
+    rows = [
+        make_trajectory(1, 1, rollout="a"),
+        make_trajectory(1, 2, rollout="b"),
+        make_trajectory(2, 2, rollout="a"),
+    ]
+    assert [row.sample_index for row in rows] == [0, 0, 0]
+    assert first_branches(rows) == [True, True, False]
 
 
 def test_with_columns_adds_replaces_and_refuses_other_lengths(batch):
