@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.algorithms.advantages import group_advantages, shape_rewards
+from trainer.algorithms.advantages import group_advantages
+from trainer.algorithms.rewards import shape_rewards
 
 EPS = 1e-6
 
@@ -31,7 +32,7 @@ def test_two_groups_by_hand():
     torch.testing.assert_close(
         got, torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0, -1.0]), atol=1e-5, rtol=0
     )
-    centred = group_advantages(rewards, groups, scale_by_std=False)
+    centred = group_advantages(rewards, groups, None)
     torch.testing.assert_close(centred, torch.tensor([0.5, -0.5, -0.5, 0.5, 1.0, -1.0]))
 
 
@@ -40,7 +41,7 @@ def test_each_sample_counts_once_however_often_it_forked_by_hand():
     rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.5])
     counts = torch.tensor([True, False, False, True, True])
     groups = torch.zeros(5, dtype=torch.int64)
-    centred = group_advantages(rewards, groups, scale_by_std=False, counts=counts)
+    centred = group_advantages(rewards, groups, None, counts=counts)
     assert centred.tolist() == [0.5, 0.5, 0.5, -0.5, 0.0]
     got = group_advantages(rewards, groups, counts=counts)
     high = 0.5 / (math.sqrt(1 / 6) + EPS)
@@ -53,10 +54,10 @@ def test_a_group_of_which_nothing_counts_is_refused():
         group_advantages(torch.ones(2), groups, counts=torch.tensor([True, False]))
 
 
-@pytest.mark.parametrize("scale_by_std", [True, False])
+@pytest.mark.parametrize("scale", ["group", "batch", None])
 @pytest.mark.parametrize("value", [0.1, 1 / 3, -7.3, 0.0])
-def test_equal_rewards_give_exact_zeros(value, scale_by_std):
-    got = group_advantages(torch.full((7,), value), torch.zeros(7, dtype=torch.int64), scale_by_std)
+def test_equal_rewards_give_exact_zeros(value, scale):
+    got = group_advantages(torch.full((7,), value), torch.zeros(7, dtype=torch.int64), scale)
     assert got.tolist() == [0.0] * 7
 
 
@@ -73,7 +74,9 @@ rows = st.lists(
 @given(rows, st.booleans())
 def test_groups_of_any_size_and_order_equal_the_slow_loop(rows, scale_by_std):
     rewards, groups = [r for r, _ in rows], [g for _, g in rows]
-    got = group_advantages(torch.tensor(rewards), torch.tensor(groups), scale_by_std)
+    got = group_advantages(
+        torch.tensor(rewards), torch.tensor(groups), "group" if scale_by_std else None
+    )
     expected = slow_advantages(rewards, groups, scale_by_std)
     assert got.dtype == torch.float32
     assert got.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
