@@ -42,39 +42,36 @@ def normalize(
         [M] of the values' type; where `counts` is false it is centred and scaled like its siblings.
     """
     kept = torch.where(counts, values, 0.0)
+    whole = Segments.whole(values)
     precise = values.double()
-    whole = Moments.of(values, counts) if batch is None else batch
     result = precise
     if center is not None:
-        size, total = _size_and_total(kept, counts, groups, center, whole)
-        result = precise - (
-            torch.where(size > 1, (total - precise) / (size - 1).clamp(min=1.0), precise)
-            if leave_one_out
-            else total / size.clamp(min=1.0)
-        )
-    if scale == "batch":
-        variance = whole.unbiased_variance if unbiased else whole.variance
+        peers = groups if center == "group" else whole
+        size, total = peers.sizes(counts)[peers.index], peers.sums(kept, counts)[peers.index]
+        if center == "batch" and batch is not None:
+            size, total = torch.full_like(size, batch.count), torch.full_like(total, batch.total)
+        result = precise - _mean(precise, size, total, leave_one_out)
+    if scale == "batch" and batch is not None:
+        variance = batch.unbiased_variance if unbiased else batch.variance
         result = result / (variance**0.5 + eps)
-    elif scale == "group":
-        result = result / (_group_variance(kept, counts, groups, unbiased).sqrt() + eps)
+    elif scale is not None:
+        peers = groups if scale == "group" else whole
+        result = result / (_variance(kept, counts, peers, unbiased).sqrt() + eps)
     return result.to(values.dtype)
 
 
-def _size_and_total(
-    kept: Tensor, counts: Tensor, groups: Segments, level: Level, whole: Moments
-) -> tuple[Tensor, Tensor]:
-    if level == "group":
-        return groups.sizes(counts)[groups.index], groups.sums(kept, counts)[groups.index]
-    ones = torch.ones_like(kept, dtype=torch.float64)
-    return ones * whole.count, ones * whole.total
+def _mean(values: Tensor, size: Tensor, total: Tensor, leave_one_out: bool) -> Tensor:
+    if not leave_one_out:
+        return total / size.clamp(min=1.0)
+    return torch.where(size > 1, (total - values) / (size - 1).clamp(min=1.0), values)
 
 
-def _group_variance(kept: Tensor, counts: Tensor, groups: Segments, unbiased: bool) -> Tensor:
+def _variance(kept: Tensor, counts: Tensor, peers: Segments, unbiased: bool) -> Tensor:
     """[M]; in two passes, so that equal values have none."""
-    sizes = groups.sizes(counts)
-    centred = kept.double() - groups.means(kept, counts)[groups.index]
-    squares = groups.sums(centred.square(), counts)
+    sizes = peers.sizes(counts)
+    centred = kept.double() - peers.means(kept, counts)[peers.index]
+    squares = peers.sums(centred.square(), counts)
     variance = squares / sizes.clamp(min=1.0)
     if unbiased:
         variance = torch.where(sizes > 1, squares / (sizes - 1).clamp(min=1.0), 1.0)
-    return variance[groups.index]
+    return variance[peers.index]

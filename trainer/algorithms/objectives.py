@@ -80,5 +80,6 @@ def sapo_objective(
     Source:
         SAPO (arXiv:2511.20347).
     """
-    temperature = torch.where(advantages > 0, temperature_positive, temperature_negative)
+    temperature = torch.full_like(advantages, temperature_negative)
+    temperature = temperature.masked_fill(advantages > 0, temperature_positive)
     return 4.0 / temperature * torch.sigmoid(temperature * (ratio - 1.0)) * advantages
