@@ -12,6 +12,7 @@ from trainer.algorithms.corrections import (
     accepted,
     behaviour_weights,
     interpolated_proximal,
+    proximal_shares,
     within_second_moment,
 )
 from trainer.algorithms.ratios import log_ratios
@@ -117,14 +118,15 @@ def test_the_proximal_approximation_by_hand():
     behaviour = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0])
     current = torch.tensor([-2.0, -2.0, -2.0, -math.inf, -2.0])
     versions = torch.tensor([5, 4, 1, 5, -1])
-    got = interpolated_proximal(current, behaviour, versions, version=6)
+    got = interpolated_proximal(current, behaviour, proximal_shares(versions, version=5))
     # Ages 1, 2, 5; the fourth is fresh, the fifth of no known version.
     assert got.tolist() == pytest.approx([-1.0, -1.5, -1.8, -1.0, -1.0])
 
 
 def test_the_proximal_approximation_never_passes_the_current_policy():
-    got = interpolated_proximal(torch.zeros(2), -torch.ones(2), torch.tensor([9, 6]), version=6)
-    assert got.tolist() == [-1.0, -1.0]
+    shares = proximal_shares(torch.tensor([9, 6, 5, 0, -1]), version=5)
+    assert shares.tolist() == pytest.approx([0.0, 0.0, 0.0, 5 / 6, 0.0])
+    assert interpolated_proximal(torch.zeros(5), -torch.ones(5), shares).max() < 0.0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -120,6 +120,35 @@ def test_it_equals_the_slow_loop(case, seed):
     assert loss_of(config, batch).item() == pytest.approx(expected, rel=1e-10)
 
 
+def test_an_interpolated_proximal_is_computed_on_the_way_and_has_no_gradient():
+    batch = random_batch(1)
+    shares = torch.linspace(0, 0.9, batch.num_tokens, dtype=torch.float64)
+    behaviour = batch["behaviour_logprobs"]
+    explicit = batch.with_columns(
+        proximal_logprobs=behaviour + shares * (batch["logprobs"] - behaviour)
+    )
+    columns = dict(batch.columns) | {"proximal_shares": shares}
+    del columns["proximal_logprobs"]
+    gradients = []
+    for config, given in (
+        (AlgorithmConfig(), explicit),
+        (AlgorithmConfig(proximal="interpolate"), SequenceBatch(batch.lengths, columns)),
+    ):
+        logprobs = batch["logprobs"].clone().requires_grad_()
+        loss_of(config, given, logprobs).backward()
+        gradients.append(logprobs.grad)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_float32_it_stays_close(case):
+    config, batch = AlgorithmConfig(**CASES[case]), random_batch(5)
+    floats = {n: c.float() if c.is_floating_point() else c for n, c in batch.columns.items()}
+    got = loss_of(config, SequenceBatch(batch.lengths, floats))
+    assert got.dtype == torch.float32
+    assert got.item() == pytest.approx(loss_of(config, batch).item(), rel=2e-5, abs=1e-6)
+
+
 @pytest.mark.parametrize("case", sorted(set(CASES) - {"cispo"}))
 def test_its_gradient_equals_differences_of_the_slow_loop(case):
     config, batch = AlgorithmConfig(**CASES[case]), random_batch(6)

@@ -129,26 +129,32 @@ def within_second_moment(log_weight: Tensor, loss_mask: Tensor, threshold: float
     return kept
 
 
-@torch.no_grad()
-def interpolated_proximal(
-    logprobs: Tensor, behaviour_logprobs: Tensor, behaviour_versions: Tensor, version: int
-) -> Tensor:
-    """Proximal logprobs without a forward: on the line from behaviour to current.
+def proximal_shares(behaviour_versions: Tensor, version: int) -> Tensor:
+    """How far on the way from behaviour to current the proximal policy lies.
 
-    The proximal policy is `version - 1`, the last one published, so a token of version b lies
-    (version - 1 - b) / (version - b) of the way: 0 for a fresh token, towards 1 for an old one.
+    The proximal policy is `version`, on the way to `version + 1`, so a token of version b lies
+    (version - b) / (version + 1 - b) of the way: 0 for a fresh token, towards 1 for an old one.
 
     Args:
-        logprobs: [T] under the weights that are becoming `version`.
-        behaviour_versions: [T]; below 0 where the version is not known: the behaviour itself.
+        behaviour_versions: [T]; below 0 where no version is known, which counts as fresh.
+        version: that the step trains from.
     Returns:
-        [T].
+        [T] float32 in [0, 1).
     Source:
         AReaL's loglinear approximation.
     """
-    age = version - behaviour_versions
-    is_older = (behaviour_versions >= 0) & (age > 0)
-    share = torch.where(is_older, (age - 1) / age.clamp(min=1), 0.0).clamp(0.0, 1.0)
+    age = (version - behaviour_versions).clamp(min=0)
+    return torch.where(behaviour_versions >= 0, age / (age + 1), 0.0)
+
+
+@torch.no_grad()
+def interpolated_proximal(logprobs: Tensor, behaviour_logprobs: Tensor, shares: Tensor) -> Tensor:
+    """[T] proximal logprobs without a forward of their own: on the line from behaviour to current.
+
+    Args:
+        logprobs: [T] under the weights that are being trained.
+        shares: [T] of `proximal_shares`.
+    """
     # Where the share is 0 the current logprob, finite or not, must not count.
-    step = torch.where(share > 0, share * (logprobs - behaviour_logprobs), 0.0)
+    step = torch.where(shares > 0, shares * (logprobs - behaviour_logprobs), 0.0)
     return behaviour_logprobs + step

@@ -12,7 +12,7 @@ from trainer.algorithms.aggregation import (
     masked_mean,
     mean_mode,
 )
-from trainer.algorithms.corrections import accepted, behaviour_weights
+from trainer.algorithms.corrections import accepted, behaviour_weights, interpolated_proximal
 from trainer.algorithms.kl import kl_estimate
 from trainer.algorithms.objectives import cispo_objective, clipped_objective, sapo_objective
 from trainer.algorithms.ratios import RatioLevel, at_level, bounded_exp, log_ratios
@@ -44,9 +44,9 @@ def policy_loss(
     PPO (arXiv:1707.06347).
 
     Args:
-        batch: columns `loss_mask`, `advantages`, `proximal_logprobs`, `behaviour_logprobs`;
-            `reference_logprobs` where `kl_coef` > 0; `near` bool (of `within_second_moment` over the
-            mini-batch) where `m2_threshold` is set.
+        batch: columns `loss_mask`, `advantages`, `behaviour_logprobs`; `proximal_logprobs`, or
+            `proximal_shares` where `proximal` is interpolated; `reference_logprobs` where `kl_coef` > 0;
+            `near` (of `within_second_moment` over the mini-batch) where `m2_threshold` is set.
         logprobs: [T] under the current policy, differentiable.
         entropy: [T] of the current policy, differentiable; wanted where `entropy_coef` > 0.
     Returns:
@@ -59,6 +59,10 @@ def policy_loss(
     sequences = Segments.of_lengths(batch.lengths, mask.device)
     # What stands outside of the mask may be infinite, and is nobody's gradient.
     logprobs = torch.where(mask, logprobs, 0.0)
+    if config.proximal == "interpolate":
+        shares, behaviour = batch["proximal_shares"], batch["behaviour_logprobs"]
+        proximal = interpolated_proximal(logprobs, behaviour, shares)
+        batch = batch.with_columns(proximal_logprobs=proximal)
     objective, is_clipped = _objective(config, batch, logprobs, sequences)
     log_weight = log_ratios(batch["proximal_logprobs"], batch["behaviour_logprobs"], mask)
     weights, is_within = _weights(config, batch, log_weight, sequences)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from headway.contracts.config.algorithm import AlgorithmConfig
 from headway.contracts.errors import ConfigError
-from headway.contracts.types import Trajectory
-from trainer.algorithms.corrections import within_second_moment
+from headway.contracts.types import PolicyVersion, Trajectory
+from trainer.algorithms.corrections import proximal_shares, within_second_moment
 from trainer.algorithms.credit import normalized_advantages, token_advantages, trajectory_rewards
 from trainer.algorithms.diagnostics import Mismatch
 from trainer.algorithms.logprobs import token_logprobs
@@ -55,18 +55,22 @@ class PPOActor:
         self._temperature = temperature
         self._reference = reference
 
-    def train_step(self, trajectories: list[Trajectory]) -> dict[str, float]:
+    def train_step(
+        self, trajectories: list[Trajectory], version: PolicyVersion
+    ) -> dict[str, float]:
         """One version: every rank gets the whole batch and trains on its share.
 
         Args:
             trajectories: whole groups, the same list on every rank.
+            version: of the weights that the step starts from.
         Returns:
             Figures of the step, means over the tokens in the loss.
         """
         mini_batches = self._mini_batches(self._judged(trajectories), trajectories)
         # All proximal logprobs come before the first update: they belong to the step's first weights.
-        prepared = [self._with_proximal(mini_batch) for mini_batch in mini_batches]
-        stats = self._mismatch(prepared)
+        prepared = [self._with_proximal(mini_batch, version) for mini_batch in mini_batches]
+        is_known = self._config.proximal == "recompute"
+        stats = self._mismatch(prepared) if is_known else {}
         for mini_batch in prepared:
             figures = self._engine.train_batch(mini_batch, self._mb_spec, self._loss, self._weight)
             for name, value in figures.items():
@@ -107,13 +111,16 @@ class PPOActor:
         advantages = normalized_advantages(config, advantages, groups, mask, sequences)
         return batch.with_columns(advantages=advantages, loss_mask=mask)
 
-    def _with_proximal(self, batch: SequenceBatch) -> SequenceBatch:
+    def _with_proximal(self, batch: SequenceBatch, version: PolicyVersion) -> SequenceBatch:
         """With what is fixed before the step's first update."""
         if self._reference is not None and self._config.kl_coef > 0:
             logprobs = self._reference.forward(batch, self._mb_spec, post_hook=self._logprobs)
             batch = batch.with_columns(reference_logprobs=logprobs)
         if not self._config.decoupled:
             return batch.with_columns(proximal_logprobs=batch["behaviour_logprobs"])
+        if self._config.proximal == "interpolate":
+            shares = proximal_shares(batch["behaviour_versions"], version)
+            return batch.with_columns(proximal_shares=shares)
         proximal = self._engine.forward(batch, self._mb_spec, post_hook=self._logprobs)
         batch = batch.with_columns(proximal_logprobs=proximal)
         if self._config.m2_threshold is None:

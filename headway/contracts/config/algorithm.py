@@ -94,6 +94,10 @@ class AlgorithmConfig(Config):
     decoupled: bool = True
     """Clip around the proximal policy and weigh by proximal / behaviour (AReaL, arXiv:2505.24298);
     false clips around the behaviour policy itself."""
+    proximal: Literal["recompute", "interpolate"] = "recompute"
+    """`interpolate` saves the forward before the update: the proximal logprobs are guessed on the line
+    from behaviour to current, by the token's version (AReaL's loglinear approximation). Needs
+    `decoupled`."""
     behaviour_weight_cap: float | None = Field(5.0, gt=0.0)
     """Tokens with proximal / behaviour above this get weight 0; None keeps all. Needs `decoupled`."""
     behaviour_weight_floor: float | None = Field(None, gt=0.0)
@@ -185,12 +189,18 @@ class AlgorithmConfig(Config):
 
     def _correction_conflicts(self) -> tuple[tuple[bool, str], ...]:
         low, cap = self.behaviour_weight_floor, self.behaviour_weight_cap
+        names: tuple[str, ...]
         names = ("behaviour_weight_floor", "behaviour_weight_action", "behaviour_weight_level")
-        chosen = [n for n in (*names, "rejection", "m2_threshold") if self._is_set(n)]
+        names += ("proximal", "rejection", "m2_threshold")
+        chosen = [name for name in names if self._is_set(name)]
         return (
             (
                 not self.decoupled and bool(chosen),
                 f"{', '.join(chosen)}: without decoupled nothing is weighed by proximal / behaviour",
+            ),
+            (
+                self.proximal == "interpolate" and self.m2_threshold is not None,
+                "m2_threshold judges a mini-batch before its update; set proximal=recompute",
             ),
             (
                 low is not None and cap is not None and low > cap,

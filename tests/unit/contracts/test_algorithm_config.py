@@ -26,6 +26,8 @@ from headway.contracts.config.algorithm import AlgorithmConfig
         ({"decoupled": False, "behaviour_weight_level": "geometric"}, "weight_level: without"),
         ({"decoupled": False, "rejection": {"upper": 2.0}}, "rejection: without"),
         ({"decoupled": False, "m2_threshold": 0.1}, "m2_threshold: without"),
+        ({"decoupled": False, "proximal": "interpolate"}, "proximal: without"),
+        ({"proximal": "interpolate", "m2_threshold": 0.1}, "set proximal=recompute"),
         ({"behaviour_weight_floor": 6.0}, "exceeds behaviour_weight_cap"),
         ({"behaviour_weight_action": "clamp", "behaviour_weight_cap": None}, "needs behaviour"),
         ({"rejection": {}}, "rejects nothing"),
