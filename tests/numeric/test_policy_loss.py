@@ -212,6 +212,15 @@ def test_nothing_outside_of_the_mask_reaches_loss_figures_or_gradient(case, valu
     assert all(torch.isfinite(figure) for figure in stats.values())
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_everything_is_made_on_the_device_of_the_batch(case):
+    """The meta device refuses to meet tensors of another."""
+    batch = random_batch(0).to(torch.device("meta"))
+    config = AlgorithmConfig(**CASES[case])
+    loss, stats = policy_loss(config, batch, batch["logprobs"], batch["entropy"])
+    assert {tensor.device.type for tensor in (loss, *stats.values())} == {"meta"}
+
+
 def test_what_the_configuration_leaves_out_is_not_asked_for():
     batch = random_batch(0)
     needed = ("loss_mask", "advantages", "proximal_logprobs", "behaviour_logprobs")

@@ -66,25 +66,14 @@ def policy_loss(
     objective, is_clipped = _objective(config, batch, logprobs, sequences)
     log_weight = log_ratios(batch["proximal_logprobs"], batch["behaviour_logprobs"], mask)
     weights, is_within = _weights(config, batch, log_weight, sequences)
-    losses = -weights * objective
-    figures = {
+    penalties, penalty_figures = _penalties(config, batch, logprobs, entropy)
+    losses = -weights * objective + penalties
+    figures = penalty_figures | {
         "clip_fraction": is_clipped.float(),
         "behaviour_weight": bounded_exp(log_weight),
         "capped_fraction": (~is_within).float(),
         "behaviour_kl": bounded_exp(log_weight) - 1.0 - log_weight,
     }
-    if config.entropy_coef > 0:
-        if entropy is None:
-            raise ValueError("entropy_coef is above 0 and no entropy was handed in")
-        losses = losses - config.entropy_coef * torch.where(mask, entropy, 0.0)
-        figures["entropy"] = entropy
-    if config.kl_coef > 0:
-        reference = torch.where(mask, batch["reference_logprobs"], 0.0)
-        kl = kl_estimate(
-            logprobs, reference, config.kl_estimator, straight_through=config.kl_straight_through
-        )
-        losses = losses + config.kl_coef * kl
-        figures["reference_kl"] = kl
     loss = aggregate(losses, mask, sequences, config.aggregation, config.aggregation_max_tokens)
     with torch.no_grad():
         mode = mean_mode(config.aggregation)
@@ -155,3 +144,23 @@ def _weights(
     if config.m2_threshold is not None:
         is_near &= batch["near"]
     return torch.where(is_near, weights, 0.0), is_within & is_near
+
+
+def _penalties(
+    config: AlgorithmConfig, batch: SequenceBatch, logprobs: Tensor, entropy: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """[T] to be added to the losses, and what they are made of."""
+    mask, figures = batch["loss_mask"], {}
+    penalties = torch.zeros_like(logprobs)
+    if config.entropy_coef > 0:
+        if entropy is None:
+            raise ValueError("entropy_coef is above 0 and no entropy was handed in")
+        figures["entropy"] = torch.where(mask, entropy, 0.0)
+        penalties = penalties - config.entropy_coef * figures["entropy"]
+    if config.kl_coef > 0:
+        reference = torch.where(mask, batch["reference_logprobs"], 0.0)
+        figures["reference_kl"] = kl_estimate(
+            logprobs, reference, config.kl_estimator, straight_through=config.kl_straight_through
+        )
+        penalties = penalties + config.kl_coef * figures["reference_kl"]
+    return penalties, figures
