@@ -221,6 +221,20 @@ def test_everything_is_made_on_the_device_of_the_batch(case):
     assert {tensor.device.type for tensor in (loss, *stats.values())} == {"meta"}
 
 
+@pytest.mark.parametrize("case", ["areal", "ice_pop", "truncated", "geometric", "m2po"])
+def test_the_capped_fraction_counts_every_weight_that_was_not_left_as_it_was(case):
+    config, batch = AlgorithmConfig(**CASES[case]), random_batch(1)
+    gaps = (batch["proximal_logprobs"] - batch["behaviour_logprobs"]).tolist()
+    changed = [
+        slow_weight(config, gaps[t], [gaps[i] for i in rows], batch["near"][t]) != math.exp(gaps[t])
+        for rows in actions(batch)
+        for t in rows
+    ]
+    _, stats = policy_loss(config, batch, batch["logprobs"])
+    assert 0 < sum(changed) < len(changed)
+    assert stats["capped_fraction"].item() == pytest.approx(sum(changed) / len(changed))
+
+
 def test_what_the_configuration_leaves_out_is_not_asked_for():
     batch = random_batch(0)
     needed = ("loss_mask", "advantages", "proximal_logprobs", "behaviour_logprobs")

@@ -65,7 +65,7 @@ def test_dense_rewards_equal_the_slow_loop(delta):
                 after = min(max(scores[t + 1].item(), -3.0), 3.0)
                 before = min(max(scores[t].item(), -3.0), 3.0)
                 expected[t] = after - before if delta else after
-    got = dense_token_rewards(scores, mask, LENGTHS, clip=3.0, delta=delta)
+    got = dense_token_rewards(scores, mask, clip=3.0, delta=delta)
     assert got.tolist() == pytest.approx(expected, abs=1e-6)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -67,22 +65,20 @@ def token_rewards(
 
 
 def dense_token_rewards(
-    scores: Tensor, loss_mask: Tensor, lengths: Sequence[int], clip: float, delta: bool = True
+    scores: Tensor, loss_mask: Tensor, clip: float, delta: bool = True
 ) -> Tensor:
     """Rewards from a score after every token: the action of row t gets score t + 1, or what it gained.
 
     Args:
         scores: [T] of the prefix that ends with each token (not shifted).
-        loss_mask: [T] bool, true on the actions (shifted).
+        loss_mask: [T] bool, true on the actions (shifted); the last row of a sequence is none.
         clip: bound on the absolute score, before the difference.
         delta: score t + 1 minus score t; potential-based shaping (Ng et al., 1999).
     Returns:
         [T] float32, 0 outside of the mask.
     """
     bounded = scores.float().clamp(-clip, clip)
-    ends = torch.tensor(lengths, device=scores.device).cumsum(0) - 1
     following = bounded.roll(-1)
-    following[ends] = bounded[ends]
     return torch.where(loss_mask, following - bounded if delta else following, 0.0)
 
 
