@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from headway.contracts.config.algorithm import AlgorithmConfig
 from headway.contracts.config.experiment import GRPOExperiment, SFTExperiment
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.launch import LaunchConfig
@@ -36,7 +37,8 @@ from headway.rollout.ledger.transitions import NEXT_STATE
 from headway.rollout.tokenizer import TextTokenizer
 from headway.runtime.config import describe, load_config
 from headway.runtime.metrics import render_metrics
-from trainer.algorithms.losses import decoupled_ppo_loss
+from trainer.algorithms.losses import policy_loss
+from trainer.batching import SequenceBatch
 from trainer.checkpoint import RunState
 from trainer.step_metrics import describe_step
 from weight_sync.model_dir import load_model
@@ -167,9 +169,12 @@ def test_operations_page_lists_every_figure_of_a_step():
     }
     row = Trajectory("r", "g", 0, reward=0.0, stop_reason="stop", **columns)
     step = describe_step(RunState("run"), TrajectoryBatch((TrajectoryGroup("r", "g", (row,)),)))
-    zeros = torch.zeros(2)
-    _, stats = decoupled_ppo_loss(zeros, zeros, zeros, zeros, torch.ones(2, dtype=torch.bool), 0.2)
+    names = ("advantages", "proximal_logprobs", "behaviour_logprobs", "reference_logprobs")
+    tokens = dict.fromkeys(names, torch.zeros(2)) | {"loss_mask": torch.ones(2, dtype=torch.bool)}
+    algorithm = AlgorithmConfig(entropy_coef=0.1, kl_coef=0.1)
+    _, stats = policy_loss(algorithm, SequenceBatch((2,), tokens), torch.zeros(2), torch.zeros(2))
     others = {"loss", "grad_norm", "lr", "skipped_steps", "wait_s", "train_s", "publish_s"}
+    others |= {"behaviour_gap", "effective_samples"}
     listed = first_column(page("operations.md"), "`run_dir/metrics.jsonl`")
     assert set(listed) == step.keys() | stats.keys() | others
 

@@ -143,7 +143,7 @@ def test_the_trainer_trains_on_what_an_agent_played(
         MicroBatchSpec(10_000),
         TEMPERATURE,
     )
-    figures = actor.train_step(rows)
+    figures = actor.train_step(rows, 0)
     assert math.isfinite(figures["loss"]) and figures["grad_norm"] > 0.0
     assert figures["behaviour_kl"] < TOLERANCE and figures["capped_fraction"] == 0.0
     ((batch, logits),) = engine.losses

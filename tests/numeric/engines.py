@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway.contracts.config.algorithm import AlgorithmConfig
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
 from tests.numeric.models import VOCAB_SIZE, load_reference, reference_logits
 from trainer.algorithms.logprobs import token_logprobs
-from trainer.algorithms.losses import decoupled_ppo_loss
+from trainer.algorithms.losses import policy_loss
 from trainer.api import LossOutput
 from trainer.backends.fsdp2 import FSDP2Engine
 from trainer.batching import SequenceBatch, shift_left
@@ -59,26 +60,19 @@ def random_batch(seed: int, lengths: Sequence[int] = LENGTHS) -> SequenceBatch:
             "input_ids": ids,
             "labels": shift_left(ids, lengths, 0),
             "loss_mask": shift_left(torch.rand(size, generator=generator) < 0.7, lengths, False),
-            "behaviour": behaviour,
-            "proximal": behaviour + 0.3 * torch.randn(size, generator=generator),
+            "behaviour_logprobs": behaviour,
+            "proximal_logprobs": behaviour + 0.3 * torch.randn(size, generator=generator),
             "advantages": torch.randn(size, generator=generator),
         },
     )
 
 
+WIDE = AlgorithmConfig(eps_clip=0.9, eps_clip_higher=5.0, behaviour_weight_cap=2.0)
+
+
 def token_loss(logits: Tensor, batch: SequenceBatch) -> LossOutput:
     """Decoupled PPO with a wide clip range, so that random models have gradients."""
-    loss, stats = decoupled_ppo_loss(
-        token_logprobs(logits, batch["labels"]),
-        batch["proximal"],
-        batch["behaviour"],
-        batch["advantages"],
-        batch["loss_mask"],
-        eps_clip=0.9,
-        eps_clip_higher=5.0,
-        behaviour_weight_cap=2.0,
-    )
-    return LossOutput(loss, stats)
+    return LossOutput(*policy_loss(WIDE, batch, token_logprobs(logits, batch["labels"])))
 
 
 def tokens_in_loss(batch: SequenceBatch) -> float:

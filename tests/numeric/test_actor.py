@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from headway.contracts.config.algorithm import AlgorithmConfig
+from headway.contracts.errors import ConfigError
 from headway.contracts.types import Trajectory
 from tests.numeric.engines import assert_close, open_engine, parameters_of
 from tests.numeric.models import VOCAB_SIZE, load_reference, reference_logits
@@ -93,12 +94,123 @@ def test_the_loss_of_a_step_is_that_of_the_slow_loops(llama_dir, trajectories, o
     config = AlgorithmConfig(**options)
     engine = open_engine(llama_dir)
     actor = PPOActor(engine, TOPOLOGY, config, MicroBatchSpec(budget), TEMPERATURE)
-    figures = actor.train_step(trajectories)
+    figures = actor.train_step(trajectories, 0)
     expected = slow_loss(load_reference(llama_dir), trajectories, config)
     assert figures["loss"] == pytest.approx(expected, rel=2e-3, abs=1e-4)
     assert math.isfinite(figures["grad_norm"])
     if config.decoupled:
         assert figures["clip_fraction"] == 0.0  # nothing has moved yet
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"aggregation": "sequence_mean_token_mean", "ratio_level": "sequence"},
+        {"aggregation": "sequence_mean_token_sum_norm", "aggregation_max_tokens": 16},
+        {"m2_threshold": 0.5, "objective": "unclipped"},
+        {"proximal": "interpolate"},
+        {"rejection": {"upper": 1.5}, "behaviour_weight_action": "clamp"},
+        {"baseline": "none", "advantage_norm": "batch", "discount": 0.9, "zero_truncated": True},
+        {"objective": "cispo", "entropy_coef": 0.01, "baseline": "leave_one_out"},
+        {"objective": "sapo", "decoupled": False, "scale_level": "batch"},
+        {"overlong": {"max_tokens": 12, "buffer_tokens": 6}, "mask_truncated": True},
+        {"kl_coef": 0.1},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_step_does_not_depend_on_the_split_into_micro_batches(llama_dir, trajectories, options):
+    config, figures, parameters = AlgorithmConfig(**options), [], []
+    for budget in (16, 10_000):
+        engine, reference = open_engine(llama_dir), open_engine(llama_dir)
+        spec = MicroBatchSpec(budget)
+        actor = PPOActor(engine, TOPOLOGY, config, spec, TEMPERATURE, reference)
+        figures.append(actor.train_step(trajectories, 0))
+        parameters.append(parameters_of(engine))
+    assert figures[0] == pytest.approx(figures[1], rel=1e-4, abs=1e-6)
+    assert_close(*parameters, atol=1e-4, mean=1e-7)  # Adam divides tiny gradients by themselves
+    assert figures[0]["grad_norm"] > 0.0
+
+
+def test_the_distance_from_the_servers_policy_is_that_of_the_slow_loop(llama_dir, trajectories):
+    model = load_reference(llama_dir)
+    gaps = [
+        current - behaviour
+        for row in trajectories
+        for current, behaviour, is_in in zip(
+            token_logprobs_of(model, row),
+            row.logprobs.tolist()[1:],
+            row.loss_mask[1:],
+            strict=True,
+        )
+        if is_in
+    ]
+    weights = [math.exp(gap) for gap in gaps]
+    config = AlgorithmConfig(num_minibatches=3)
+    actor = PPOActor(open_engine(llama_dir), TOPOLOGY, config, MicroBatchSpec(64), TEMPERATURE)
+    figures = actor.train_step(trajectories, 0)
+    assert figures["behaviour_gap"] == pytest.approx(
+        math.fsum(map(abs, gaps)) / len(gaps), rel=1e-4
+    )
+    share = math.fsum(weights) ** 2 / math.fsum(w * w for w in weights) / len(weights)
+    assert figures["effective_samples"] == pytest.approx(share, rel=1e-3)
+
+
+def test_an_interpolated_proximal_needs_no_forward(llama_dir, trajectories):
+    """Tokens of version 0 at version 1: half way between the server's logprob and the current one."""
+    config = AlgorithmConfig(proximal="interpolate", behaviour_weight_cap=None)
+    engine, seen = open_engine(llama_dir), []
+    model = load_reference(llama_dir)
+    actor = PPOActor(engine, TOPOLOGY, config, MicroBatchSpec(10_000), TEMPERATURE)
+    engine.forward = lambda *args, **options: seen.append(args)
+    figures = actor.train_step(trajectories, version=1)
+    gaps = [
+        (current - behaviour) / 2
+        for row in trajectories
+        for current, behaviour, is_in in zip(
+            token_logprobs_of(model, row),
+            row.logprobs.tolist()[1:],
+            row.loss_mask[1:],
+            strict=True,
+        )
+        if is_in
+    ]
+    weights = [math.exp(gap) for gap in gaps]
+    assert not seen
+    assert figures["behaviour_weight"] == pytest.approx(math.fsum(weights) / len(gaps), rel=1e-4)
+    assert "behaviour_gap" not in figures
+
+
+def test_the_penalty_is_of_the_distance_from_the_reference(llama_dir, trajectories):
+    """A reference whose every logprob is 0.5 lower: k2 is 1/8 on each token."""
+    engine = open_engine(llama_dir)
+
+    class Lower:
+        """The engine's own model, a little less sure."""
+
+        def forward(self, *args, **options):
+            return engine.forward(*args, **options) - 0.5
+
+    config = AlgorithmConfig(kl_coef=2.0, kl_estimator="k2")
+    spec = MicroBatchSpec(10_000)
+    figures = PPOActor(engine, TOPOLOGY, config, spec, TEMPERATURE, Lower()).train_step(
+        trajectories, 0
+    )
+    assert figures["reference_kl"] == pytest.approx(0.125, rel=1e-4)
+    plain = PPOActor(open_engine(llama_dir), TOPOLOGY, AlgorithmConfig(), spec, TEMPERATURE)
+    assert figures["loss"] - plain.train_step(trajectories, 0)["loss"] == pytest.approx(
+        0.25, rel=1e-3
+    )
+
+
+def test_a_penalty_without_a_reference_model_is_refused(llama_dir):
+    with pytest.raises(ConfigError, match="wants a reference model"):
+        PPOActor(
+            open_engine(llama_dir),
+            TOPOLOGY,
+            AlgorithmConfig(kl_coef=0.1),
+            MicroBatchSpec(64),
+            TEMPERATURE,
+        )
 
 
 def test_mini_batches_hold_whole_groups_and_take_their_proximal_from_before_the_first_update(
@@ -120,7 +232,7 @@ def test_mini_batches_hold_whole_groups_and_take_their_proximal_from_before_the_
             return train_batch(batch, *args)
 
     actor = PPOActor(Watching(), TOPOLOGY, config, MicroBatchSpec(10_000), TEMPERATURE)
-    actor.train_step(trajectories)
+    actor.train_step(trajectories, 0)
     members = [sorted(set(batch["sequence"].tolist())) for batch in seen]
     assert members == [[0, 1, 2], [3, 4], [5, 6, 7, 8]]
     for batch, group in zip(seen, members, strict=True):
@@ -145,7 +257,7 @@ def advantages_of(folder, rows) -> list[float]:
     seen = []
     engine.train_batch = lambda batch, *args: seen.append(batch) or {}
     PPOActor(engine, TOPOLOGY, AlgorithmConfig(), MicroBatchSpec(10_000), TEMPERATURE).train_step(
-        rows
+        rows, 0
     )
     (batch,) = seen
     pieces = torch.split(batch["advantages"], list(batch.lengths))
@@ -160,7 +272,7 @@ def test_groups_of_equal_rewards_move_nothing(llama_dir, trajectories):
     ]
     engine = open_engine(llama_dir)
     actor = PPOActor(engine, TOPOLOGY, AlgorithmConfig(), MicroBatchSpec(64), TEMPERATURE)
-    figures = actor.train_step(equal)
+    figures = actor.train_step(equal, 0)
     assert figures["loss"] == 0.0
     assert figures["grad_norm"] == 0.0
     reference = dict(load_reference(llama_dir).named_parameters())

@@ -9,7 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.algorithms.advantages import group_advantages, shape_rewards
+from tests.numeric.packed import random_batch, segments_of, spans
+from trainer.algorithms.advantages import (
+    discounted_returns,
+    generalized_advantages,
+    group_advantages,
+)
+from trainer.algorithms.segments import Segments
 
 EPS = 1e-6
 
@@ -31,7 +37,7 @@ def test_two_groups_by_hand():
     torch.testing.assert_close(
         got, torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0, -1.0]), atol=1e-5, rtol=0
     )
-    centred = group_advantages(rewards, groups, scale_by_std=False)
+    centred = group_advantages(rewards, groups, None)
     torch.testing.assert_close(centred, torch.tensor([0.5, -0.5, -0.5, 0.5, 1.0, -1.0]))
 
 
@@ -40,7 +46,7 @@ def test_each_sample_counts_once_however_often_it_forked_by_hand():
     rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.5])
     counts = torch.tensor([True, False, False, True, True])
     groups = torch.zeros(5, dtype=torch.int64)
-    centred = group_advantages(rewards, groups, scale_by_std=False, counts=counts)
+    centred = group_advantages(rewards, groups, None, counts=counts)
     assert centred.tolist() == [0.5, 0.5, 0.5, -0.5, 0.0]
     got = group_advantages(rewards, groups, counts=counts)
     high = 0.5 / (math.sqrt(1 / 6) + EPS)
@@ -53,10 +59,10 @@ def test_a_group_of_which_nothing_counts_is_refused():
         group_advantages(torch.ones(2), groups, counts=torch.tensor([True, False]))
 
 
-@pytest.mark.parametrize("scale_by_std", [True, False])
+@pytest.mark.parametrize("scale", ["group", "batch", None])
 @pytest.mark.parametrize("value", [0.1, 1 / 3, -7.3, 0.0])
-def test_equal_rewards_give_exact_zeros(value, scale_by_std):
-    got = group_advantages(torch.full((7,), value), torch.zeros(7, dtype=torch.int64), scale_by_std)
+def test_equal_rewards_give_exact_zeros(value, scale):
+    got = group_advantages(torch.full((7,), value), torch.zeros(7, dtype=torch.int64), scale)
     assert got.tolist() == [0.0] * 7
 
 
@@ -73,7 +79,9 @@ rows = st.lists(
 @given(rows, st.booleans())
 def test_groups_of_any_size_and_order_equal_the_slow_loop(rows, scale_by_std):
     rewards, groups = [r for r, _ in rows], [g for _, g in rows]
-    got = group_advantages(torch.tensor(rewards), torch.tensor(groups), scale_by_std)
+    got = group_advantages(
+        torch.tensor(rewards), torch.tensor(groups), "group" if scale_by_std else None
+    )
     expected = slow_advantages(rewards, groups, scale_by_std)
     assert got.dtype == torch.float32
     assert got.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
@@ -105,7 +113,124 @@ def test_wrong_shapes_and_rewards_that_are_not_finite_are_refused(rewards, group
         group_advantages(rewards, groups)
 
 
-def test_rewards_are_biased_then_scaled_then_clipped():
-    got = shape_rewards(torch.tensor([0.0, 1.0, 9.0]), bias=-0.5, scaling=10.0, clip=20.0)
-    assert got.tolist() == [-5.0, 5.0, 20.0]
-    assert shape_rewards(torch.tensor([-9.0]), 0.0, 10.0, 20.0).tolist() == [-20.0]
+@settings(max_examples=50, deadline=None)
+@given(rows)
+def test_leave_one_out_is_the_mean_of_the_siblings(rows):
+    rewards, groups = [r for r, _ in rows], [g for _, g in rows]
+    got = group_advantages(torch.tensor(rewards), torch.tensor(groups), None, leave_one_out=True)
+    for at, (reward, group) in enumerate(rows):
+        others = [r for i, (r, g) in enumerate(rows) if g == group and i != at]
+        mean = math.fsum(others) / len(others) if others else reward
+        assert got[at].item() == pytest.approx(reward - mean, rel=1e-5, abs=1e-5)
+
+
+def test_leave_one_out_leaves_all_branches_of_a_sample_out():
+    # Samples 4, 1 and 1; the first in two branches, each against the mean of the two others.
+    rewards = torch.tensor([4.0, 4.0, 1.0, 1.0])
+    counts = torch.tensor([True, False, True, True])
+    groups = torch.zeros(4, dtype=torch.int64)
+    got = group_advantages(rewards, groups, None, leave_one_out=True, counts=counts)
+    assert got.tolist() == [3.0, 3.0, -1.5, -1.5]
+
+
+def test_the_spread_of_the_batch_scales_all_groups_alike():
+    rewards = torch.tensor([0.0, 2.0, 10.0, 12.0])
+    got = group_advantages(rewards, torch.tensor([0, 0, 1, 1]), "batch")
+    one = 1 / (math.sqrt(26) + EPS)
+    assert got.tolist() == pytest.approx([-one, one, -one, one])
+
+
+def slow_gae(batch, rewards, values, truncated, discount, gae_lambda):
+    """From the right, skipping what is no action."""
+    advantages, returns = [0.0] * batch.num_tokens, [0.0] * batch.num_tokens
+    for number, rows in enumerate(spans(batch.lengths)):
+        following = values[rows[-1]] if truncated[number] else 0.0
+        last = 0.0
+        for t in reversed(rows):
+            if not batch["loss_mask"][t]:
+                continue
+            last = rewards[t] + discount * following - values[t] + discount * gae_lambda * last
+            following = values[t]
+            advantages[t], returns[t] = last, last + values[t]
+    return advantages, returns
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("discount", "gae_lambda"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0)])
+@pytest.mark.parametrize("lengths", [(7, 1, 4, 9, 2, 6), (70, 33, 1)])
+def test_generalized_advantages_equal_the_slow_loop(seed, discount, gae_lambda, lengths):
+    batch = random_batch(seed, lengths)
+    rewards, values = batch["advantages"], batch["logprobs"]
+    truncated = torch.arange(len(lengths)) % 2 == 0
+    expected = slow_gae(
+        batch, rewards.tolist(), values.tolist(), truncated.tolist(), discount, gae_lambda
+    )
+    mask = batch["loss_mask"]
+    got = generalized_advantages(
+        rewards, values, mask, segments_of(batch), truncated, discount, gae_lambda
+    )
+    for seen, wanted in zip(got, expected, strict=True):
+        assert seen.tolist() == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+    in_float = generalized_advantages(
+        rewards.float(), values.float(), mask, segments_of(batch), truncated, discount, gae_lambda
+    )
+    assert in_float[0].dtype == torch.float32
+    assert in_float[0].tolist() == pytest.approx(expected[0], rel=1e-4, abs=1e-4)
+
+
+def test_only_a_truncated_sequence_is_bootstrapped_however_long_the_others_are():
+    # Two sequences of equal length and equal values; the first ended by itself.
+    sequences = Segments.of_lengths([3, 3])
+    mask = torch.tensor([True, True, False] * 2)
+    rewards, values = torch.zeros(6), torch.tensor([0.0, 0.0, 5.0] * 2)
+    truncated = torch.tensor([False, True])
+    got, _ = generalized_advantages(rewards, values, mask, sequences, truncated)
+    assert got.tolist() == [0.0, 0.0, 0.0, 5.0, 5.0, 0.0]
+
+
+def test_advantages_of_sequences_do_not_depend_on_how_they_are_packed():
+    batch = random_batch(2)
+    order = [4, 1, 5, 0, 3, 2]
+    truncated = torch.tensor([True, False, True, True, False, False])
+
+    def advantages(packed, flags):
+        return generalized_advantages(
+            packed["advantages"],
+            packed["logprobs"],
+            packed["loss_mask"],
+            segments_of(packed),
+            flags,
+            0.9,
+            0.7,
+        )[0]
+
+    straight = batch.with_columns(result=advantages(batch, truncated))
+    packed = straight.select(order)
+    torch.testing.assert_close(advantages(packed, truncated[order]), packed["result"])
+
+
+def test_values_that_nobody_acts_on_may_be_anything():
+    batch = random_batch(0)
+    mask, ends = batch["loss_mask"], torch.tensor(batch.lengths).cumsum(0) - 1
+    is_read = mask.clone()
+    is_read[ends] = True
+    nobody = torch.zeros(6, dtype=torch.bool)
+    values = torch.where(is_read, batch["logprobs"], math.nan)
+    got = generalized_advantages(batch["advantages"], values, mask, segments_of(batch), nobody)
+    assert all(torch.isfinite(column).all() for column in got)
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.9])
+def test_returns_are_advantages_over_a_critic_that_knows_nothing(discount):
+    batch = random_batch(1)
+    zeros = [0.0] * batch.num_tokens
+    expected, _ = slow_gae(batch, batch["advantages"].tolist(), zeros, [False] * 6, discount, 1.0)
+    got = discounted_returns(batch["advantages"], batch["loss_mask"], segments_of(batch), discount)
+    assert got.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_nothing_in_the_loss_gives_nothing():
+    zeros = torch.zeros(3)
+    nobody, one = torch.zeros(3, dtype=torch.bool), Segments.of_lengths([3])
+    got = generalized_advantages(zeros, zeros, nobody, one, torch.tensor([True]))
+    assert [column.tolist() for column in got] == [[0.0] * 3] * 2

@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.contracts.config.algorithm import AlgorithmConfig
 from trainer.algorithms.logprobs import token_logprobs
-from trainer.algorithms.losses import decoupled_ppo_loss, masked_mean, sft_loss
+from trainer.algorithms.losses import policy_loss, sft_loss
+from trainer.batching import SequenceBatch
 
 EPS = 0.2
 STEP = 1e-6
@@ -57,18 +59,23 @@ def columns(seed: int, size: int = 40) -> dict[str, torch.Tensor]:
     }
 
 
-def fast(c: dict[str, torch.Tensor], **options) -> torch.Tensor:
-    loss, _ = decoupled_ppo_loss(
-        c["logprobs"],
-        c["proximal"],
-        c["behaviour"],
-        c["advantages"],
-        c["mask"],
-        options.get("low", EPS),
-        options.get("high"),
-        options.get("cap"),
+def outcome(c: dict[str, torch.Tensor], **options) -> tuple[torch.Tensor, dict]:
+    config = AlgorithmConfig(
+        eps_clip=options.get("low", EPS),
+        eps_clip_higher=options.get("high"),
+        behaviour_weight_cap=options.get("cap"),
     )
-    return loss
+    names = {
+        "proximal": "proximal_logprobs",
+        "behaviour": "behaviour_logprobs",
+        "mask": "loss_mask",
+    }
+    columns = {names.get(name, name): column for name, column in c.items()}
+    return policy_loss(config, SequenceBatch((len(c["mask"]),), columns), c["logprobs"])
+
+
+def fast(c: dict[str, torch.Tensor], **options) -> torch.Tensor:
+    return outcome(c, **options)[0]
 
 
 def slow(c: dict[str, torch.Tensor], **options) -> float:
@@ -108,7 +115,7 @@ def test_four_tokens_by_hand():
         "advantages": torch.tensor([1.0, -1.0, 3.0, 100.0]),
         "mask": torch.tensor([True, True, True, False]),
     }
-    loss, stats = decoupled_ppo_loss(*c.values(), eps_clip=0.2, behaviour_weight_cap=5.0)
+    loss, stats = outcome(c, cap=5.0)
     assert loss.item() == pytest.approx(-(2 * 1.2 - 1 * 0.8 + 0 * 3.0) / 3, rel=1e-6)
     assert stats["clip_fraction"].item() == pytest.approx(2 / 3)
     assert stats["capped_fraction"].item() == pytest.approx(1 / 3)
@@ -123,8 +130,9 @@ def test_a_weight_at_the_cap_is_kept_and_the_denominator_never_shrinks():
     weight = float((zeros - behaviour).exp()[0])
     ones = torch.ones(2, dtype=torch.float64)
     mask = torch.tensor([True, True])
-    kept, _ = decoupled_ppo_loss(zeros, zeros, behaviour, ones, mask, EPS, None, weight)
-    above, _ = decoupled_ppo_loss(zeros, zeros, behaviour, ones, mask, EPS, None, weight - 1e-9)
+    c = {"logprobs": zeros, "proximal": zeros, "behaviour": behaviour}
+    c |= {"advantages": ones, "mask": mask}
+    kept, above = fast(c, cap=weight), fast(c, cap=weight - 1e-9)
     assert kept.item() == pytest.approx(-(4 + 1) / 2)
     assert above.item() == pytest.approx(-(0 + 1) / 2)
 
@@ -187,7 +195,9 @@ def test_decoupled_loss_equals_the_slow_loop_on_any_tokens(tokens, cap):
     weights = (tensors[1] - tensors[2]).exp()
     if cap is not None and bool(((weights - cap).abs() < 1e-9).any()):
         return  # on the edge, rounding decides
-    loss, _ = decoupled_ppo_loss(*tensors, torch.tensor(mask), EPS, behaviour_weight_cap=cap)
+    names = ("logprobs", "proximal", "behaviour", "advantages")
+    c = dict(zip(names, tensors, strict=True)) | {"mask": torch.tensor(mask)}
+    loss = fast(c, cap=cap)
     expected = slow_decoupled_loss(lp, px, bh, advantages, mask, cap=cap)
     assert loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
@@ -220,7 +230,3 @@ def test_token_logprobs_are_of_the_temperature_scaled_distribution(temperature):
         peak = max(scaled)
         norm = peak + math.log(sum(math.exp(x - peak) for x in scaled))
         assert got == pytest.approx(scaled[label] - norm, abs=1e-5)
-
-
-def test_masked_mean_of_nothing_is_zero():
-    assert masked_mean(torch.tensor([math.inf, 1.0]), torch.tensor([False, False])).item() == 0.0

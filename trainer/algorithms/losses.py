@@ -1,14 +1,23 @@
-"""Losses as means over the masked tokens; free functions on tensors."""
+"""The losses of a step, put together from their parts as the configuration says."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of `values` [T] where `mask` [T] is true; 0 where it never is."""
-    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
+from headway.contracts.config.algorithm import AlgorithmConfig
+from trainer.algorithms.aggregation import (
+    aggregate,
+    aggregation_weight,
+    masked_mean,
+    mean_mode,
+)
+from trainer.algorithms.corrections import accepted, behaviour_weights, interpolated_proximal
+from trainer.algorithms.kl import kl_estimate
+from trainer.algorithms.objectives import cispo_objective, clipped_objective, sapo_objective
+from trainer.algorithms.ratios import RatioLevel, at_level, bounded_exp, log_ratios
+from trainer.algorithms.segments import Segments
+from trainer.batching import SequenceBatch
 
 
 def sft_loss(logprobs: Tensor, loss_mask: Tensor) -> Tensor:
@@ -23,56 +32,135 @@ def sft_loss(logprobs: Tensor, loss_mask: Tensor) -> Tensor:
     return -masked_mean(logprobs, loss_mask)
 
 
-def decoupled_ppo_loss(
+def policy_loss(
+    config: AlgorithmConfig,
+    batch: SequenceBatch,
     logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    behaviour_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    eps_clip: float,
-    eps_clip_higher: float | None = None,
-    behaviour_weight_cap: float | None = None,
+    entropy: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clip around the proximal policy, weigh by proximal / behaviour.
+    """Of a micro-batch: minus the weighted objective, minus the entropy bonus, plus the KL penalty.
+
+    With `objective=clip` and `decoupled` it is AReaL (arXiv:2505.24298) eq. 5; with proximal = behaviour,
+    PPO (arXiv:1707.06347).
 
     Args:
+        batch: columns `loss_mask`, `advantages`, `behaviour_logprobs`; `proximal_logprobs`, or
+            `proximal_shares` where `proximal` is interpolated; `reference_logprobs` where `kl_coef` > 0;
+            `near` (of `within_second_moment` over the mini-batch) where `m2_threshold` is set.
         logprobs: [T] under the current policy, differentiable.
-        proximal_logprobs: [T] under the policy at the start of the step.
-        behaviour_logprobs: [T] from the server that sampled.
-        advantages: [T].
-        loss_mask: [T] bool, true = in the loss.
-        eps_clip, eps_clip_higher: the ratio stays in [1 - eps_clip, 1 + eps_clip_higher]; None takes
-            `eps_clip` on both sides.
-        behaviour_weight_cap: tokens whose proximal / behaviour exceeds this get weight 0; they stay
-            in the denominator. None keeps all.
+        entropy: [T] of the current policy, differentiable; wanted where `entropy_coef` > 0.
     Returns:
-        loss [] = -mean over masked tokens of w · min(r·A, clip(r)·A) with r = current / proximal,
-        and means over the same tokens:
-        `clip_fraction`, `behaviour_weight`, `capped_fraction`, `behaviour_kl` (k3 estimate of
-        KL(behaviour || proximal)).
-    Source:
-        AReaL (arXiv:2505.24298) eq. 5; with proximal = behaviour it is PPO (arXiv:1707.06347).
+        loss [] and means over the same tokens: `clip_fraction`, `behaviour_weight` (proximal / behaviour,
+        unbounded), `capped_fraction` (tokens without weight, or with a bounded one), `behaviour_kl` (k3
+        estimate of KL(behaviour || proximal)), and, where they are in the loss, `entropy` and
+        `reference_kl`. Averaged by `policy_loss_weight` all are exact over micro-batches and ranks.
     """
-    high = eps_clip if eps_clip_higher is None else eps_clip_higher
-    # Masked before the exponential: an infinite ratio outside the mask would give NaN gradients.
-    ratio = torch.where(loss_mask, logprobs - proximal_logprobs, 0.0).exp()
-    clipped = ratio.clamp(1.0 - eps_clip, 1.0 + high)
-    objective = torch.minimum(ratio * advantages, clipped * advantages)
-    log_weight = torch.where(loss_mask, proximal_logprobs - behaviour_logprobs, 0.0)
-    weight = log_weight.exp()
-    kept = (
-        weight <= behaviour_weight_cap
-        if behaviour_weight_cap is not None
-        else torch.ones_like(loss_mask)
-    )
-    loss = -masked_mean(torch.where(kept, weight, 0.0).detach() * objective, loss_mask)
+    mask = batch["loss_mask"]
+    sequences = Segments.of_lengths(batch.lengths, mask.device)
+    # What stands outside of the mask may be infinite, and is nobody's gradient.
+    logprobs = torch.where(mask, logprobs, 0.0)
+    if config.proximal == "interpolate":
+        shares, behaviour = batch["proximal_shares"], batch["behaviour_logprobs"]
+        proximal = interpolated_proximal(logprobs, behaviour, shares)
+        batch = batch.with_columns(proximal_logprobs=proximal)
+    objective, is_clipped = _objective(config, batch, logprobs, sequences)
+    log_weight = log_ratios(batch["proximal_logprobs"], batch["behaviour_logprobs"], mask)
+    weights, is_within = _weights(config, batch, log_weight, sequences)
+    penalties, penalty_figures = _penalties(config, batch, logprobs, entropy)
+    losses = -weights * objective + penalties
+    figures = penalty_figures | {
+        "clip_fraction": is_clipped.float(),
+        "behaviour_weight": bounded_exp(log_weight),
+        "capped_fraction": (~is_within).float(),
+        "behaviour_kl": bounded_exp(log_weight) - 1.0 - log_weight,
+    }
+    loss = aggregate(losses, mask, sequences, config.aggregation, config.aggregation_max_tokens)
     with torch.no_grad():
-        stats = {
-            "clip_fraction": masked_mean(
-                (ratio * advantages > clipped * advantages).float(), loss_mask
-            ),
-            "behaviour_weight": masked_mean(weight, loss_mask),
-            "capped_fraction": masked_mean((~kept).float(), loss_mask),
-            "behaviour_kl": masked_mean(weight - 1.0 - log_weight, loss_mask),
-        }
+        mode = mean_mode(config.aggregation)
+        stats = {name: aggregate(v, mask, sequences, mode) for name, v in figures.items()}
     return loss, stats
+
+
+def policy_loss_weight(config: AlgorithmConfig, batch: SequenceBatch) -> float:
+    """Weight of a micro-batch's `policy_loss`: its tokens, or its sequences, in the loss."""
+    mask = batch["loss_mask"]
+    sequences = Segments.of_lengths(batch.lengths, mask.device)
+    return aggregation_weight(mask, sequences, config.aggregation)
+
+
+def _objective(
+    config: AlgorithmConfig, batch: SequenceBatch, logprobs: Tensor, sequences: Segments
+) -> tuple[Tensor, Tensor]:
+    """[T] and whether each token was clipped."""
+    mask = batch["loss_mask"]
+    advantages = torch.where(mask, batch["advantages"], 0.0)
+    level: RatioLevel = "geometric" if config.ratio_level == "sequence" else "token"
+    logs = at_level(log_ratios(logprobs, batch["proximal_logprobs"], mask), mask, sequences, level)
+    if config.ratio_level == "sequence":
+        means = sequences.means(advantages, mask)[sequences.index]
+        advantages = torch.where(mask, means.to(advantages.dtype), 0.0)
+    ratio = bounded_exp(logs)
+    low, high = config.eps_clip, config.eps_clip_higher
+    if config.objective == "clip":
+        return clipped_objective(ratio, advantages, low, high, config.dual_clip)
+    if config.objective == "cispo":
+        return cispo_objective(ratio, logprobs, advantages, low, high)
+    nothing = torch.zeros_like(mask)
+    if config.objective == "sapo":
+        positive, negative = config.sapo_temperature_positive, config.sapo_temperature_negative
+        return sapo_objective(ratio, advantages, positive, negative), nothing
+    return ratio * advantages, nothing
+
+
+def _weights(
+    config: AlgorithmConfig, batch: SequenceBatch, log_weight: Tensor, sequences: Segments
+) -> tuple[Tensor, Tensor]:
+    """[T] of the behaviour policy, and whether each was left as it was."""
+    mask = batch["loss_mask"]
+    if not config.decoupled:
+        return torch.ones_like(log_weight), torch.ones_like(mask)
+    weights, is_within = behaviour_weights(
+        log_weight,
+        mask,
+        sequences,
+        config.behaviour_weight_level,
+        config.behaviour_weight_floor,
+        config.behaviour_weight_cap,
+        config.behaviour_weight_action,
+    )
+    is_near = torch.ones_like(mask)
+    if config.rejection is not None:
+        rule = config.rejection
+        is_near &= accepted(
+            log_weight,
+            mask,
+            sequences,
+            rule.metric,
+            rule.level,
+            rule.statistic,
+            rule.lower,
+            rule.upper,
+        )
+    if config.m2_threshold is not None:
+        is_near &= batch["near"]
+    return torch.where(is_near, weights, 0.0), is_within & is_near
+
+
+def _penalties(
+    config: AlgorithmConfig, batch: SequenceBatch, logprobs: Tensor, entropy: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """[T] to be added to the losses, and what they are made of."""
+    mask, figures = batch["loss_mask"], {}
+    penalties = torch.zeros_like(logprobs)
+    if config.entropy_coef > 0:
+        if entropy is None:
+            raise ValueError("entropy_coef is above 0 and no entropy was handed in")
+        figures["entropy"] = torch.where(mask, entropy, 0.0)
+        penalties = penalties - config.entropy_coef * figures["entropy"]
+    if config.kl_coef > 0:
+        reference = torch.where(mask, batch["reference_logprobs"], 0.0)
+        figures["reference_kl"] = kl_estimate(
+            logprobs, reference, config.kl_estimator, straight_through=config.kl_straight_through
+        )
+        penalties = penalties + config.kl_coef * figures["reference_kl"]
+    return penalties, figures

@@ -6,10 +6,15 @@ import torch
 from torch import Tensor
 
 from headway.contracts.config.algorithm import AlgorithmConfig
-from headway.contracts.types import Trajectory
-from trainer.algorithms.advantages import group_advantages, shape_rewards
+from headway.contracts.errors import ConfigError
+from headway.contracts.types import PolicyVersion, Trajectory
+from trainer.algorithms.corrections import proximal_shares, within_second_moment
+from trainer.algorithms.credit import normalized_advantages, token_advantages, trajectory_rewards
+from trainer.algorithms.diagnostics import Mismatch
 from trainer.algorithms.logprobs import token_logprobs
-from trainer.algorithms.losses import decoupled_ppo_loss
+from trainer.algorithms.losses import policy_loss, policy_loss_weight
+from trainer.algorithms.ratios import log_ratios
+from trainer.algorithms.segments import Segments
 from trainer.api import LossOutput, MicroBatchSpec, TrainEngine
 from trainer.batching import (
     SequenceBatch,
@@ -30,32 +35,44 @@ class PPOActor:
         config: AlgorithmConfig,
         mb_spec: MicroBatchSpec,
         temperature: float,
+        reference: TrainEngine | None = None,
     ) -> None:
+        """
+        Args:
+            reference: a model that is not trained; wanted where `kl_coef` is above 0.
+        Raises:
+            ConfigError: it is wanted, and there is none.
+        """
+        if config.kl_coef > 0 and reference is None:
+            raise ConfigError(
+                f"algorithm.kl_coef={config.kl_coef} wants a reference model, and this experiment "
+                "has none; set algorithm.kl_coef=0"
+            )
         self._engine = engine
         self._topology = topology
         self._config = config
         self._mb_spec = mb_spec
         self._temperature = temperature
+        self._reference = reference
 
-    def train_step(self, trajectories: list[Trajectory]) -> dict[str, float]:
+    def train_step(
+        self, trajectories: list[Trajectory], version: PolicyVersion
+    ) -> dict[str, float]:
         """One version: every rank gets the whole batch and trains on its share.
 
         Args:
             trajectories: whole groups, the same list on every rank.
+            version: of the weights that the step starts from.
         Returns:
             Figures of the step, means over the tokens in the loss.
         """
-        batch = batch_of_trajectories(trajectories)
-        batch = batch.with_columns(advantages=self._token_advantages(batch, trajectories))
-        if self._config.mask_truncated:
-            whole = torch.tensor([t.stop_reason != "length" for t in trajectories])
-            batch = batch.with_columns(loss_mask=batch["loss_mask"] & whole[batch["sequence"]])
-        stats: dict[str, float] = {}
-        mini_batches = self._mini_batches(batch, trajectories)
+        mini_batches = self._mini_batches(self._judged(trajectories), trajectories)
         # All proximal logprobs come before the first update: they belong to the step's first weights.
-        prepared = [self._with_proximal(mini_batch) for mini_batch in mini_batches]
+        prepared = [self._with_proximal(mini_batch, version) for mini_batch in mini_batches]
+        is_known = self._config.proximal == "recompute"
+        stats = self._mismatch(prepared) if is_known else {}
         for mini_batch in prepared:
-            figures = self._engine.train_batch(mini_batch, self._mb_spec, self._loss, loss_tokens)
+            figures = self._engine.train_batch(mini_batch, self._mb_spec, self._loss, self._weight)
             for name, value in figures.items():
                 stats[name] = stats.get(name, 0.0) + value / len(prepared)
         return stats
@@ -77,46 +94,64 @@ class PPOActor:
             mini_batches.append(batch.select([indices[i] for i in share]))
         return mini_batches
 
-    def _token_advantages(self, batch: SequenceBatch, trajectories: list[Trajectory]) -> Tensor:
+    def _judged(self, trajectories: list[Trajectory]) -> SequenceBatch:
+        """The whole batch with its advantages, and with what the loss leaves out taken off its mask."""
         config = self._config
+        batch = batch_of_trajectories(trajectories)
+        sequences, mask = Segments(batch["sequence"], len(trajectories)), batch["loss_mask"]
+        truncated = torch.tensor([t.stop_reason == "length" for t in trajectories])
         scores = torch.tensor([t.reward for t in trajectories])
-        rewards = shape_rewards(
-            scores, config.reward_bias, config.reward_scaling, config.reward_clip
-        )
-        names = {
-            rollout_id: n for n, rollout_id in enumerate({t.rollout_id: None for t in trajectories})
-        }
-        group_ids = torch.tensor([names[t.rollout_id] for t in trajectories])
-        advantages = group_advantages(
-            rewards,
-            group_ids,
-            config.scale_by_std,
-            counts=torch.tensor(first_branches(trajectories)),
-        )
-        return advantages[batch["sequence"]]
+        rewards = trajectory_rewards(config, scores, sequences.sizes(mask), truncated)
+        numbers = {t.rollout_id: number for number, t in enumerate(trajectories)}
+        groups = torch.tensor([numbers[t.rollout_id] for t in trajectories])
+        counts = torch.tensor(first_branches(trajectories))
+        advantages = token_advantages(config, rewards, groups, counts, mask, sequences)
+        if config.mask_truncated:
+            mask = mask & ~truncated[sequences.index]
+        advantages = normalized_advantages(config, advantages, groups, mask, sequences)
+        return batch.with_columns(advantages=advantages, loss_mask=mask)
 
-    def _with_proximal(self, batch: SequenceBatch) -> SequenceBatch:
+    def _with_proximal(self, batch: SequenceBatch, version: PolicyVersion) -> SequenceBatch:
+        """With what is fixed before the step's first update."""
+        if self._reference is not None and self._config.kl_coef > 0:
+            logprobs = self._reference.forward(batch, self._mb_spec, post_hook=self._logprobs)
+            batch = batch.with_columns(reference_logprobs=logprobs)
         if not self._config.decoupled:
             return batch.with_columns(proximal_logprobs=batch["behaviour_logprobs"])
-        logprobs = self._engine.forward(batch, self._mb_spec, post_hook=self._logprobs)
-        return batch.with_columns(proximal_logprobs=logprobs)
+        if self._config.proximal == "interpolate":
+            shares = proximal_shares(batch["behaviour_versions"], version)
+            return batch.with_columns(proximal_shares=shares)
+        proximal = self._engine.forward(batch, self._mb_spec, post_hook=self._logprobs)
+        batch = batch.with_columns(proximal_logprobs=proximal)
+        if self._config.m2_threshold is None:
+            return batch
+        mask = batch["loss_mask"]
+        logs = log_ratios(proximal, batch["behaviour_logprobs"], mask)
+        return batch.with_columns(near=within_second_moment(logs, mask, self._config.m2_threshold))
+
+    def _mismatch(self, batches: list[SequenceBatch]) -> dict[str, float]:
+        """How far the servers' policy is from the step's first, over all ranks."""
+        names = ("proximal_logprobs", "behaviour_logprobs", "loss_mask")
+        columns = [torch.cat([batch[name] for batch in batches]) for name in names]
+        mismatch = Mismatch.of(*columns).shared(self._topology.sum)
+        return {
+            "behaviour_gap": mismatch.mean_distance,
+            "effective_samples": mismatch.effective_samples,
+        }
 
     def _logprobs(self, logits: Tensor, batch: SequenceBatch) -> Tensor:
         return token_logprobs(logits, batch["labels"], self._temperature)
 
     def _loss(self, logits: Tensor, batch: SequenceBatch) -> LossOutput:
-        config = self._config
-        loss, stats = decoupled_ppo_loss(
-            self._logprobs(logits, batch),
-            batch["proximal_logprobs"],
-            batch["behaviour_logprobs"],
-            batch["advantages"],
-            batch["loss_mask"],
-            eps_clip=config.eps_clip,
-            eps_clip_higher=config.eps_clip_higher,
-            behaviour_weight_cap=config.behaviour_weight_cap if config.decoupled else None,
-        )
-        return LossOutput(loss, stats)
+        entropy = None
+        if self._config.entropy_coef > 0:
+            scaled = torch.log_softmax(logits.float() / (self._temperature or 1.0), dim=-1)
+            entropy = -(scaled.exp() * scaled).sum(-1)
+        logprobs = self._logprobs(logits, batch)
+        return LossOutput(*policy_loss(self._config, batch, logprobs, entropy))
+
+    def _weight(self, batch: SequenceBatch) -> float:
+        return policy_loss_weight(self._config, batch)
 
 
 def loss_tokens(batch: SequenceBatch) -> float:

@@ -1,0 +1,103 @@
+"""Scores of trajectories -> advantages of tokens, as each recipe says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from headway.contracts.config.algorithm import AlgorithmConfig, OverlongConfig
+from tests.numeric.packed import actions, random_batch, segments_of
+from trainer.algorithms.credit import (
+    normalized_advantages,
+    token_advantages,
+    trajectory_rewards,
+)
+
+SCORES = torch.tensor([1.0, 0.0, 0.5, 1.0, 3.0, 2.0])
+GROUPS = torch.tensor([0, 1, 0, 1, 0, 1])
+EVERY = torch.ones(6, dtype=torch.bool)
+
+
+def advantages(options: dict) -> torch.Tensor:
+    batch = random_batch(0)
+    columns = (SCORES, GROUPS, EVERY, batch["loss_mask"], segments_of(batch))
+    return token_advantages(AlgorithmConfig(**options), *columns)
+
+
+def per_group(reduce) -> list[float]:
+    values, groups = SCORES.tolist(), GROUPS.tolist()
+    return [
+        reduce(value, [v for v, g in zip(values, groups, strict=True) if g == group])
+        for value, group in zip(values, groups, strict=True)
+    ]
+
+
+def mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def std(values: list[float]) -> float:
+    return math.sqrt(mean([(v - mean(values)) ** 2 for v in values]))
+
+
+RECIPES = {
+    "grpo": ({}, lambda: per_group(lambda v, g: (v - mean(g)) / (std(g) + 1e-6))),
+    "dr_grpo": ({"scale_by_std": False}, lambda: per_group(lambda v, g: v - mean(g))),
+    "rloo": (
+        {"baseline": "leave_one_out", "scale_by_std": False},
+        lambda: per_group(lambda v, g: v - (sum(g) - v) / (len(g) - 1)),
+    ),
+    "lite_ppo": (
+        {"scale_level": "batch"},
+        lambda: per_group(lambda v, g: (v - mean(g)) / (std(SCORES.tolist()) + 1e-6)),
+    ),
+    "reinforce": ({"baseline": "none"}, SCORES.tolist),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("discount", [1.0, 0.5])
+def test_a_recipe_gives_each_action_its_share(recipe, discount):
+    options, slow = RECIPES[recipe]
+    got = advantages(options | {"discount": discount})
+    for value, rows in zip(slow(), actions(random_batch(0)), strict=True):
+        for behind, t in enumerate(reversed(rows)):
+            assert got[t].item() == pytest.approx(value * discount**behind, rel=1e-5)
+
+
+@pytest.mark.parametrize("level", ["batch", "group"])
+def test_normalized_advantages_are_whitened_over_the_tokens_in_the_loss(level):
+    batch = random_batch(2)
+    config = AlgorithmConfig(baseline="none", advantage_norm=level)
+    spoilt = torch.where(batch["loss_mask"], batch["advantages"], math.nan)
+    got = normalized_advantages(config, spoilt, GROUPS, batch["loss_mask"], segments_of(batch))
+    assert not got[~batch["loss_mask"]].any()
+    rows = actions(batch)
+    for group in [[0, 1, 2, 3, 4, 5]] if level == "batch" else [[0, 2, 4], [1, 3, 5]]:
+        inside = [t for number in group for t in rows[number]]
+        values = [batch["advantages"][t].item() for t in inside]
+        for t, value in zip(inside, values, strict=True):
+            expected = (value - mean(values)) / (std(values) + 1e-5)
+            assert got[t].item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_without_a_norm_advantages_stay_as_they_are():
+    batch = random_batch(0)
+    columns = (batch["advantages"], GROUPS, batch["loss_mask"], segments_of(batch))
+    assert normalized_advantages(AlgorithmConfig(), *columns) is batch["advantages"]
+
+
+def test_rewards_are_penalised_then_shaped_then_withheld_from_the_truncated():
+    config = AlgorithmConfig(
+        overlong=OverlongConfig(max_tokens=10, buffer_tokens=4, factor=2.0),
+        reward_bias=-0.5,
+        reward_scaling=10.0,
+        reward_clip=12.0,
+        zero_truncated=True,
+    )
+    num_tokens = torch.tensor([6, 8, 10, 10])
+    truncated = torch.tensor([False, False, False, True])
+    got = trajectory_rewards(config, torch.ones(4), num_tokens, truncated)
+    assert got.tolist() == pytest.approx([5.0, -5.0, -12.0, 0.0])

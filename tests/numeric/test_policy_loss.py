@@ -1,0 +1,257 @@
+"""The composed policy loss against one slow float64 loop over every choice of the configuration."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from headway.contracts.config.algorithm import AlgorithmConfig
+from tests.numeric.packed import actions, random_batch
+from trainer.algorithms.losses import policy_loss, policy_loss_weight
+from trainer.batching import SequenceBatch
+
+STEP = 1e-6
+
+
+def average(values: list[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def slow_objective(config: AlgorithmConfig, ratio: float, a: float, logprob: float) -> float:
+    high = config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
+    clipped = min(max(ratio, 1 - config.eps_clip), 1 + high)
+    if config.objective == "cispo":
+        return clipped * a * logprob
+    if config.objective == "sapo":
+        tau = config.sapo_temperature_positive if a > 0 else config.sapo_temperature_negative
+        return 4 / tau / (1 + math.exp(-tau * (ratio - 1))) * a
+    if config.objective == "unclipped":
+        return ratio * a
+    value = min(ratio * a, clipped * a)
+    return max(value, config.dual_clip * a) if config.dual_clip and a < 0 else value
+
+
+def slow_weight(config: AlgorithmConfig, gap: float, gaps: list[float], is_near: bool) -> float:
+    """proximal / behaviour of a token in a sequence of `gaps`."""
+    if not config.decoupled:
+        return 1.0
+    levels = {"token": gap, "geometric": average(gaps), "sequence": math.fsum(gaps)}
+    weight = math.exp(levels[config.behaviour_weight_level])
+    low, cap = config.behaviour_weight_floor or 0.0, config.behaviour_weight_cap or math.inf
+    if config.behaviour_weight_action == "clamp":
+        weight = min(max(weight, low), cap)
+    elif not low <= weight <= cap:
+        return 0.0
+    rule = config.rejection
+    if rule is not None:  # the cases below reject by the geometric mean
+        assert (rule.metric, rule.level, rule.statistic) == ("ratio", "sequence", "mean")
+        if not (rule.lower or 0.0) <= math.exp(average(gaps)) <= (rule.upper or math.inf):
+            return 0.0
+    return weight if is_near or config.m2_threshold is None else 0.0
+
+
+def slow_kl(estimator: str, d: float) -> float:
+    estimate = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d, "abs": abs(d)}[estimator]
+    return min(max(estimate, -10.0), 10.0)
+
+
+def slow_loss(config: AlgorithmConfig, batch: SequenceBatch, logprobs: list[float]) -> float:
+    columns = {name: column.tolist() for name, column in batch.columns.items()}
+    proximal, behaviour = columns["proximal_logprobs"], columns["behaviour_logprobs"]
+    sequences = []
+    for rows in actions(batch):
+        if not rows:
+            continue
+        gaps = [proximal[t] - behaviour[t] for t in rows]
+        steps = [logprobs[t] - proximal[t] for t in rows]
+        losses = []
+        for t, gap, step in zip(rows, gaps, steps, strict=True):
+            a = columns["advantages"][t]
+            if config.ratio_level == "sequence":
+                step, a = average(steps), average([columns["advantages"][i] for i in rows])
+            weight = slow_weight(config, gap, gaps, columns["near"][t])
+            loss = -weight * slow_objective(config, math.exp(step), a, logprobs[t])
+            loss -= config.entropy_coef * columns["entropy"][t]
+            d = logprobs[t] - columns["reference_logprobs"][t]
+            losses.append(loss + config.kl_coef * slow_kl(config.kl_estimator, d))
+        sequences.append(losses)
+    sums = [math.fsum(losses) for losses in sequences]
+    if config.aggregation == "token_mean":
+        return math.fsum(sums) / sum(len(losses) for losses in sequences)
+    if config.aggregation == "sequence_mean_token_mean":
+        return average([average(losses) for losses in sequences])
+    return average(sums) / (config.aggregation_max_tokens or 1)
+
+
+CASES = {
+    "ppo": {"decoupled": False, "eps_clip_higher": 0.28, "dual_clip": 3.0},
+    "areal": {"behaviour_weight_cap": 1.3},
+    "gspo": {"ratio_level": "sequence", "aggregation": "sequence_mean_token_mean"},
+    "cispo": {"objective": "cispo", "eps_clip": 1.0, "eps_clip_higher": 0.3},
+    "sapo": {"objective": "sapo", "decoupled": False},
+    "m2po": {"objective": "unclipped", "m2_threshold": 0.04, "behaviour_weight_cap": None},
+    "ice_pop": {"behaviour_weight_cap": 1.4, "behaviour_weight_floor": 0.7},
+    "truncated": {"behaviour_weight_cap": 1.2, "behaviour_weight_action": "clamp"},
+    "sequence_weights": {
+        "behaviour_weight_level": "sequence",
+        "behaviour_weight_cap": 2.0,
+        "behaviour_weight_action": "clamp",
+    },
+    "geometric": {"rejection": {"lower": 0.8, "upper": 1.2}, "behaviour_weight_cap": None},
+    "dr_grpo": {"aggregation": "sequence_mean_token_sum_norm", "aggregation_max_tokens": 16},
+    "sums": {"aggregation": "sequence_mean_token_sum", "behaviour_weight_level": "geometric"},
+    "grpo_kl": {"kl_coef": 0.3, "entropy_coef": 0.1},
+    "k2": {"kl_coef": 0.3, "kl_estimator": "k2", "aggregation": "sequence_mean_token_mean"},
+}
+
+
+def loss_of(config: AlgorithmConfig, batch: SequenceBatch, logprobs=None) -> torch.Tensor:
+    logprobs = batch["logprobs"] if logprobs is None else logprobs
+    return policy_loss(config, batch, logprobs, batch["entropy"])[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("case", CASES)
+def test_it_equals_the_slow_loop(case, seed):
+    config, batch = AlgorithmConfig(**CASES[case]), random_batch(seed)
+    expected = slow_loss(config, batch, batch["logprobs"].tolist())
+    assert loss_of(config, batch).item() == pytest.approx(expected, rel=1e-10)
+
+
+def test_an_interpolated_proximal_is_computed_on_the_way_and_has_no_gradient():
+    batch = random_batch(1)
+    shares = torch.linspace(0, 0.9, batch.num_tokens, dtype=torch.float64)
+    behaviour = batch["behaviour_logprobs"]
+    explicit = batch.with_columns(
+        proximal_logprobs=behaviour + shares * (batch["logprobs"] - behaviour)
+    )
+    columns = dict(batch.columns) | {"proximal_shares": shares}
+    del columns["proximal_logprobs"]
+    gradients = []
+    for config, given in (
+        (AlgorithmConfig(), explicit),
+        (AlgorithmConfig(proximal="interpolate"), SequenceBatch(batch.lengths, columns)),
+    ):
+        logprobs = batch["logprobs"].clone().requires_grad_()
+        loss_of(config, given, logprobs).backward()
+        gradients.append(logprobs.grad)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_float32_it_stays_close(case):
+    config, batch = AlgorithmConfig(**CASES[case]), random_batch(5)
+    floats = {n: c.float() if c.is_floating_point() else c for n, c in batch.columns.items()}
+    got = loss_of(config, SequenceBatch(batch.lengths, floats))
+    assert got.dtype == torch.float32
+    assert got.item() == pytest.approx(loss_of(config, batch).item(), rel=2e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("case", sorted(set(CASES) - {"cispo"}))
+def test_its_gradient_equals_differences_of_the_slow_loop(case):
+    config, batch = AlgorithmConfig(**CASES[case]), random_batch(6)
+    logprobs = batch["logprobs"].clone().requires_grad_()
+    loss_of(config, batch, logprobs).backward()
+    start = batch["logprobs"].tolist()
+    for t in range(batch.num_tokens):
+        ends = [
+            slow_loss(config, batch, [*start[:t], start[t] + step, *start[t + 1 :]])
+            for step in (STEP, -STEP)
+        ]
+        slope = (ends[0] - ends[1]) / (2 * STEP)
+        assert logprobs.grad[t].item() == pytest.approx(slope, rel=1e-5, abs=1e-8)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("cut", [[[3], [5, 1], [0, 2, 4]], [[2, 1, 0], [4, 5, 3]]])
+def test_loss_figures_and_gradient_do_not_depend_on_micro_batches(case, cut):
+    config, batch = AlgorithmConfig(**CASES[case]), random_batch(3)
+    whole = batch["logprobs"].clone().requires_grad_()
+    loss, stats = policy_loss(config, batch, whole, batch["entropy"])
+    loss.backward()
+    parts = [batch.select(indices) for indices in cut]
+    weights = [policy_loss_weight(config, part) for part in parts]
+    assert sum(weights) == policy_loss_weight(config, batch)
+    sums = dict.fromkeys(stats, 0.0)
+    gradients, total = [], 0.0
+    for part, weight in zip(parts, weights, strict=True):
+        logprobs = part["logprobs"].clone().requires_grad_()
+        part_loss, part_stats = policy_loss(config, part, logprobs, part["entropy"])
+        (part_loss * weight / sum(weights)).backward()
+        gradients.append(logprobs.grad)
+        total += part_loss.item() * weight / sum(weights)
+        for name, value in part_stats.items():
+            sums[name] += value.item() * weight / sum(weights)
+    assert total == pytest.approx(loss.item(), rel=1e-10)
+    order = [index for indices in cut for index in indices]
+    expected = batch.with_columns(gradient=whole.grad).select(order)["gradient"]
+    torch.testing.assert_close(torch.cat(gradients), expected)
+    assert sums == pytest.approx({name: value.item() for name, value in stats.items()}, rel=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nothing_outside_of_the_mask_reaches_loss_figures_or_gradient(case, value):
+    config, batch = AlgorithmConfig(**CASES[case]), random_batch(4)
+    mask = batch["loss_mask"]
+    spoilt = batch.with_columns(
+        **{
+            name: torch.where(mask, column, value)
+            for name, column in batch.columns.items()
+            if column.is_floating_point()
+        }
+    )
+    logprobs = spoilt["logprobs"].clone().requires_grad_()
+    loss, stats = policy_loss(config, spoilt, logprobs, spoilt["entropy"])
+    loss.backward()
+    assert loss.item() == pytest.approx(loss_of(config, batch).item(), rel=1e-10)
+    assert torch.isfinite(logprobs.grad).all()
+    assert not logprobs.grad[~mask].any()
+    assert all(torch.isfinite(figure) for figure in stats.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_everything_is_made_on_the_device_of_the_batch(case):
+    """The meta device refuses to meet tensors of another."""
+    batch = random_batch(0).to(torch.device("meta"))
+    config = AlgorithmConfig(**CASES[case])
+    loss, stats = policy_loss(config, batch, batch["logprobs"], batch["entropy"])
+    assert {tensor.device.type for tensor in (loss, *stats.values())} == {"meta"}
+
+
+@pytest.mark.parametrize("case", ["areal", "ice_pop", "truncated", "geometric", "m2po"])
+def test_the_capped_fraction_counts_every_weight_that_was_not_left_as_it_was(case):
+    config, batch = AlgorithmConfig(**CASES[case]), random_batch(1)
+    gaps = (batch["proximal_logprobs"] - batch["behaviour_logprobs"]).tolist()
+    changed = [
+        slow_weight(config, gaps[t], [gaps[i] for i in rows], batch["near"][t]) != math.exp(gaps[t])
+        for rows in actions(batch)
+        for t in rows
+    ]
+    _, stats = policy_loss(config, batch, batch["logprobs"])
+    assert 0 < sum(changed) < len(changed)
+    assert stats["capped_fraction"].item() == pytest.approx(sum(changed) / len(changed))
+
+
+def test_what_the_configuration_leaves_out_is_not_asked_for():
+    batch = random_batch(0)
+    needed = ("loss_mask", "advantages", "proximal_logprobs", "behaviour_logprobs")
+    bare = SequenceBatch(batch.lengths, {name: batch[name] for name in needed})
+    _, stats = policy_loss(AlgorithmConfig(), bare, batch["logprobs"])
+    assert stats.keys() == {"clip_fraction", "behaviour_weight", "capped_fraction", "behaviour_kl"}
+
+
+def test_an_entropy_bonus_without_entropy_is_refused():
+    batch = random_batch(0)
+    with pytest.raises(ValueError, match="entropy"):
+        policy_loss(AlgorithmConfig(entropy_coef=0.1), batch, batch["logprobs"])
+
+
+def test_the_entropy_bonus_raises_the_entropy():
+    batch = random_batch(0)
+    entropy = batch["entropy"].clone().requires_grad_()
+    policy_loss(AlgorithmConfig(entropy_coef=0.1), batch, batch["logprobs"], entropy)[0].backward()
+    expected = torch.where(batch["loss_mask"], -0.1 / batch["loss_mask"].sum(), 0.0)
+    torch.testing.assert_close(entropy.grad, expected.double())

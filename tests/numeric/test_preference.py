@@ -1,0 +1,140 @@
+"""Losses of pairs on packed sequences, and distillation, against slow float64 loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.numeric.packed import LENGTHS, actions, random_batch, segments_of, spans
+from trainer.algorithms.distillation import distillation_advantages, distillation_losses
+from trainer.algorithms.preference import (
+    bradley_terry_loss,
+    dpo_loss,
+    ipo_loss,
+    pair_margins,
+    preference_margins,
+    sequence_scores,
+)
+
+BETA = 0.3
+
+
+def log_sigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x))
+
+
+def slow_margins(batch) -> list[float]:
+    gains = [
+        math.fsum((batch["logprobs"][t] - batch["reference_logprobs"][t]).item() for t in rows)
+        for rows in actions(batch)
+    ]
+    return [gains[i] - gains[i + 1] for i in range(0, len(gains), 2)]
+
+
+def margins_of(batch, logprobs=None) -> torch.Tensor:
+    logprobs = batch["logprobs"] if logprobs is None else logprobs
+    return preference_margins(
+        logprobs, batch["reference_logprobs"], batch["loss_mask"], segments_of(batch)
+    )
+
+
+LOSSES = {
+    "dpo": (
+        lambda m: dpo_loss(m, BETA),
+        lambda h: -log_sigmoid(BETA * h),
+    ),
+    "smoothed": (
+        lambda m: dpo_loss(m, BETA, 0.1),
+        lambda h: -0.9 * log_sigmoid(BETA * h) - 0.1 * log_sigmoid(-BETA * h),
+    ),
+    "ipo": (
+        lambda m: ipo_loss(m, BETA),
+        lambda h: (h - 1 / (2 * BETA)) ** 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("seed", range(3))
+def test_preference_losses_equal_the_slow_loop(name, seed):
+    batch = random_batch(seed)
+    fast, slow = LOSSES[name]
+    expected = [slow(h) for h in slow_margins(batch)]
+    assert fast(margins_of(batch)).item() == pytest.approx(sum(expected) / 3, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_their_gradients_equal_differences(name):
+    batch = random_batch(0)
+    fast, _ = LOSSES[name]
+    logprobs = batch["logprobs"].clone().requires_grad_()
+    fast(margins_of(batch, logprobs)).backward()
+    for t in range(batch.num_tokens):
+        moved = torch.zeros_like(batch["logprobs"])
+        moved[t] = 1e-6
+        up = fast(margins_of(batch, batch["logprobs"] + moved))
+        down = fast(margins_of(batch, batch["logprobs"] - moved))
+        assert logprobs.grad[t].item() == pytest.approx(((up - down) / 2e-6).item(), abs=1e-7)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_whole_pairs_in_micro_batches_give_the_same_mean(name):
+    batch = random_batch(2)
+    fast, _ = LOSSES[name]
+    parts = [fast(margins_of(batch.select(pair))).item() for pair in ([4, 5], [0, 1], [2, 3])]
+    assert sum(parts) / 3 == pytest.approx(fast(margins_of(batch)).item(), rel=1e-12)
+
+
+def test_a_sequence_without_its_partner_is_refused():
+    with pytest.raises(ValueError, match="pairs"):
+        pair_margins(torch.zeros(3))
+
+
+@pytest.mark.parametrize("wanted", [None, torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)])
+def test_a_reward_model_learns_from_the_scores_at_the_last_rows(wanted):
+    batch = random_batch(0)
+    scores = [batch["advantages"][rows[-1]].item() for rows in spans(LENGTHS)]
+    got = sequence_scores(batch["advantages"], segments_of(batch))
+    assert got.tolist() == scores
+    asked = [0.0] * 3 if wanted is None else wanted.tolist()
+    expected = [-log_sigmoid(scores[2 * i] - scores[2 * i + 1] - asked[i]) for i in range(3)]
+    loss = bradley_terry_loss(pair_margins(got), wanted)
+    assert loss.item() == pytest.approx(sum(expected) / 3, rel=1e-12)
+
+
+def test_distillation_losses_equal_the_slow_loop_and_see_no_masked_token():
+    batch = random_batch(1)
+    mask = batch["loss_mask"]
+    logprobs = torch.where(mask, batch["logprobs"], -math.inf).requires_grad_()
+    teacher = torch.where(mask, batch["reference_logprobs"], math.nan)
+    got = distillation_losses(logprobs, batch["behaviour_logprobs"], teacher, mask)
+    got.sum().backward()
+    for t in range(batch.num_tokens):
+        policy, behaviour = batch["logprobs"][t].item(), batch["behaviour_logprobs"][t].item()
+        gain = batch["reference_logprobs"][t].item() - policy
+        expected = -math.exp(policy - behaviour) * gain if mask[t] else 0.0
+        assert got[t].item() == pytest.approx(expected, rel=1e-12)
+        assert logprobs.grad[t].item() == pytest.approx(expected, rel=1e-12)  # d/dx e^x = e^x
+
+
+def test_the_expected_gradient_of_distillation_is_that_of_the_reverse_kl():
+    behaviour = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
+    teacher = torch.tensor([0.1, 0.3, 0.6], dtype=torch.float64).log()
+    start = torch.tensor([0.3, -0.1, 0.2], dtype=torch.float64)
+    logits = start.clone().requires_grad_()
+    every = torch.ones(3, dtype=torch.bool)
+    losses = distillation_losses(torch.log_softmax(logits, 0), behaviour.log(), teacher, every)
+    (behaviour * losses).sum().backward()
+    exact = start.clone().requires_grad_()
+    logprobs = torch.log_softmax(exact, 0)
+    (logprobs.exp() * (logprobs - teacher)).sum().backward()
+    torch.testing.assert_close(logits.grad, exact.grad)
+
+
+def test_distillation_advantages_are_the_gap_to_the_teacher_without_gradient():
+    logprobs = torch.tensor([-1.0, -3.0]).requires_grad_()
+    got = distillation_advantages(logprobs, torch.tensor([-2.0, -1.0]))
+    assert got.tolist() == [-1.0, 2.0]
+    assert not got.requires_grad

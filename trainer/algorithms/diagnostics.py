@@ -1,0 +1,62 @@
+"""How far the behaviour policy is from the proximal one, in figures that ranks can share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms.moments import SumOverRanks
+from trainer.algorithms.ratios import bounded_exp, log_ratios
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Sums over tokens of w = proximal / behaviour."""
+
+    count: float
+    distance: float  # of |log w|
+    k3: float  # of w - 1 - log w
+    weight: float  # of w
+    square: float  # of w²
+    max_distance: float  # the largest |log w|, which is no sum
+
+    @staticmethod
+    @torch.no_grad()
+    def of(proximal_logprobs: Tensor, behaviour_logprobs: Tensor, loss_mask: Tensor) -> Mismatch:
+        """Of one rank's tokens [T]."""
+        logs = log_ratios(proximal_logprobs, behaviour_logprobs, loss_mask)[loss_mask].double()
+        weights = bounded_exp(logs)
+        return Mismatch(
+            count=float(len(logs)),
+            distance=float(logs.abs().sum()),
+            k3=float((weights - 1.0 - logs).sum()),
+            weight=float(weights.sum()),
+            square=float(weights.square().sum()),
+            max_distance=float(logs.abs().max()) if len(logs) else 0.0,
+        )
+
+    def shared(self, sum_over_ranks: SumOverRanks) -> Mismatch:
+        """Of all ranks, but for the maximum, which stays this rank's; collective."""
+        count, distance, k3, weight, square = sum_over_ranks(
+            [self.count, self.distance, self.k3, self.weight, self.square]
+        )
+        return Mismatch(count, distance, k3, weight, square, self.max_distance)
+
+    @property
+    def mean_distance(self) -> float:
+        """Mean |log w|, nats per token."""
+        return self.distance / max(self.count, 1.0)
+
+    @property
+    def kl(self) -> float:
+        """k3 estimate of KL(behaviour || proximal), nats per token."""
+        return self.k3 / max(self.count, 1.0)
+
+    @property
+    def effective_samples(self) -> float:
+        """Share of tokens that the weighted ones are worth, (Σw)² / (n·Σw²) (Kish, 1965); 1 on policy."""
+        if self.count == 0:
+            return 1.0
+        return self.weight**2 / (self.count * self.square)

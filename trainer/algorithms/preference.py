@@ -1,0 +1,85 @@
+"""Losses of pairs: sequences 2i (chosen) and 2i + 1 (rejected) of a packed batch.
+
+A micro-batch must hold whole pairs; its weight is their number. Each returns the mean over pairs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from trainer.algorithms.segments import Segments
+
+
+def pair_margins(values: Tensor) -> Tensor:
+    """[P] chosen minus rejected of [2P] values of sequences.
+
+    Raises:
+        ValueError: an odd number of sequences.
+    """
+    if len(values) % 2:
+        raise ValueError(f"{len(values)} sequences are not pairs; pack chosen and rejected in turn")
+    return values[0::2] - values[1::2]
+
+
+def preference_margins(
+    logprobs: Tensor, reference_logprobs: Tensor, loss_mask: Tensor, sequences: Segments
+) -> Tensor:
+    """[P] how much more than the reference the policy prefers the chosen: sums over the responses.
+
+    Args:
+        logprobs, reference_logprobs: [T]; differentiable in the first.
+        loss_mask: [T] bool, true on the responses.
+    """
+    return pair_margins(
+        sequences.sums(logprobs, loss_mask) - sequences.sums(reference_logprobs, loss_mask)
+    )
+
+
+def dpo_loss(margins: Tensor, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
+    """`-log sigmoid(beta · margin)`.
+
+    Args:
+        margins: [P] of `preference_margins`.
+        label_smoothing: share of labels held to be wrong (conservative DPO).
+    Source:
+        DPO (arXiv:2305.18290) eq. 7; the smoothing: E. Mitchell, "A note on DPO with noisy
+        preferences" (2023).
+    """
+    agree = logsigmoid(beta * margins)
+    differ = logsigmoid(-beta * margins)
+    return -((1 - label_smoothing) * agree + label_smoothing * differ).mean()
+
+
+def ipo_loss(margins: Tensor, beta: float = 0.1) -> Tensor:
+    """`(margin - 1 / (2 · beta))²`: a margin to reach, not one to grow without end.
+
+    Args:
+        margins: [P] of `preference_margins`.
+    Source:
+        IPO (arXiv:2310.12036) eq. 17; sums over the responses, as there.
+    """
+    return (margins - 1.0 / (2.0 * beta)).square().mean()
+
+
+def sequence_scores(values: Tensor, sequences: Segments) -> Tensor:
+    """[N] the value at the last row of each sequence: what a scalar head says of the whole.
+
+    Args:
+        values: [T], differentiable.
+    """
+    every = torch.ones(values.shape, dtype=torch.bool, device=values.device)
+    return values[sequences.last(every)]
+
+
+def bradley_terry_loss(margins: Tensor, wanted: Tensor | None = None) -> Tensor:
+    """`-log sigmoid(score of chosen - score of rejected - wanted)`.
+
+    Args:
+        margins: [P], `pair_margins` of the scores.
+        wanted: [P] margin that the label asks for (Llama 2, arXiv:2307.09288, eq. 2); None is 0.
+    Source:
+        Bradley and Terry (1952); as a reward model: InstructGPT (arXiv:2203.02155) eq. 1.
+    """
+    return -logsigmoid(margins if wanted is None else margins - wanted).mean()
