@@ -1,9 +1,20 @@
-"""Logits -> log-probabilities of given tokens; free functions on tensors."""
+"""Log-probabilities (and entropies) of given tokens; free functions on tensors.
+
+`token_logprobs` is the plain formula on logits. `chunked_logprobs` gives the same from hidden states and
+the head's weight, tile by tile, so that no `[T, V]` tensor exists in the forward or the backward pass.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+VOCABULARY_TILE = 4096
+"""Columns of a tile of logits. On a CPU, 512 to 4096 cost the same and 16384 nearly twice as much."""
 
 
 def token_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
@@ -21,3 +32,203 @@ def token_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> 
     if temperature not in (0.0, 1.0):
         scaled = scaled / temperature
     return -torch.nn.functional.cross_entropy(scaled, labels, reduction="none")
+
+
+def chunked_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+    bias: Tensor | None = None,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each label, and entropy, without the logits.
+
+    Beside inputs, outputs and gradients it holds a few tiles of `chunk_tokens` x `VOCABULARY_TILE`
+    logits. The backward pass computes them again: it costs one more product with the weight. Sums are
+    in float32 whatever the inputs' type; the gradient of the weight is rounded to the weight's type
+    once per call, after all tokens. What autograd adds to it (other micro-batches, a tied embedding) it
+    adds in that type.
+
+    Args:
+        hidden: [T, H], what the head would be applied to.
+        weight: [V, H], whole, on the device of `hidden`; its storage must live until the backward pass.
+        labels: [T] int64. One outside the vocabulary gives NaN: an error would wait for the device.
+        temperature: as in `token_logprobs`.
+        chunk_tokens: rows of a tile; larger is faster up to some size and takes more memory.
+        bias: [V].
+        with_entropy: also the entropy of the temperature-scaled distribution, in nats.
+    Returns:
+        logprobs [T] and entropy [T] (or None) in float32 (float64 for float64 inputs), once
+        differentiable in `hidden`, `weight` and `bias`.
+    Raises:
+        ValueError: shapes differ or `chunk_tokens` < 1.
+    """
+    if hidden.ndim != 2 or weight.shape[1:] != hidden.shape[1:] or labels.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, labels {tuple(labels.shape)};"
+            " wanted [T, H], [V, H], [T]"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {tuple(bias.shape)}, wanted [V] = ({weight.shape[0]},)")
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens}, wanted at least 1")
+    scale = 1.0 if temperature == 0.0 else 1.0 / temperature
+    return _ChunkedLogprobs.apply(hidden, weight, bias, labels, scale, chunk_tokens, with_entropy)
+
+
+class _Head:
+    """The scaled logits of hidden states, in tiles of some rows (tokens) and columns (vocabulary)."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, chunk_tokens: int
+    ) -> None:
+        self.dtype = torch.promote_types(hidden.dtype, weight.dtype)
+        self.sum_dtype = torch.promote_types(self.dtype, torch.float32)
+        if not hidden.is_cuda:  # no product of halves with a float32 result there
+            self.dtype = self.sum_dtype
+        self.hidden = hidden.to(self.dtype)
+        self._weight, self._bias, self._scale = weight, bias, scale
+        self._chunk_tokens = chunk_tokens
+
+    def tiles(self) -> Iterator[tuple[slice, Tensor]]:
+        """Parts of the vocabulary and their weights [v, H]."""
+        for columns in _slices(self._weight.shape[0], VOCABULARY_TILE):
+            yield columns, self._weight[columns].to(self.dtype)
+
+    def chunks(self) -> Iterator[slice]:
+        """Parts of the tokens."""
+        return _slices(self.hidden.shape[0], self._chunk_tokens)
+
+    def logits(self, rows: slice, columns: slice, tile_weight: Tensor) -> Tensor:
+        """[t, v] in the type of sums."""
+        logits = _product(self.hidden[rows], tile_weight.t())
+        if self._bias is not None:
+            logits += self._bias[columns]
+        return logits if self._scale == 1.0 else logits.mul_(self._scale)
+
+    def sums(self, like: Tensor) -> Tensor:
+        """Zeros in the shape of `like` and the type of sums."""
+        return torch.zeros_like(like, dtype=self.sum_dtype)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Vocabulary outside, tokens inside: a tile's weight is read, and its gradient written, once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        scale: float,
+        chunk_tokens: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        head = _Head(hidden, weight, bias, scale, chunk_tokens)
+        # Of the distribution over the columns seen so far.
+        entropies = head.sums(labels)
+        log_norms = torch.full_like(entropies, torch.finfo(entropies.dtype).min)
+        label_logits = torch.full_like(entropies, float("nan"))
+        for columns, tile_weight in head.tiles():
+            for rows in head.chunks():
+                logits = head.logits(rows, columns, tile_weight)
+                at, is_inside = _places(labels[rows], columns)
+                picked = torch.where(is_inside, logits.gather(1, at), label_logits[rows, None])
+                label_logits[rows] = picked.squeeze(1)
+                before = log_norms[rows]
+                after = torch.logaddexp(before, logits.logsumexp(1))
+                if with_entropy:
+                    log_p = logits.sub_(after[:, None])
+                    seen = (entropies[rows] + after - before) * (before - after).exp()
+                    entropies[rows] = seen - torch.einsum("tv,tv->t", log_p.exp(), log_p)
+                log_norms[rows] = after
+        ctx.save_for_backward(hidden, weight, bias, labels, log_norms, entropies)
+        ctx.scale, ctx.chunk_tokens = scale, chunk_tokens
+        ctx.set_materialize_grads(False)
+        return label_logits - log_norms, entropies if with_entropy else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, of_logprobs: Tensor | None, of_entropies: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, log_norms, entropies = ctx.saved_tensors
+        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
+        of_logprobs, of_entropies = (
+            None if of is None else (of * ctx.scale)[:, None] for of in (of_logprobs, of_entropies)
+        )
+        head = _Head(hidden, weight, bias, ctx.scale, ctx.chunk_tokens)
+        hidden_grad = head.sums(hidden) if for_hidden else None
+        weight_grad = torch.empty_like(weight) if for_weight else None
+        bias_grad = torch.empty_like(bias) if for_bias else None
+        for columns, tile_weight in head.tiles():
+            tile_grad, tile_bias_grad = head.sums(tile_weight), head.sums(tile_weight[:, 0])
+            for rows in head.chunks():
+                slopes = _slopes(
+                    head.logits(rows, columns, tile_weight),
+                    *_places(labels[rows], columns),
+                    log_norms[rows, None],
+                    entropies[rows, None],
+                    None if of_logprobs is None else of_logprobs[rows],
+                    None if of_entropies is None else of_entropies[rows],
+                )
+                if for_bias:
+                    tile_bias_grad += slopes.sum(0)
+                slopes = slopes.to(head.dtype)
+                if hidden_grad is not None:
+                    hidden_grad[rows] += _product(slopes, tile_weight)
+                if for_weight:
+                    tile_grad += _product(slopes.t(), head.hidden[rows])
+            if weight_grad is not None:
+                weight_grad[columns] = tile_grad
+            if bias_grad is not None:
+                bias_grad[columns] = tile_bias_grad
+        if hidden_grad is not None:
+            hidden_grad = hidden_grad.to(hidden.dtype)
+        return hidden_grad, weight_grad, bias_grad, None, None, None, None
+
+
+def _slopes(
+    logits: Tensor,
+    at: Tensor,
+    is_inside: Tensor,
+    log_norms: Tensor,
+    entropies: Tensor,
+    of_logprobs: Tensor | None,
+    of_entropies: Tensor | None,
+) -> Tensor:
+    """[t, v] derivative of the loss by a tile of logits z, which is overwritten.
+
+    With p = softmax(z) and H its entropy: d logprob / d z = onehot - p and d H / d z = -p · (log p + H).
+    All other arguments are [t, 1], the last two the loss's derivatives by a token's logprob and entropy.
+    """
+    log_p = logits.sub_(log_norms)
+    slopes = log_p.exp().neg_()
+    if of_entropies is None:
+        slopes.mul_(0.0 if of_logprobs is None else of_logprobs)
+    else:
+        factor = log_p.add_(entropies).mul_(of_entropies)
+        slopes.mul_(factor if of_logprobs is None else factor.add_(of_logprobs))
+    if of_logprobs is not None:
+        slopes.scatter_add_(1, at, torch.where(is_inside, of_logprobs, 0.0))
+    return slopes
+
+
+def _places(labels: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """[t, 1] column of each label within a tile (any, if outside), and whether it is inside."""
+    is_inside = (labels >= columns.start) & (labels < columns.stop)
+    return torch.where(is_inside, labels - columns.start, 0)[:, None], is_inside[:, None]
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right` with sums and result in at least float32."""
+    if left.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left @ right
+
+
+def _slices(size: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, size)) for start in range(0, size, step))
