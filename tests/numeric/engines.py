@@ -10,19 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.contracts.config.model import ModelConfig
+from headway.contracts.config.model import TrainedModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
+from headway.contracts.config.trainer import TrainerConfig
 from tests.numeric.models import VOCAB_SIZE, load_reference, reference_logits
-from trainer.algorithms.logprobs import token_logprobs
 from trainer.algorithms.losses import decoupled_ppo_loss
-from trainer.api import LossOutput
+from trainer.api import LossOutput, ModelOutput
 from trainer.backends.fsdp2 import FSDP2Engine
+from trainer.backends.heads import LogitsOutput
 from trainer.batching import SequenceBatch, shift_left
 from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
 
-OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, schedule="linear", max_grad_norm=0.5)
+# AdamW's steps are smooth in gradients well below eps; with 1e-8, rounding noise moves a parameter by lr.
+OPTIMIZER = OptimizerConfig(
+    lr=1e-3, eps=1e-4, weight_decay=0.1, schedule="linear", max_grad_norm=0.5
+)
 TOTAL_STEPS = 10
+TRAINER = TrainerConfig(total_steps=TOTAL_STEPS)
 LENGTHS = (9, 3, 17, 5, 12, 2, 8)
 
 
@@ -32,15 +37,16 @@ def open_engine(
     topology: Topology | None = None,
     publisher: WeightPublisher | None = None,
     optimizer: OptimizerConfig = OPTIMIZER,
+    trainer: TrainerConfig = TRAINER,
     **model: Any,
 ) -> FSDP2Engine:
     """An initialised engine."""
     engine = FSDP2Engine(
-        ModelConfig(path=str(folder), **model),
+        TrainedModelConfig(path=str(folder), **model),
         optimizer,
+        trainer,
         topology or Topology(0, 1, torch.device("cpu")),
         publisher,
-        TOTAL_STEPS,
     )
     engine.initialize(None, None)
     return engine
@@ -66,10 +72,10 @@ def random_batch(seed: int, lengths: Sequence[int] = LENGTHS) -> SequenceBatch:
     )
 
 
-def token_loss(logits: Tensor, batch: SequenceBatch) -> LossOutput:
+def token_loss(output: ModelOutput, batch: SequenceBatch) -> LossOutput:
     """Decoupled PPO with a wide clip range, so that random models have gradients."""
     loss, stats = decoupled_ppo_loss(
-        token_logprobs(logits, batch["labels"]),
+        output.logprobs(batch["labels"]),
         batch["proximal"],
         batch["behaviour"],
         batch["advantages"],
@@ -87,7 +93,7 @@ def tokens_in_loss(batch: SequenceBatch) -> float:
 
 def parameters_of(engine: FSDP2Engine) -> dict[str, Tensor]:
     """Copies of all parameters of a single-process engine."""
-    return {name: p.detach().clone() for name, p in engine._model.named_parameters()}
+    return {name: p.detach().clone() for name, p in engine._model.model.named_parameters()}
 
 
 def assert_close(
@@ -120,7 +126,7 @@ def plain_training(folder: Path, batches: Sequence[SequenceBatch]) -> dict[str, 
         for index in range(len(batch.lengths)):
             one = batch.select([index])
             logits = reference_logits(model, one["input_ids"].tolist())
-            output = token_loss(logits, one)
+            output = token_loss(LogitsOutput(logits), one)
             share = output.loss * one["loss_mask"].sum() / total
             share.backward()
             loss_sum += share.item()

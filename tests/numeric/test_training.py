@@ -18,6 +18,7 @@ from tests.numeric.engines import (
     tokens_in_loss,
 )
 from trainer.api import LossOutput, MicroBatchSpec
+from trainer.backends.heads import LogitsOutput
 
 STEPS = 3
 
@@ -47,10 +48,10 @@ def test_any_micro_batch_split_equals_the_plain_loop(llama_dir, batches, plain, 
     engine = open_engine(llama_dir)
     before = parameters_of(engine)
     figures = train(engine, batches, budget)
-    assert [f["loss"] for f in figures] == pytest.approx(plain["losses"], rel=1e-4)
-    assert [f["grad_norm"] for f in figures] == pytest.approx(plain["norms"], rel=1e-4)
+    assert [f["loss"] for f in figures] == pytest.approx(plain["losses"], rel=1e-5)
+    assert [f["grad_norm"] for f in figures] == pytest.approx(plain["norms"], rel=1e-5)
     assert min(plain["norms"]) < OPTIMIZER.max_grad_norm < max(plain["norms"])  # some are clipped
-    assert_close(parameters_of(engine), plain["parameters"], atol=1e-5)
+    assert_close(parameters_of(engine), plain["parameters"], atol=1e-6)
     moved = max((before[n] - p).abs().max().item() for n, p in plain["parameters"].items())
     assert moved > OPTIMIZER.lr
 
@@ -58,17 +59,18 @@ def test_any_micro_batch_split_equals_the_plain_loop(llama_dir, batches, plain, 
 def test_gradient_checkpointing_recomputes_and_changes_no_number(llama_dir, batches, plain):
     engine = open_engine(llama_dir, gradient_checkpointing=True)
     passes = []
-    engine._model.model.layers[0].self_attn.register_forward_hook(lambda *_: passes.append(1))
+    engine._model.model.model.layers[0].self_attn.register_forward_hook(lambda *_: passes.append(1))
     figures = train(engine, batches, 10_000)
     assert len(passes) == 2 * STEPS
-    assert [f["grad_norm"] for f in figures] == pytest.approx(plain["norms"], rel=1e-4)
-    assert_close(parameters_of(engine), plain["parameters"], atol=1e-5)
+    assert [f["grad_norm"] for f in figures] == pytest.approx(plain["norms"], rel=1e-5)
+    assert_close(parameters_of(engine), plain["parameters"], atol=1e-6)
 
 
 @pytest.mark.parametrize("budget", [17, 10_000])
 def test_figures_are_means_over_all_masked_tokens(llama_dir, batches, budget):
     engine = open_engine(llama_dir)
-    whole = token_loss(engine.forward(batches[0], MicroBatchSpec(10_000)), batches[0])
+    logits = engine.forward(batches[0], MicroBatchSpec(10_000))
+    whole = token_loss(LogitsOutput(logits), batches[0])
     figures = train(engine, batches[:1], budget)[0]
     for name, value in whole.stats.items():
         assert figures[name] == pytest.approx(value.item(), rel=1e-4, abs=1e-6)
@@ -88,8 +90,8 @@ def test_a_gradient_that_is_not_finite_skips_the_step(llama_dir, batches):
     engine = open_engine(llama_dir)
     before = parameters_of(engine)
 
-    def broken(logits, batch):
-        return LossOutput(token_loss(logits, batch).loss * math.nan)
+    def broken(output, batch):
+        return LossOutput(token_loss(output, batch).loss * math.nan)
 
     figures = engine.train_batch(batches[0], MicroBatchSpec(40), broken, tokens_in_loss)
     assert figures["skipped_steps"] == 1.0

@@ -8,9 +8,8 @@ from torch import Tensor
 from headway.contracts.config.algorithm import AlgorithmConfig
 from headway.contracts.types import Trajectory
 from trainer.algorithms.advantages import group_advantages, shape_rewards
-from trainer.algorithms.logprobs import token_logprobs
 from trainer.algorithms.losses import decoupled_ppo_loss
-from trainer.api import LossOutput, MicroBatchSpec, TrainEngine
+from trainer.api import LossOutput, MicroBatchSpec, ModelOutput, TrainEngine
 from trainer.batching import (
     SequenceBatch,
     batch_of_trajectories,
@@ -101,13 +100,13 @@ class PPOActor:
         logprobs = self._engine.forward(batch, self._mb_spec, post_hook=self._logprobs)
         return batch.with_columns(proximal_logprobs=logprobs)
 
-    def _logprobs(self, logits: Tensor, batch: SequenceBatch) -> Tensor:
-        return token_logprobs(logits, batch["labels"], self._temperature)
+    def _logprobs(self, output: ModelOutput, batch: SequenceBatch) -> Tensor:
+        return output.logprobs(batch["labels"], self._temperature)
 
-    def _loss(self, logits: Tensor, batch: SequenceBatch) -> LossOutput:
+    def _loss(self, output: ModelOutput, batch: SequenceBatch) -> LossOutput:
         config = self._config
         loss, stats = decoupled_ppo_loss(
-            self._logprobs(logits, batch),
+            self._logprobs(output, batch),
             batch["proximal_logprobs"],
             batch["behaviour_logprobs"],
             batch["advantages"],

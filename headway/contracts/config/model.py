@@ -18,7 +18,15 @@ class ModelConfig(Config):
     """Attention kernel of transformers."""
     init_from_scratch: bool = False
     """Random weights from config.json instead of the stored ones."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
     seed: int = Field(0, ge=0)
     """Seed of random weights."""
+
+
+class TrainedModelConfig(ModelConfig):
+    """What a trainer asks for besides."""
+
+    head: Literal["lm", "value"] = "lm"
+    """`lm` predicts tokens; `value` gives one number per position (critic, reward model): stored as a
+    sequence classification model with one label, or random on the body of a language model."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
