@@ -28,6 +28,7 @@ from trainer.api import (
     Scheduling,
 )
 from trainer.backends.export import write_model
+from trainer.backends.loading import load_trained_model
 from trainer.backends.packed_model import PackedModel
 from trainer.backends.schedule import lr_factor
 from trainer.backends.sharding import Sharding
@@ -35,7 +36,6 @@ from trainer.backends.state import TrainState
 from trainer.batching import SequenceBatch, pack_by_tokens
 from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
-from weight_sync.model_dir import load_model
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class FSDP2Engine:
         """
         self._sharding = Sharding(self._trainer_config, self._topology)
         self._topology.join(alone=self._sharding.is_used)
-        self._model = PackedModel(load_model(self._model_config), self._model_config)
+        self._model = PackedModel(load_trained_model(self._model_config), self._model_config)
         self._sharding.place(self._model)
         config = self._optimizer_config
         self._optimizer = torch.optim.AdamW(

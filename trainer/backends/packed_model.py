@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from headway.contracts.config.model import TrainedModelConfig
 from trainer.api import ModelOutput
 from trainer.backends.heads import LanguageOutput, LogitsOutput, ValueOutput
+from trainer.backends.loading import SCORE
 from trainer.backends.packed_attention import NAME, PackedLayout, can_pack, register
 from trainer.batching import SequenceBatch
 
@@ -66,10 +67,9 @@ class PackedModel(torch.nn.Module):
 
     @property
     def _head(self) -> torch.nn.Module:
-        head: torch.nn.Module = (
-            self.model.get_output_embeddings() if self._is_language else self.model.score
-        )
-        return head
+        if self._is_language:
+            return self.model.get_output_embeddings()
+        return self.model.get_submodule(SCORE)
 
     def _inputs(self, batch: SequenceBatch) -> dict[str, Any]:
         device = batch["input_ids"].device
