@@ -13,11 +13,12 @@ from torch import Tensor
 from headway.contracts.config.model import TrainedModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
 from headway.contracts.config.trainer import TrainerConfig
-from tests.numeric.models import VOCAB_SIZE, load_reference, reference_logits
+from tests.numeric.models import VOCAB_SIZE, reference_logits
 from trainer.algorithms.losses import decoupled_ppo_loss
 from trainer.api import LossOutput, ModelOutput
 from trainer.backends.fsdp2 import FSDP2Engine
 from trainer.backends.heads import LogitsOutput
+from trainer.backends.upload import whole
 from trainer.batching import SequenceBatch, shift_left
 from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
@@ -92,8 +93,8 @@ def tokens_in_loss(batch: SequenceBatch) -> float:
 
 
 def parameters_of(engine: FSDP2Engine) -> dict[str, Tensor]:
-    """Copies of all parameters of a single-process engine."""
-    return {name: p.detach().clone() for name, p in engine._model.model.named_parameters()}
+    """Copies of all parameters, whole; collective."""
+    return {name: whole(p).clone() for name, p in engine._model.model.named_parameters()}
 
 
 def assert_close(
@@ -106,11 +107,11 @@ def assert_close(
     assert errors.mean().item() <= (atol / 10 if mean is None else mean)
 
 
-def plain_training(folder: Path, batches: Sequence[SequenceBatch]) -> dict[str, Any]:
+def plain_training(model: torch.nn.Module, batches: Sequence[SequenceBatch]) -> dict[str, Any]:
     """The same steps, one sequence at a time, written with PyTorch alone."""
-    model = load_reference(folder)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(
-        model.parameters(),
+        trained.values(),
         lr=OPTIMIZER.lr,
         betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
         eps=OPTIMIZER.eps,
@@ -130,10 +131,10 @@ def plain_training(folder: Path, batches: Sequence[SequenceBatch]) -> dict[str, 
             share = output.loss * one["loss_mask"].sum() / total
             share.backward()
             loss_sum += share.item()
-        squares = sum((p.grad.double() ** 2).sum().item() for p in model.parameters())
+        squares = sum((p.grad.double() ** 2).sum().item() for p in trained.values())
         norm = math.sqrt(squares)
         scale = min(1.0, OPTIMIZER.max_grad_norm / (norm + 1e-6))
-        for parameter in model.parameters():
+        for parameter in trained.values():
             parameter.grad *= scale
         optimizer.step()
         losses.append(loss_sum)

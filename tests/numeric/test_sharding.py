@@ -55,7 +55,7 @@ def train(topology: Topology, folder: Path, shard_size: int | None) -> dict[str,
         loss = engine.eval_batch(mine, SPEC, token_loss, tokens_in_loss)
         figures.append(stats | {"eval": float(loss)})
         logprobs.append(engine.forward(mine, SPEC, post_hook=label_logprobs, aggregate_fn=list))
-    parameters = {name: tensor.clone() for name, tensor in engine._full_parameters()}
+    parameters = parameters_of(engine)
     return {"figures": figures, "parameters": parameters, "logprobs": logprobs}
 
 
@@ -149,7 +149,7 @@ def watch_collectives(topology: Topology, folder: Path) -> dict[str, Any]:
             engine.train_batch(batch, MicroBatchSpec(budget), token_loss, tokens_in_loss)
         seen[name] = calls.counts
     with Collectives() as calls:
-        num_tensors = len(list(engine._outgoing()))
+        num_tensors = len(list(engine._upload.parameters()))
     seen["gathering"] = calls.counts
     placements = {type(p): p.placements for p in engine._model.parameters()}
     return {"calls": seen, "num_tensors": num_tensors, "placements": placements}
@@ -177,7 +177,7 @@ def test_only_the_first_row_gathers_what_goes_out(collectives):
 def train_on_one_broken_loss(topology: Topology, folder: Path) -> dict[str, Any]:
     """The last rank's loss is not a number; then a good step."""
     engine = hybrid_engine(topology, folder)
-    before = {name: tensor.clone() for name, tensor in engine._full_parameters()}
+    before = parameters_of(engine)
 
     def broken(output, batch):
         factor = float("nan") if topology.rank == topology.world_size - 1 else 1.0
@@ -185,7 +185,7 @@ def train_on_one_broken_loss(topology: Topology, folder: Path) -> dict[str, Any]
 
     mine = share_of(random_batch(0), topology)
     figures = engine.train_batch(mine, SPEC, broken, tokens_in_loss)
-    after = {name: tensor.clone() for name, tensor in engine._full_parameters()}
+    after = parameters_of(engine)
     good = engine.train_batch(mine, SPEC, token_loss, tokens_in_loss)
     return {"before": before, "after": after, "skipped": figures, "good": good}
 
@@ -231,7 +231,7 @@ def test_passes_run_in_the_compute_type_and_parameters_keep_theirs(folders, dtyp
         assert got["grad_norm"] == pytest.approx(
             expected["grad_norm"], rel=1e-5 if is_same else 0.1
         )
-        parameters = dict(engine._full_parameters())
+        parameters = parameters_of(engine)
         assert {p.dtype for p in parameters.values()} == {torch.float32}
         assert_close(parameters, parameters_of(plain), atol=1e-6 if is_same else 2e-3)
     finally:

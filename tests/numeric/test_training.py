@@ -17,6 +17,7 @@ from tests.numeric.engines import (
     token_loss,
     tokens_in_loss,
 )
+from tests.numeric.models import load_reference
 from trainer.api import LossOutput, MicroBatchSpec
 from trainer.backends.heads import LogitsOutput
 
@@ -30,7 +31,7 @@ def batches():
 
 @pytest.fixture(scope="module")
 def plain(llama_dir, batches):
-    return plain_training(llama_dir, batches)
+    return plain_training(load_reference(llama_dir), batches)
 
 
 def train(engine, batches, budget):

@@ -137,7 +137,7 @@ def train_rank(topology: Topology, folder: Path):
         return batch.select(partition_by_tokens(batch.lengths, topology.world_size)[topology.rank])
 
     figures = train(engine, range(STEPS), share)
-    return figures, {name: tensor.clone() for name, tensor in engine._full_parameters()}
+    return figures, parameters_of(engine)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from headway.contracts.config.model import TrainedModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
 from headway.contracts.config.trainer import TrainerConfig
-from headway.contracts.errors import ConfigError, ServiceError, SyncError
+from headway.contracts.errors import ConfigError
 from headway.contracts.types import FinetuneSpec, WeightUpdateMeta
 from trainer.api import (
     LossFn,
@@ -28,11 +29,13 @@ from trainer.api import (
     Scheduling,
 )
 from trainer.backends.export import write_model
-from trainer.backends.loading import load_trained_model
+from trainer.backends.loading import SCORE, load_trained_model
+from trainer.backends.lora import ADAPTER_FOLDER, Lora, add_lora
 from trainer.backends.packed_model import PackedModel
 from trainer.backends.schedule import lr_factor
 from trainer.backends.sharding import Sharding
 from trainer.backends.state import TrainState
+from trainer.backends.upload import Upload, whole
 from trainer.batching import SequenceBatch, pack_by_tokens
 from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
@@ -65,11 +68,13 @@ class FSDP2Engine:
         """
         self._sharding = Sharding(self._trainer_config, self._topology)
         self._topology.join(alone=self._sharding.is_used)
-        self._model = PackedModel(load_trained_model(self._model_config), self._model_config)
+        model = load_trained_model(self._model_config)
+        self._lora = self._add_lora(model)
+        self._model = PackedModel(model, self._model_config)
         self._sharding.place(self._model)
         config = self._optimizer_config
         self._optimizer = torch.optim.AdamW(
-            self._model.parameters(),
+            [p for p in self._model.parameters() if p.requires_grad],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
@@ -77,6 +82,8 @@ class FSDP2Engine:
         )
         factor = lr_factor(config, self._trainer_config.total_steps)
         self._scheduler = LambdaLR(self._optimizer, factor)
+        self._upload = Upload(model, self._lora, self._sharding, self._topology, self._publisher)
+        self._upload.publish_base()
 
     def get_scheduling_config(self) -> Scheduling:
         return Scheduling(gpu=int(self._topology.device.type == "cuda"))
@@ -89,7 +96,8 @@ class FSDP2Engine:
         loss_weight_fn: LossWeightFn,
     ) -> dict[str, float]:
         self._optimizer.zero_grad(set_to_none=True)
-        stats = self._run_losses(input_, mb_spec, loss_fn, loss_weight_fn, is_training=True)
+        with self._dropping():
+            stats = self._run_losses(input_, mb_spec, loss_fn, loss_weight_fn, is_training=True)
         # Over shards only: the norm of a row's copies would count them twice.
         norm = torch.nn.utils.clip_grad_norm_(
             self._model.parameters(), self._optimizer_config.max_grad_norm
@@ -140,32 +148,12 @@ class FSDP2Engine:
         return aggregate_fn(results)
 
     def upload_weights(self, meta: WeightUpdateMeta | None) -> None:
-        """Publish one full tensor at a time; only rank 0 writes.
+        """Publish one full tensor at a time, or an adapter alone; only rank 0 writes.
 
         Raises:
             SyncError: the publication failed; on every rank.
         """
-        tensors = self._outgoing()
-        failure: Exception | None = None
-        if self._topology.is_main:
-            try:
-                self._publish(meta, tensors)
-            except ServiceError as error:
-                failure = error
-        for _ in tensors:
-            pass  # gathering is collective: what rank 0 did not take, it takes part in all the same
-        if failure is not None:
-            self._topology.max(1)
-            raise failure
-        if self._topology.max(0):
-            raise SyncError("the first rank could not publish this version; see its log")
-
-    def _publish(
-        self, meta: WeightUpdateMeta | None, tensors: Iterator[tuple[str, Tensor]]
-    ) -> None:
-        if self._publisher is None or meta is None:
-            raise ConfigError("this engine has no weight channel to publish through")
-        self._publisher.publish(meta.version, tensors)
+        self._upload.publish(meta)
 
     def step_lr_scheduler(self) -> None:
         self._scheduler.step()
@@ -174,21 +162,38 @@ class FSDP2Engine:
         if meta.weight_format == "hf":
             self._save_hf(Path(meta.path))
         else:
-            self._state.save(meta.path, meta.with_optim)
+            self._state().save(meta.path, meta.with_optim)
         self._topology.barrier()
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "hf":
             raise ConfigError("a Hugging Face directory is loaded by model.path, not by load()")
-        self._state.load(meta.path, meta.with_optim)
+        state = self._state()
+        state.load(meta.path, meta.with_optim)
+        self._upload.restore(state.notes)
 
     def destroy(self) -> None:
         self._topology.leave()
 
-    @property
     def _state(self) -> TrainState:
         is_single = self._topology.world_size == 1
-        return TrainState(self._model.model, self._optimizer, self._scheduler, is_single)
+        model, notes = self._model.model, self._upload.notes
+        return TrainState(model, self._optimizer, self._scheduler, is_single, notes)
+
+    def _add_lora(self, model: Any) -> Lora | None:
+        config = self._model_config
+        if config.lora is None:
+            return None
+        also_trained = (f"{SCORE}.weight",) if config.head == "value" else ()
+        return add_lora(model, config.lora, config.seed, also_trained)
+
+    def _dropping(self) -> AbstractContextManager[None]:
+        """Dropout of adapters, drawn anew for every step and rank, and alike by a resumed run."""
+        if self._lora is None or self._lora.dropout == 0.0:
+            return nullcontext()
+        steps = max((int(s["step"]) for s in self._optimizer.state.values()), default=0)
+        seed = self._trainer_config.seed
+        return self._lora.dropping((seed << 48) + (steps << 16) + self._topology.rank)
 
     def _run_losses(
         self,
@@ -239,16 +244,12 @@ class FSDP2Engine:
     def _whole_output(self, output: ModelOutput, batch: SequenceBatch) -> Tensor:
         return output.logits() if self._model_config.head == "lm" else output.values()
 
-    def _outgoing(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters, on the ranks of the first row; gathering concerns no other."""
-        return self._full_parameters() if self._sharding.is_first_row else iter(())
-
-    def _full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._model.model.named_parameters():
-            value = parameter.detach()
-            yield name, value.full_tensor() if isinstance(value, DTensor) else value
-
     def _save_hf(self, folder: Path) -> None:
-        weights = {name: tensor.cpu().clone() for name, tensor in self._outgoing()}
-        if self._topology.is_main:
-            write_model(self._model.model, weights, Path(self._model_config.path), folder)
+        """The model whole; below it, what was trained of it as an adapter."""
+        weights = {name: tensor.cpu().clone() for name, tensor in self._upload.parameters()}
+        adapter = {} if self._lora is None else {n: t.cpu() for n, t in self._lora.tensors(whole)}
+        if not self._topology.is_main:
+            return
+        write_model(self._model.model, weights, Path(self._model_config.path), folder)
+        if self._lora is not None:
+            self._lora.write(adapter, folder / ADAPTER_FOLDER)

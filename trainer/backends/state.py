@@ -32,6 +32,8 @@ class TrainState:
     scheduler: LRScheduler
     is_single: bool
     """One process, which needs no group."""
+    notes: dict[str, Any]
+    """Plain values that are saved beside; `load` replaces them."""
 
     def save(self, path: str, with_optim: bool) -> None:
         """Write the parameters that are trained, and what belongs to them; collective."""
@@ -60,6 +62,7 @@ class TrainState:
         )
         if with_optim:
             self.scheduler.load_state_dict(state["scheduler"])
+        self.notes.update(state.get("notes", {}))
 
     def _dict(self, with_optim: bool) -> dict[str, Any]:
         model, optimizer = get_state_dict(
@@ -68,6 +71,8 @@ class TrainState:
             options=StateDictOptions(ignore_frozen_params=True),
         )
         state: dict[str, Any] = {"model": model}
+        if self.notes:
+            state["notes"] = dict(self.notes)
         if with_optim:
             state |= {"optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
         return state

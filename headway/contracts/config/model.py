@@ -22,6 +22,21 @@ class ModelConfig(Config):
     """Seed of random weights."""
 
 
+class LoraConfig(Config):
+    """Low-rank adapters (arXiv:2106.09685), and nothing else, are trained."""
+
+    rank: int = Field(16, ge=1)
+    """Columns of B, rows of A."""
+    alpha: int = Field(32, ge=1)
+    """Adapters are scaled by alpha / rank."""
+    target_modules: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
+    )
+    """Linear layers that get one, by the ends of their names."""
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    """Share of the adapters' inputs that a training pass drops; other passes drop nothing."""
+
+
 class TrainedModelConfig(ModelConfig):
     """What a trainer asks for besides."""
 
@@ -30,3 +45,5 @@ class TrainedModelConfig(ModelConfig):
     sequence classification model with one label, or random on the body of a language model."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    lora: LoraConfig | None = None
+    """Train adapters; None trains all parameters."""
