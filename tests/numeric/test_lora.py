@@ -261,3 +261,25 @@ def test_adapters_on_two_ranks_train_as_on_one_with_dropout_of_their_own(llama_d
             assert two == pytest.approx(one, rel=1e-5, abs=1e-6)
         assert_close(got, parameters, atol=1e-6)
     assert not torch.equal(ranks[0][2], ranks[1][2])
+
+
+def publish_and_resume(topology: Topology, folder: Path, scratch: Path) -> None:
+    """Two runs, the second from the first one's checkpoint."""
+    for version in (1, 2):
+        publisher = None
+        if topology.is_main:
+            publisher = make_publisher(DiskSync(root=str(scratch / "weights")))
+        engine = open_lora(folder, topology=topology, publisher=publisher)
+        if version == 2:
+            engine.load(SaveLoadMeta(str(scratch / "saved")))
+        train(engine, [version], lambda batch: batch.select([topology.rank]))
+        engine.upload_weights(None if publisher is None else publisher.announce(version))
+        engine.save(SaveLoadMeta(str(scratch / "saved")))
+        if publisher is not None:
+            publisher.close()
+
+
+@pytest.mark.slow
+def test_a_run_on_two_ranks_goes_on_with_its_base(llama_dir, tmp_path):
+    run_ranks(2, tmp_path / "ranks", publish_and_resume, llama_dir, tmp_path)
+    assert kinds(tmp_path / "weights") == [False, True, True]

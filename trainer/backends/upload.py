@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
 from weight_sync.manifest import Base
 from weight_sync.publisher import StoredPublisher
+
+log = logging.getLogger(__name__)
 
 FIRST = 0
 """The version of the weights that a run starts with."""
@@ -54,8 +57,12 @@ class Upload:
         store = publisher if isinstance(publisher, StoredPublisher) else None
         is_possible = store is not None and store.takes_adapters and store.latest() is None
         if not self._topology.max(int(is_possible)):
+            log.info(
+                "versions will be whole, with the adapter merged, unless a checkpoint knows a base"
+            )
             return
         self._send(self._lora.base(whole), self._write_base)
+        self._share_base()
 
     def publish(self, meta: WeightUpdateMeta | None) -> None:
         """The current weights as a version; collective.
@@ -63,7 +70,7 @@ class Upload:
         Raises:
             SyncError: the publication failed; on every rank.
         """
-        if self._lora is not None and self._topology.max(int(self._base is not None)):
+        if self._lora is not None and self._base is not None:
             self._send(
                 self._lora.tensors(whole), lambda tensors: self._write_adapter(meta, tensors)
             )
@@ -77,7 +84,7 @@ class Upload:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What a resumed run has to know of the base; the same keys on every rank and at any time."""
+        """What a resumed run has to know of the base; alike on every rank, with the same keys always."""
         if self._lora is None:
             return {}
         version, digest = (
@@ -86,12 +93,20 @@ class Upload:
         return {"base_version": version, "base_digest": digest}
 
     def restore(self, notes: dict[str, Any]) -> None:
-        """Go on with a base that an earlier run published, if it still lies there."""
-        if not isinstance(self._publisher, StoredPublisher) or notes.get("base_version", -1) < 0:
+        """Go on with a base that an earlier run published, if it still lies there; collective."""
+        if not notes:
             return
-        base = Base(version=notes["base_version"], digest=notes["base_digest"])
-        if self._publisher.base(base.version) == base:
-            self._base = base
+        publisher = self._publisher
+        if isinstance(publisher, StoredPublisher) and notes["base_version"] >= 0:
+            base = Base(version=notes["base_version"], digest=notes["base_digest"])
+            self._base = base if publisher.base(base.version) == base else None
+        self._share_base()
+
+    def _share_base(self) -> None:
+        """Rank 0 knows it; the others take part in what follows from it, and in checkpoints."""
+        known = b"" if self._base is None else self._base.model_dump_json().encode()
+        told = self._topology.broadcast_bytes(known)
+        self._base = Base.model_validate_json(told) if told else None
 
     def _whole_model(self) -> Tensors:
         if self._lora is not None:
