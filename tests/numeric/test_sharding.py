@@ -236,3 +236,26 @@ def test_passes_run_in_the_compute_type_and_parameters_keep_theirs(folders, dtyp
         assert_close(parameters, parameters_of(plain), atol=1e-6 if is_same else 2e-3)
     finally:
         engine.destroy()
+
+
+def train_in_bfloat16(topology: Topology, folder: Path) -> dict[str, Any]:
+    """One step with recomputed activations; types of what is kept between passes."""
+    trainer = TRAINER.model_copy(update={"compute_dtype": "bfloat16"})
+    engine = open_engine(folder, topology=topology, trainer=trainer, gradient_checkpointing=True)
+    mine = share_of(random_batch(0), topology)
+    figures = engine.train_batch(mine, SPEC, token_loss, tokens_in_loss)
+    kept = {p.dtype for p in engine._model.parameters()}
+    kept |= {p.grad.dtype for p in engine._model.parameters()}
+    parameters = parameters_of(engine)
+    engine.destroy()
+    return {"figures": figures, "types": kept, "parameters": parameters}
+
+
+def test_in_bfloat16_ranks_sum_gradients_in_float32(folders, tmp_path):
+    expected = train_in_bfloat16(ALONE, folders["qwen3"])
+    for rank in run_ranks(2, tmp_path, train_in_bfloat16, folders["qwen3"]):
+        assert rank["types"] == {torch.float32}
+        # A micro-batch rounds its gradients; which sequences share one differs.
+        for name in ("loss", "grad_norm"):
+            assert rank["figures"][name] == pytest.approx(expected["figures"][name], rel=0.02)
+        assert_close(rank["parameters"], expected["parameters"], atol=2e-3)

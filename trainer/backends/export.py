@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,22 @@ TOKENIZER_FILES = (
 )
 
 
+@contextmanager
+def whole_directory(folder: Path) -> Iterator[Path]:
+    """A directory to write into, which gets its name once everything is there.
+
+    One that exists is written into as it is: it may hold files of others.
+    """
+    if folder.exists():
+        yield folder
+        return
+    staging = folder.with_name(f".{folder.name}.staging")
+    shutil.rmtree(staging, ignore_errors=True)  # what a crash left
+    staging.mkdir(parents=True)
+    yield staging
+    staging.rename(folder)
+
+
 def write_model(model: Any, weights: Mapping[str, Tensor], source: Path, folder: Path) -> None:
     """Write a model with the tokenizer that it came with.
 
@@ -27,7 +44,6 @@ def write_model(model: Any, weights: Mapping[str, Tensor], source: Path, folder:
         source: the directory that the model was loaded from.
         folder: written to; it may be `source`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, state_dict=dict(weights))
     for name in TOKENIZER_FILES:
         file = source / name

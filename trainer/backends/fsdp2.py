@@ -28,7 +28,7 @@ from trainer.api import (
     SaveLoadMeta,
     Scheduling,
 )
-from trainer.backends.export import write_model
+from trainer.backends.export import whole_directory, write_model
 from trainer.backends.loading import SCORE, load_trained_model
 from trainer.backends.lora import ADAPTER_FOLDER, Lora, add_lora
 from trainer.backends.packed_model import PackedModel
@@ -250,6 +250,8 @@ class FSDP2Engine:
         adapter = {} if self._lora is None else {n: t.cpu() for n, t in self._lora.tensors(whole)}
         if not self._topology.is_main:
             return
-        write_model(self._model.model, weights, Path(self._model_config.path), folder)
-        if self._lora is not None:
-            self._lora.write(adapter, folder / ADAPTER_FOLDER)
+        source = Path(self._model_config.path)
+        with whole_directory(folder) as place:
+            write_model(self._model.model, weights, source, place)
+            if self._lora is not None:
+                self._lora.write(adapter, place / ADAPTER_FOLDER)

@@ -17,7 +17,7 @@ class TrainerConfig(Config):
     shard_size: int | None = Field(None, ge=1)
     """Neighbouring ranks that hold one copy of the parameters together; it divides the number of ranks,
     and each further row of ranks holds a copy more (HybridShard). None shards over all ranks."""
-    compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Type of parameters and activations within a pass; optimizer and sums of gradients keep
     `model.dtype` and float32. None computes in `model.dtype`."""
     cpu_offload: bool = False
