@@ -33,12 +33,30 @@ class SaveLoadMeta:
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """What one rank needs from a launcher."""
+    """What one rank needs from a launcher; None leaves it to the launcher."""
 
     cpu: int = 1
+    """Cores."""
     gpu: int = 0
-    mem_gib: int = 8
+    """Devices."""
+    mem: int = 8192
+    """Memory of the host, in MiB."""
+    nodelist: str | None = None
+    """Machines to run on, as the scheduler writes a list of them."""
+    exclude: str | None = None
+    """Machines not to run on."""
+    partition: str | None = None
+    """Queue to wait in."""
+    container_image: str | None = None
+    """Image to run in."""
     env_vars: dict[str, str] = field(default_factory=dict)
+    """Environment variables to add."""
+    time_limit: str | None = None
+    """Longest time to run, as the scheduler writes it (Slurm: `1-12:00:00`)."""
+    begin: str | None = None
+    """Earliest start, likewise."""
+    deadline: str | None = None
+    """Latest end: a job that cannot make it is not started."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import torch
 
 from tests.numeric.engines import (
     OPTIMIZER,
+    TRAINER,
     assert_close,
     open_engine,
     parameters_of,
@@ -18,7 +19,7 @@ from tests.numeric.engines import (
     tokens_in_loss,
 )
 from tests.numeric.models import load_reference
-from trainer.api import LossOutput, MicroBatchSpec
+from trainer.api import LossOutput, MicroBatchSpec, Scheduling
 from trainer.backends.heads import LogitsOutput
 
 STEPS = 3
@@ -108,3 +109,10 @@ def test_a_batch_without_tokens_in_the_loss_has_loss_zero(llama_dir):
     figures = train(open_engine(llama_dir), [batch], 20)[0]
     assert figures["loss"] == 0.0
     assert figures["grad_norm"] == 0.0
+
+
+def test_a_rank_asks_a_launcher_for_its_threads_and_leaves_the_rest_to_it(llama_dir):
+    trainer = TRAINER.model_copy(update={"num_threads": 3})
+    wanted = open_engine(llama_dir, trainer=trainer).get_scheduling_config()
+    assert wanted == Scheduling(cpu=3, gpu=0)
+    assert (wanted.partition, wanted.time_limit, wanted.env_vars) == (None, None, {})

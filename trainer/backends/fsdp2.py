@@ -86,7 +86,10 @@ class FSDP2Engine:
         self._upload.publish_base()
 
     def get_scheduling_config(self) -> Scheduling:
-        return Scheduling(gpu=int(self._topology.device.type == "cuda"))
+        return Scheduling(
+            cpu=self._trainer_config.num_threads or 1,
+            gpu=int(self._topology.device.type == "cuda"),
+        )
 
     def train_batch(
         self,
@@ -246,9 +249,12 @@ class FSDP2Engine:
 
     def _save_hf(self, folder: Path) -> None:
         """The model whole; below it, what was trained of it as an adapter."""
-        weights = {name: tensor.cpu().clone() for name, tensor in self._upload.parameters()}
-        adapter = {} if self._lora is None else {n: t.cpu() for n, t in self._lora.tensors(whole)}
-        if not self._topology.is_main:
+        is_main = self._topology.is_main
+        # Other ranks take part in gathering, and keep nothing.
+        weights = {name: t.cpu().clone() for name, t in self._upload.parameters() if is_main}
+        pairs = iter(()) if self._lora is None else self._lora.tensors(whole)
+        adapter = {name: t.cpu().clone() for name, t in pairs if is_main}
+        if not is_main:
             return
         source = Path(self._model_config.path)
         with whole_directory(folder) as place:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -150,4 +150,7 @@ class Upload:
 def whole(parameter: Tensor) -> Tensor:
     """All of a parameter; collective within its row if it is sharded."""
     value = parameter.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    on_device = cast(DTensor, value.to(value.device_mesh.device_type))  # it may be offloaded
+    return on_device.full_tensor()
