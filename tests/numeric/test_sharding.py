@@ -24,7 +24,7 @@ from tests.numeric.engines import (
 )
 from tests.numeric.models import save_model
 from tests.numeric.ranks import run_ranks
-from trainer.api import LossOutput, MicroBatchSpec
+from trainer.api import LossOutput, MicroBatchSpec, SaveLoadMeta
 from trainer.batching import partition_by_tokens
 from trainer.topology import Topology
 
@@ -259,3 +259,31 @@ def test_in_bfloat16_ranks_sum_gradients_in_float32(folders, tmp_path):
         for name in ("loss", "grad_norm"):
             assert rank["figures"][name] == pytest.approx(expected["figures"][name], rel=0.02)
         assert_close(rank["parameters"], expected["parameters"], atol=2e-3)
+
+
+def save_and_load(topology: Topology, folders: dict[str, Path], scratch: Path) -> dict[str, Any]:
+    """Rows save; then all ranks together load that, and what one process saved of another model."""
+    engine = hybrid_engine(topology, folders["llama"])
+    engine.train_batch(share_of(random_batch(0), topology), SPEC, token_loss, tokens_in_loss)
+    engine.save(SaveLoadMeta(str(scratch / "rows")))
+    engine.save(SaveLoadMeta(str(scratch / "hf"), weight_format="hf"))
+    together = open_engine(folders["llama"], topology=topology)
+    together.load(SaveLoadMeta(str(scratch / "rows")))
+    loaded = parameters_of(together)
+    with pytest.raises(ConfigError, match="does not fit the model"):
+        together.load(SaveLoadMeta(str(scratch / "other")))
+    kept = parameters_of(together)
+    return {"saved": parameters_of(engine), "loaded": loaded, "kept": kept}
+
+
+def test_what_rows_save_loads_on_any_mesh_and_another_model_on_none(folders, tmp_path):
+    open_engine(folders["qwen3"]).save(SaveLoadMeta(str(tmp_path / "other")))
+    ranks = run_ranks(4, tmp_path / "ranks", save_and_load, folders, tmp_path)
+    alone = open_engine(folders["llama"])
+    alone.load(SaveLoadMeta(str(tmp_path / "rows")))
+    exported = open_engine(tmp_path / "hf")
+    for rank in ranks:
+        assert_close(rank["loaded"], rank["saved"], atol=0.0)
+        assert_close(rank["kept"], rank["saved"], atol=0.0)
+        assert_close(parameters_of(alone), rank["saved"], atol=0.0)
+        assert_close(parameters_of(exported), rank["saved"], atol=0.0)
