@@ -33,12 +33,30 @@ class SaveLoadMeta:
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """What one rank needs from a launcher."""
+    """What one rank needs from a launcher; None leaves it to the launcher."""
 
     cpu: int = 1
+    """Cores."""
     gpu: int = 0
-    mem_gib: int = 8
+    """Devices."""
+    mem: int = 8192
+    """Memory of the host, in MiB."""
+    nodelist: str | None = None
+    """Machines to run on, as the scheduler writes a list of them."""
+    exclude: str | None = None
+    """Machines not to run on."""
+    partition: str | None = None
+    """Queue to wait in."""
+    container_image: str | None = None
+    """Image to run in."""
     env_vars: dict[str, str] = field(default_factory=dict)
+    """Environment variables to add."""
+    time_limit: str | None = None
+    """Longest time to run, as the scheduler writes it (Slurm: `1-12:00:00`)."""
+    begin: str | None = None
+    """Earliest start, likewise."""
+    deadline: str | None = None
+    """Latest end: a job that cannot make it is not started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +67,36 @@ class LossOutput:
     stats: dict[str, Tensor] = field(default_factory=dict)  # name -> []
 
 
-LossFn = Callable[[Tensor, SequenceBatch], LossOutput]
-"""`(logits [T, V], micro-batch) -> loss`; row t of the logits predicts token t + 1."""
+class ModelOutput(Protocol):
+    """What a model says of a micro-batch of T tokens; position t predicts token t + 1.
+
+    Valid within the loss or hook that it is given to. What a head cannot say raises `ConfigError`.
+    """
+
+    def logprobs(self, labels: Tensor, temperature: float = 1.0) -> Tensor:
+        """[T] float32 log-probability of `labels` [T] under the temperature-scaled distribution.
+
+        Differentiable, and computed without logits for all positions at a time.
+        """
+
+    def logprobs_and_entropy(
+        self, labels: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """The same, and [T] float32 entropy of each position's distribution; both differentiable."""
+
+    def logits(self) -> Tensor:
+        """[T, V], whole: for tests and small models."""
+
+    def values(self) -> Tensor:
+        """[T] float32, of models with a scalar head."""
+
+
+LossFn = Callable[[ModelOutput, SequenceBatch], LossOutput]
+"""`(output, micro-batch) -> loss`."""
 LossWeightFn = Callable[[SequenceBatch], float]
 """Weight of a micro-batch, usually its tokens in the loss."""
-PostHook = Callable[[Tensor, SequenceBatch], Tensor]
-"""`(logits [T, V], micro-batch) -> [T, ...]`."""
+PostHook = Callable[[ModelOutput, SequenceBatch], Tensor]
+"""`(output, micro-batch) -> [T, ...]`, or one row per sequence."""
 
 
 class TrainEngine(Protocol):
@@ -97,7 +139,12 @@ class TrainEngine(Protocol):
         post_hook: PostHook | None = None,
         aggregate_fn: Callable[[list[Tensor]], Any] = torch.cat,
     ) -> Any:
-        """Run without gradients; results per sequence, in the order of `input_`, aggregated."""
+        """Run without gradients; results per sequence, in the order of `input_`, aggregated.
+
+        Args:
+            output_seqlens: rows of the hook's result per sequence; None takes the sequences' lengths.
+            post_hook: None takes whole logits, or the values of a model with a scalar head.
+        """
 
     def upload_weights(self, meta: WeightUpdateMeta | None) -> None:
         """Publish the current weights as a version; `meta` is None on ranks other than the first."""

@@ -33,16 +33,23 @@ class Topology:
             int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), device
         )
 
-    def join(self) -> None:
-        """Create the process group, if there is more than one rank."""
-        if self.device.type == "cuda":
+    def join(self, alone: bool = False) -> None:
+        """Create the process group, if there is more than one rank or one rank needs it `alone`."""
+        is_cuda = self.device.type == "cuda"
+        if is_cuda:
             torch.cuda.set_device(self.device)
-        if self.world_size > 1 and not dist.is_initialized():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+        if dist.is_initialized():
+            return
+        backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
+        if self.world_size > 1:
+            dist.init_process_group(backend)
+        elif alone:
+            store = dist.HashStore()  # type: ignore[attr-defined] # documented, not in __all__
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
     def leave(self) -> None:
         """Destroy the process group."""
-        if self.world_size > 1 and dist.is_initialized():
+        if dist.is_initialized():
             dist.destroy_process_group()
 
     def barrier(self) -> None:

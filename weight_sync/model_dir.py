@@ -21,6 +21,24 @@ def load_model(config: ModelConfig) -> Any:
     Raises:
         ConfigError: the directory is missing or holds no causal language model.
     """
+    model, missing = read_model(config, AutoModelForCausalLM)
+    if missing:
+        raise ConfigError(
+            f"{config.path} does not hold {', '.join(sorted(missing)[:3])} of its causal language "
+            "model; set model.path to a whole one, or model.init_from_scratch for random weights"
+        )
+    return model
+
+
+def read_model(config: ModelConfig, kind: Any, **settings: Any) -> tuple[Any, set[str]]:
+    """A model of a directory, and the parameters that are random because it does not hold them.
+
+    Args:
+        kind: an auto class of transformers.
+        settings: replace those of config.json.
+    Raises:
+        ConfigError: the directory is missing or holds no such model.
+    """
     folder = Path(config.path)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is not a model directory (no config.json); set model.path")
@@ -31,8 +49,11 @@ def load_model(config: ModelConfig) -> Any:
     try:
         if config.init_from_scratch:
             torch.manual_seed(config.seed)
-            settings = AutoConfig.from_pretrained(folder, local_files_only=True)
-            return AutoModelForCausalLM.from_config(settings, **options)
-        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"cannot load a causal language model from {folder}: {error}") from error
+            found = AutoConfig.from_pretrained(folder, local_files_only=True, **settings)
+            return kind.from_config(found, **options), set()
+        options |= {"local_files_only": True, "output_loading_info": True}
+        model, report = kind.from_pretrained(folder, **options, **settings)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        what = kind.__name__.removeprefix("AutoModelFor")
+        raise ConfigError(f"cannot load a model for {what} from {folder}: {error}") from error
+    return model, set(report["missing_keys"])

@@ -114,7 +114,7 @@ class StoredPublisher:
         Raises:
             SyncError: as `publish`; a base that is not here, or no adapter that can be merged.
         """
-        if self._config.quantization is not None:
+        if not self.takes_adapters:
             raise SyncError(
                 "an adapter is published as it is; unset weight_sync.quantization, or publish the "
                 "model whole"
@@ -137,6 +137,16 @@ class StoredPublisher:
             manifest = make_manifest(version, entries, "adapter", base, adapter)
             self._store.write_text(version, MANIFEST_NAME, manifest.model_dump_json())
         return WeightUpdateMeta(version, self._store.path_of(version), manifest.digest)
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether `publish_adapter` is possible: 8 bits would round the adapter."""
+        return self._config.quantization is None
+
+    def base(self, version: PolicyVersion) -> Base | None:
+        """A version that lies here, for adapters to build on."""
+        found = self._manifest(version)
+        return None if found is None else Base(version=version, digest=found.digest)
 
     def cancel(self, version: PolicyVersion, reason: str) -> None:
         if version == self._announced:

@@ -11,19 +11,26 @@ import torch
 from torch import Tensor
 
 from headway.contracts.config.algorithm import AlgorithmConfig
-from headway.contracts.config.model import ModelConfig
+from headway.contracts.config.model import TrainedModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
-from tests.numeric.models import VOCAB_SIZE, load_reference, reference_logits
-from trainer.algorithms.logprobs import token_logprobs
+from headway.contracts.config.trainer import TrainerConfig
+from tests.numeric.models import VOCAB_SIZE, reference_logits
 from trainer.algorithms.losses import policy_loss
-from trainer.api import LossOutput
+from trainer.api import LossOutput, ModelOutput
 from trainer.backends.fsdp2 import FSDP2Engine
+from trainer.backends.heads import LogitsOutput
+from trainer.backends.upload import whole
 from trainer.batching import SequenceBatch, shift_left
 from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
 
-OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, schedule="linear", max_grad_norm=0.5)
+# AdamW's steps are smooth in gradients well below eps; with 1e-8, rounding noise moves a parameter by lr.
+OPTIMIZER = OptimizerConfig(
+    lr=1e-3, eps=1e-4, weight_decay=0.1, schedule="linear", max_grad_norm=0.5
+)
 TOTAL_STEPS = 10
+TRAINER = TrainerConfig(total_steps=TOTAL_STEPS)
+WIDE = AlgorithmConfig(eps_clip=0.9, eps_clip_higher=5.0, behaviour_weight_cap=2.0)
 LENGTHS = (9, 3, 17, 5, 12, 2, 8)
 
 
@@ -33,15 +40,16 @@ def open_engine(
     topology: Topology | None = None,
     publisher: WeightPublisher | None = None,
     optimizer: OptimizerConfig = OPTIMIZER,
+    trainer: TrainerConfig = TRAINER,
     **model: Any,
 ) -> FSDP2Engine:
     """An initialised engine."""
     engine = FSDP2Engine(
-        ModelConfig(path=str(folder), **model),
+        TrainedModelConfig(path=str(folder), **model),
         optimizer,
+        trainer,
         topology or Topology(0, 1, torch.device("cpu")),
         publisher,
-        TOTAL_STEPS,
     )
     engine.initialize(None, None)
     return engine
@@ -67,12 +75,9 @@ def random_batch(seed: int, lengths: Sequence[int] = LENGTHS) -> SequenceBatch:
     )
 
 
-WIDE = AlgorithmConfig(eps_clip=0.9, eps_clip_higher=5.0, behaviour_weight_cap=2.0)
-
-
-def token_loss(logits: Tensor, batch: SequenceBatch) -> LossOutput:
+def token_loss(output: ModelOutput, batch: SequenceBatch) -> LossOutput:
     """Decoupled PPO with a wide clip range, so that random models have gradients."""
-    return LossOutput(*policy_loss(WIDE, batch, token_logprobs(logits, batch["labels"])))
+    return LossOutput(*policy_loss(WIDE, batch, output.logprobs(batch["labels"])))
 
 
 def tokens_in_loss(batch: SequenceBatch) -> float:
@@ -80,8 +85,8 @@ def tokens_in_loss(batch: SequenceBatch) -> float:
 
 
 def parameters_of(engine: FSDP2Engine) -> dict[str, Tensor]:
-    """Copies of all parameters of a single-process engine."""
-    return {name: p.detach().clone() for name, p in engine._model.named_parameters()}
+    """Copies of all parameters, whole; collective."""
+    return {name: whole(p).clone() for name, p in engine._model.model.named_parameters()}
 
 
 def assert_close(
@@ -94,11 +99,11 @@ def assert_close(
     assert errors.mean().item() <= (atol / 10 if mean is None else mean)
 
 
-def plain_training(folder: Path, batches: Sequence[SequenceBatch]) -> dict[str, Any]:
+def plain_training(model: torch.nn.Module, batches: Sequence[SequenceBatch]) -> dict[str, Any]:
     """The same steps, one sequence at a time, written with PyTorch alone."""
-    model = load_reference(folder)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(
-        model.parameters(),
+        trained.values(),
         lr=OPTIMIZER.lr,
         betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
         eps=OPTIMIZER.eps,
@@ -114,14 +119,14 @@ def plain_training(folder: Path, batches: Sequence[SequenceBatch]) -> dict[str, 
         for index in range(len(batch.lengths)):
             one = batch.select([index])
             logits = reference_logits(model, one["input_ids"].tolist())
-            output = token_loss(logits, one)
+            output = token_loss(LogitsOutput(logits), one)
             share = output.loss * one["loss_mask"].sum() / total
             share.backward()
             loss_sum += share.item()
-        squares = sum((p.grad.double() ** 2).sum().item() for p in model.parameters())
+        squares = sum((p.grad.double() ** 2).sum().item() for p in trained.values())
         norm = math.sqrt(squares)
         scale = min(1.0, OPTIMIZER.max_grad_norm / (norm + 1e-6))
-        for parameter in model.parameters():
+        for parameter in trained.values():
             parameter.grad *= scale
         optimizer.step()
         losses.append(loss_sum)

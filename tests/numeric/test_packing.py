@@ -8,7 +8,6 @@ import torch
 from headway.contracts.errors import DataError
 from tests.numeric.engines import LENGTHS, open_engine, random_batch
 from tests.numeric.models import load_reference, reference_logits
-from trainer.algorithms.logprobs import token_logprobs
 from trainer.api import MicroBatchSpec
 
 
@@ -67,8 +66,8 @@ def test_hook_sees_each_micro_batch_and_results_keep_the_order(llama_dir):
     batch = random_batch(3)
     engine = open_engine(llama_dir)
 
-    def logprobs(logits, micro_batch):
-        return token_logprobs(logits, micro_batch["labels"])
+    def logprobs(output, micro_batch):
+        return output.logprobs(micro_batch["labels"])
 
     together = engine.forward(batch, MicroBatchSpec(10_000), post_hook=logprobs)
     apart = engine.forward(batch, MicroBatchSpec(17), post_hook=logprobs, aggregate_fn=list)
@@ -80,8 +79,8 @@ def test_results_of_other_lengths_are_cut_by_output_seqlens(llama_dir):
     batch = random_batch(4)
     engine = open_engine(llama_dir)
 
-    def last_only(logits, micro_batch):
-        return logits[torch.tensor(micro_batch.lengths).cumsum(0) - 1]
+    def last_only(output, micro_batch):
+        return output.logits()[torch.tensor(micro_batch.lengths).cumsum(0) - 1]
 
     ones = [1] * len(LENGTHS)
     got = engine.forward(batch, MicroBatchSpec(20), ones, last_only)

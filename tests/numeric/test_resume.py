@@ -166,3 +166,20 @@ def test_random_weights_follow_from_the_seed(llama_dir):
     other = parameters_of(open_engine(llama_dir, init_from_scratch=True, seed=6))
     assert_close(same, one, atol=0.0)
     assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+def test_an_export_that_fails_leaves_no_directory_and_the_next_one_is_whole(llama_dir, tmp_path):
+    engine = open_engine(llama_dir)
+    out = SaveLoadMeta(str(tmp_path / "out"), weight_format="hf")
+    (tmp_path / ".out.staging").write_text("in the way")
+    with pytest.raises(OSError, match="staging"):
+        engine.save(out)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / ".out.staging").unlink()
+    (tmp_path / ".out.staging").mkdir()
+    (tmp_path / ".out.staging" / "torn.safetensors").write_bytes(b"x")  # by a process that died
+    engine.save(out)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+    assert not (tmp_path / "out" / "torn.safetensors").exists()
+    engine.save(out)  # over itself
+    assert_close(parameters_of(open_engine(tmp_path / "out")), parameters_of(engine), atol=0.0)

@@ -15,7 +15,7 @@ BACKENDS: Registry[Callable[..., TrainEngine]] = Registry(
     {"fsdp2": "trainer.backends.fsdp2:FSDP2Engine"},
     entry_point_group="headway.train_backends",
 )
-"""Factories called with (model config, optimizer config, topology, publisher, total steps)."""
+"""Factories called with (model, optimizer and trainer config, topology, publisher)."""
 
 
 def register_backend(name: str, target: str | Callable[..., TrainEngine]) -> None:
@@ -28,4 +28,4 @@ def make_engine(
 ) -> TrainEngine:
     """Build the backend that `trainer.backend` names; it loads nothing before `initialize`."""
     backend = BACKENDS.get(config.trainer.backend)
-    return backend(config.model, config.optimizer, topology, publisher, config.trainer.total_steps)
+    return backend(config.model, config.optimizer, config.trainer, topology, publisher)

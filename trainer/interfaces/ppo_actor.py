@@ -11,11 +11,10 @@ from headway.contracts.types import PolicyVersion, Trajectory
 from trainer.algorithms.corrections import proximal_shares, within_second_moment
 from trainer.algorithms.credit import normalized_advantages, token_advantages, trajectory_rewards
 from trainer.algorithms.diagnostics import Mismatch
-from trainer.algorithms.logprobs import token_logprobs
 from trainer.algorithms.losses import policy_loss, policy_loss_weight
 from trainer.algorithms.ratios import log_ratios
 from trainer.algorithms.segments import Segments
-from trainer.api import LossOutput, MicroBatchSpec, TrainEngine
+from trainer.api import LossOutput, MicroBatchSpec, ModelOutput, TrainEngine
 from trainer.batching import (
     SequenceBatch,
     batch_of_trajectories,
@@ -139,15 +138,15 @@ class PPOActor:
             "effective_samples": mismatch.effective_samples,
         }
 
-    def _logprobs(self, logits: Tensor, batch: SequenceBatch) -> Tensor:
-        return token_logprobs(logits, batch["labels"], self._temperature)
+    def _logprobs(self, output: ModelOutput, batch: SequenceBatch) -> Tensor:
+        return output.logprobs(batch["labels"], self._temperature)
 
-    def _loss(self, logits: Tensor, batch: SequenceBatch) -> LossOutput:
+    def _loss(self, output: ModelOutput, batch: SequenceBatch) -> LossOutput:
         entropy = None
         if self._config.entropy_coef > 0:
-            scaled = torch.log_softmax(logits.float() / (self._temperature or 1.0), dim=-1)
-            entropy = -(scaled.exp() * scaled).sum(-1)
-        logprobs = self._logprobs(logits, batch)
+            logprobs, entropy = output.logprobs_and_entropy(batch["labels"], self._temperature)
+        else:
+            logprobs = self._logprobs(output, batch)
         return LossOutput(*policy_loss(self._config, batch, logprobs, entropy))
 
     def _weight(self, batch: SequenceBatch) -> float:

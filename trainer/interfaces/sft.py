@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from trainer.algorithms.logprobs import token_logprobs
 from trainer.algorithms.losses import sft_loss
-from trainer.api import LossOutput, MicroBatchSpec, TrainEngine
+from trainer.api import LossOutput, MicroBatchSpec, ModelOutput, TrainEngine
 from trainer.batching import SequenceBatch
 from trainer.interfaces.ppo_actor import loss_tokens
 
@@ -27,5 +24,5 @@ class SFT:
         return self._engine.train_batch(batch, self._mb_spec, _loss, loss_tokens)
 
 
-def _loss(logits: Tensor, batch: SequenceBatch) -> LossOutput:
-    return LossOutput(sft_loss(token_logprobs(logits, batch["labels"]), batch["loss_mask"]))
+def _loss(output: ModelOutput, batch: SequenceBatch) -> LossOutput:
+    return LossOutput(sft_loss(output.logprobs(batch["labels"]), batch["loss_mask"]))

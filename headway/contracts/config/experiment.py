@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from headway.contracts.config.algorithm import AlgorithmConfig
 from headway.contracts.config.base import Config
 from headway.contracts.config.data import DataConfig
-from headway.contracts.config.model import ModelConfig
+from headway.contracts.config.model import TrainedModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
 from headway.contracts.config.recovery import RecoveryConfig
 from headway.contracts.config.rollout import RolloutConfig
@@ -23,7 +23,7 @@ class ExperimentConfig(Config):
 
     run_dir: str = Field("runs/default", min_length=1)
     """Folder of metrics, checkpoints and `config.resolved.yaml`."""
-    model: ModelConfig
+    model: TrainedModelConfig
     data: DataConfig
     optimizer: OptimizerConfig = OptimizerConfig()
     trainer: TrainerConfig = TrainerConfig()

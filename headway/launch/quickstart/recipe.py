@@ -10,7 +10,7 @@ from headway.contracts.config.data import DataConfig
 from headway.contracts.config.experiment import GRPOExperiment, SFTExperiment
 from headway.contracts.config.gateway import ExecutorConfig, GatewayConfig, ServiceConfig
 from headway.contracts.config.launch import LaunchConfig
-from headway.contracts.config.model import ModelConfig
+from headway.contracts.config.model import ModelConfig, TrainedModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
 from headway.contracts.config.recovery import RecoveryConfig
 from headway.contracts.config.rollout import RolloutConfig
@@ -34,7 +34,7 @@ def warm_start(run_dir: Path, seed: int) -> SFTExperiment:
     return SFTExperiment(
         run_dir=str(run_dir / "warm_start"),
         output_dir=str(run_dir / "base.partial"),
-        model=ModelConfig(path=str(run_dir / "scratch"), init_from_scratch=True, seed=seed),
+        model=TrainedModelConfig(path=str(run_dir / "scratch"), init_from_scratch=True, seed=seed),
         data=DataConfig(path=str(run_dir / "data" / "sft.jsonl"), batch_size=SFT_ROWS // SFT_STEPS),
         optimizer=OptimizerConfig(
             lr=2e-3,
@@ -57,7 +57,7 @@ def reinforce(
     base = str(run_dir / "base")
     trainer = GRPOExperiment(
         run_dir=str(run_dir),
-        model=ModelConfig(path=base),
+        model=TrainedModelConfig(path=base),
         data=DataConfig(
             path=str(run_dir / "data" / "rl.jsonl"), batch_size=PROMPTS_PER_STEP, seed=seed
         ),

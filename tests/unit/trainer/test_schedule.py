@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 
 from headway.contracts.config.optimizer import OptimizerConfig
-from trainer.backends.fsdp2 import _schedule
+from trainer.backends.schedule import lr_factor
 
 
 def factors(steps, total=10, **config):
-    factor = _schedule(OptimizerConfig(**config), total)
+    factor = lr_factor(OptimizerConfig(**config), total)
     return [factor(step) for step in steps]
 
 

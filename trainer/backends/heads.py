@@ -1,0 +1,119 @@
+"""What a model's head makes of hidden states: the `ModelOutput`s of the torch backends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headway.contracts.errors import ConfigError
+from trainer.algorithms.logprobs import chunked_logprobs, token_logprobs
+from trainer.api import ModelOutput
+from trainer.batching import SequenceBatch
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageOutput:
+    """Of a head that is one matrix: logits exist for a chunk of tokens at a time."""
+
+    hidden: Tensor  # [T, H]
+    head: torch.nn.Module
+    """A linear layer of [V, H]."""
+
+    def logprobs(self, labels: Tensor, temperature: float = 1.0) -> Tensor:
+        return self._judge(labels, temperature, with_entropy=False)[0]
+
+    def logprobs_and_entropy(
+        self, labels: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropy = self._judge(labels, temperature, with_entropy=True)
+        assert entropy is not None
+        return logprobs, entropy
+
+    def logits(self) -> Tensor:
+        logits: Tensor = self.head(self.hidden)
+        return logits
+
+    def values(self) -> Tensor:
+        raise _no_values()
+
+    def _judge(
+        self, labels: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return chunked_logprobs(
+            self.hidden,
+            self.head.weight,  # type: ignore[arg-type] # a parameter
+            labels,
+            temperature,
+            bias=getattr(self.head, "bias", None),
+            with_entropy=with_entropy,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsOutput:
+    """Of a model that scales or caps what its head gives: whole logits."""
+
+    whole: Tensor  # [T, V]
+
+    def logprobs(self, labels: Tensor, temperature: float = 1.0) -> Tensor:
+        return token_logprobs(self.whole, labels, temperature)
+
+    def logprobs_and_entropy(
+        self, labels: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        scaled = self.whole.float() / (temperature or 1.0)
+        table = torch.log_softmax(scaled, dim=-1)
+        entropy = -(table.exp() * table).sum(-1)
+        return token_logprobs(self.whole, labels, temperature), entropy
+
+    def logits(self) -> Tensor:
+        return self.whole
+
+    def values(self) -> Tensor:
+        raise _no_values()
+
+
+@dataclass(frozen=True, slots=True)
+class ValueOutput:
+    """Of a head with one number per position."""
+
+    hidden: Tensor  # [T, H]
+    head: torch.nn.Module
+    """A linear layer of [1, H]."""
+
+    def logprobs(self, labels: Tensor, temperature: float = 1.0) -> Tensor:
+        raise _no_tokens()
+
+    def logprobs_and_entropy(
+        self, labels: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        raise _no_tokens()
+
+    def logits(self) -> Tensor:
+        raise _no_tokens()
+
+    def values(self) -> Tensor:
+        values: Tensor = self.head(self.hidden)
+        return values[:, 0].float()
+
+
+def sequence_scores(output: ModelOutput, batch: SequenceBatch) -> Tensor:
+    """[number of sequences] the value at the end of each: what a reward model says of it.
+
+    As a hook of `TrainEngine.forward` it wants `output_seqlens` of ones.
+    """
+    ends = torch.tensor(batch.lengths).cumsum(0) - 1
+    values = output.values()
+    return values[ends.to(values.device)]
+
+
+def _no_values() -> ConfigError:
+    return ConfigError("values were asked of a language model; set model.head=value")
+
+
+def _no_tokens() -> ConfigError:
+    return ConfigError(
+        "logprobs were asked of a model whose head gives one value per position; set model.head=lm"
+    )
