@@ -28,7 +28,9 @@ import numpy as np
 import torch
 from measure import report
 
-from trainer.batching import SequenceBatch, pack_by_tokens, partition_by_tokens
+from trainer.batching.balance import partition_by_tokens
+from trainer.batching.packing import pack_by_tokens
+from trainer.batching.sequences import SequenceBatch
 
 HIDDEN_SIZE = 4096
 COLUMNS = 8

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headway.contracts.types import FinetuneSpec, WeightUpdateMeta
-from trainer.batching import SequenceBatch
+from trainer.batching.sequences import SequenceBatch
 
 
 @dataclass(frozen=True, slots=True)

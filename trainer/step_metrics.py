@@ -8,7 +8,7 @@ from itertools import compress
 import numpy as np
 
 from headway.contracts.types import TrajectoryBatch
-from trainer.batching import first_branches
+from trainer.batching.sequences import first_branches
 from trainer.checkpoint import RunState
 
 

@@ -38,7 +38,7 @@ from headway.rollout.tokenizer import TextTokenizer
 from headway.runtime.config import describe, load_config
 from headway.runtime.metrics import render_metrics
 from trainer.algorithms.losses import policy_loss
-from trainer.batching import SequenceBatch
+from trainer.batching.sequences import SequenceBatch
 from trainer.checkpoint import RunState
 from trainer.step_metrics import describe_step
 from weight_sync.model_dir import load_model

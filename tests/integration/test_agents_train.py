@@ -35,7 +35,8 @@ from tests.integration.conftest import run_config
 from tests.numeric.engines import open_engine
 from tests.numeric.models import save_model, write_char_tokenizer
 from trainer.api import LossOutput, MicroBatchSpec
-from trainer.batching import SequenceBatch
+from trainer.backends.heads import LanguageOutput
+from trainer.batching.sequences import SequenceBatch
 from trainer.interfaces.ppo_actor import PPOActor
 from trainer.topology import Topology
 
@@ -108,7 +109,7 @@ def agent_service() -> Iterator[str]:
 
 
 class Watched:
-    """An engine that notes what the actor has it do, and what reaches the logits of its loss."""
+    """An engine that notes what the actor has it do, and what reaches the hidden states of its loss."""
 
     def __init__(self, folder: Path) -> None:
         self._engine = open_engine(folder)
@@ -118,10 +119,10 @@ class Watched:
     def train_batch(
         self, batch: SequenceBatch, spec: MicroBatchSpec, loss: Any, weight: Any
     ) -> Any:
-        def watched(logits: Tensor, micro_batch: SequenceBatch) -> LossOutput:
-            logits.retain_grad()
-            self.losses.append((micro_batch, logits))
-            return loss(logits, micro_batch)
+        def watched(output: LanguageOutput, micro_batch: SequenceBatch) -> LossOutput:
+            output.hidden.retain_grad()
+            self.losses.append((micro_batch, output.hidden))
+            return loss(output, micro_batch)
 
         return self._engine.train_batch(batch, spec, watched, weight)
 
@@ -146,9 +147,9 @@ def test_the_trainer_trains_on_what_an_agent_played(
     figures = actor.train_step(rows, 0)
     assert math.isfinite(figures["loss"]) and figures["grad_norm"] > 0.0
     assert figures["behaviour_kl"] < TOLERANCE and figures["capped_fraction"] == 0.0
-    ((batch, logits),) = engine.losses
+    ((batch, hidden),) = engine.losses
     check_logprobs(batch)
-    check_gradient(batch, logits)
+    check_gradient(batch, hidden)
     check_advantages(batch)
 
 
@@ -206,10 +207,10 @@ def check_logprobs(batch: SequenceBatch) -> None:
     assert batch["behaviour_logprobs"][sampled].std() > 0.1  # agreement is no accident
 
 
-def check_gradient(batch: SequenceBatch, logits: Tensor) -> None:
+def check_gradient(batch: SequenceBatch, hidden: Tensor) -> None:
     """Sampled tokens with an advantage move the policy, and nothing else does."""
-    assert logits.grad is not None
-    moved = logits.grad.reshape(len(batch["loss_mask"]), -1).abs().sum(-1) > 0.0
+    assert hidden.grad is not None
+    moved = hidden.grad.reshape(len(batch["loss_mask"]), -1).abs().sum(-1) > 0.0
     assert torch.equal(moved, batch["loss_mask"] & (batch["advantages"] != 0.0))
 
 

@@ -20,7 +20,7 @@ from trainer.api import LossOutput, ModelOutput
 from trainer.backends.fsdp2 import FSDP2Engine
 from trainer.backends.heads import LogitsOutput
 from trainer.backends.upload import whole
-from trainer.batching import SequenceBatch, shift_left
+from trainer.batching.sequences import SequenceBatch, shift_left
 from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
 

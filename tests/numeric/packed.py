@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.segments import Segments
-from trainer.batching import SequenceBatch
+from trainer.batching.sequences import SequenceBatch
 
 LENGTHS = (7, 1, 4, 9, 2, 6)
 

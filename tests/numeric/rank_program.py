@@ -14,7 +14,7 @@ import torch
 
 from tests.numeric.engines import open_engine, random_batch, token_loss, tokens_in_loss
 from trainer.api import MicroBatchSpec, SaveLoadMeta
-from trainer.batching import partition_by_tokens
+from trainer.batching.balance import partition_by_tokens
 from trainer.topology import Topology
 from weight_sync.transports.disk import make_local_publisher
 

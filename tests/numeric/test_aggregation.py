@@ -9,7 +9,7 @@ import torch
 
 from tests.numeric.packed import actions, random_batch, segments_of
 from trainer.algorithms.aggregation import aggregate, aggregation_weight, masked_mean
-from trainer.batching import SequenceBatch
+from trainer.batching.sequences import SequenceBatch
 
 MODES = (
     "token_mean",

@@ -28,7 +28,7 @@ from tests.numeric.models import load_reference, save_model
 from tests.numeric.ranks import run_ranks
 from trainer.api import LossOutput, MicroBatchSpec, SaveLoadMeta
 from trainer.backends.lora import ADAPTER_FOLDER
-from trainer.batching import partition_by_tokens
+from trainer.batching.balance import partition_by_tokens
 from trainer.topology import Topology
 from weight_sync.patience import Patience
 from weight_sync.receiver import make_receiver

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headway.contracts.config.algorithm import AlgorithmConfig
 from trainer.algorithms.logprobs import token_logprobs
 from trainer.algorithms.losses import policy_loss, sft_loss
-from trainer.batching import SequenceBatch
+from trainer.batching.sequences import SequenceBatch
 
 EPS = 0.2
 STEP = 1e-6

@@ -10,7 +10,7 @@ import torch
 from headway.contracts.config.algorithm import AlgorithmConfig
 from tests.numeric.packed import actions, random_batch
 from trainer.algorithms.losses import policy_loss, policy_loss_weight
-from trainer.batching import SequenceBatch
+from trainer.batching.sequences import SequenceBatch
 
 STEP = 1e-6
 

@@ -25,7 +25,7 @@ from tests.numeric.engines import (
 from tests.numeric.models import save_model
 from tests.numeric.ranks import run_ranks
 from trainer.api import LossOutput, MicroBatchSpec, SaveLoadMeta
-from trainer.batching import partition_by_tokens
+from trainer.batching.balance import partition_by_tokens
 from trainer.topology import Topology
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]

@@ -21,7 +21,7 @@ from tests.numeric.models import load_reference, save_model
 from tests.numeric.ranks import run_ranks
 from trainer.api import LossOutput, MicroBatchSpec, SaveLoadMeta
 from trainer.backends.heads import sequence_scores
-from trainer.batching import partition_by_tokens
+from trainer.batching.balance import partition_by_tokens
 from trainer.topology import Topology
 
 SPEC = MicroBatchSpec(25)

@@ -17,7 +17,7 @@ from trainer.algorithms.kl import kl_estimate
 from trainer.algorithms.objectives import cispo_objective, clipped_objective, sapo_objective
 from trainer.algorithms.ratios import RatioLevel, at_level, bounded_exp, log_ratios
 from trainer.algorithms.segments import Segments
-from trainer.batching import SequenceBatch
+from trainer.batching.sequences import SequenceBatch
 
 
 def sft_loss(logprobs: Tensor, loss_mask: Tensor) -> Tensor:

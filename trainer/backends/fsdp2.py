@@ -36,7 +36,8 @@ from trainer.backends.schedule import lr_factor
 from trainer.backends.sharding import Sharding
 from trainer.backends.state import TrainState
 from trainer.backends.upload import Upload, whole
-from trainer.batching import SequenceBatch, pack_by_tokens
+from trainer.batching.packing import pack_by_tokens
+from trainer.batching.sequences import SequenceBatch
 from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
 

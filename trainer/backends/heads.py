@@ -10,7 +10,7 @@ from torch import Tensor
 from headway.contracts.errors import ConfigError
 from trainer.algorithms.logprobs import chunked_logprobs, token_logprobs
 from trainer.api import ModelOutput
-from trainer.batching import SequenceBatch
+from trainer.batching.sequences import SequenceBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from trainer.api import ModelOutput
 from trainer.backends.heads import LanguageOutput, LogitsOutput, ValueOutput
 from trainer.backends.loading import SCORE
 from trainer.backends.packed_attention import NAME, PackedLayout, can_pack, register
-from trainer.batching import SequenceBatch
+from trainer.batching.sequences import SequenceBatch
 
 log = logging.getLogger(__name__)
 

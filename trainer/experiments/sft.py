@@ -15,7 +15,8 @@ from headway.runtime.config import write_resolved
 from headway.runtime.journal import METRICS_NAME, MetricsJournal
 from trainer.api import MicroBatchSpec, SaveLoadMeta
 from trainer.backends.base import make_engine
-from trainer.batching import SequenceBatch, partition_by_tokens, shift_left
+from trainer.batching.balance import partition_by_tokens
+from trainer.batching.sequences import SequenceBatch, shift_left
 from trainer.data import PromptData
 from trainer.experiments.base import Experiment
 from trainer.interfaces.sft import SFT

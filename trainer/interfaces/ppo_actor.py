@@ -15,12 +15,8 @@ from trainer.algorithms.losses import policy_loss, policy_loss_weight
 from trainer.algorithms.ratios import log_ratios
 from trainer.algorithms.segments import Segments
 from trainer.api import LossOutput, MicroBatchSpec, ModelOutput, TrainEngine
-from trainer.batching import (
-    SequenceBatch,
-    batch_of_trajectories,
-    first_branches,
-    partition_by_tokens,
-)
+from trainer.batching.balance import partition_by_tokens
+from trainer.batching.sequences import SequenceBatch, batch_of_trajectories, first_branches
 from trainer.topology import Topology
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.contracts.errors import DataError
-from trainer.batching import partition_by_tokens
+from trainer.batching.balance import partition_by_tokens
 
 
 def lognormal(count: int, seed: int = 0, sigma: float = 1.0) -> list[int]:

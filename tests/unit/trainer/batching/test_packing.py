@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.contracts.errors import DataError
-from trainer.batching import pack_by_tokens
-from trainer.batching.packing import _split
+from trainer.batching.packing import _split, pack_by_tokens
 
 lengths_and_budget = st.lists(st.integers(1, 50), max_size=40).flatmap(
     lambda lengths: st.tuples(st.just(lengths), st.integers(max([1, *lengths]), 200))

@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.contracts.errors import DataError
-from trainer.batching import SequenceBatch, batch_of_trajectories, first_branches, shift_left
+from trainer.batching.sequences import (
+    SequenceBatch,
+    batch_of_trajectories,
+    first_branches,
+    shift_left,
+)
 
 
 def test_shift_left_stays_within_each_sequence():
