@@ -86,8 +86,8 @@ class PackedModel(torch.nn.Module):
     def _is_head_all(self) -> bool:
         """Whether logits are what the head makes of the body's output, by trying: some models scale
         or cap them, each in its own words."""
-        size = 4
-        probe = SequenceBatch((size,), {"input_ids": torch.arange(size)})
+        size, vocabulary = 4, len(next(self._head.parameters()))
+        probe = SequenceBatch((size,), {"input_ids": torch.arange(size) % vocabulary})
         inputs = self._inputs(probe)
         hidden = self.model.base_model(**inputs).last_hidden_state
         return torch.equal(self._head(hidden), self.model(**inputs).logits)
