@@ -106,6 +106,7 @@ def test_the_list_is_filtered_by_state_and_consumer(browser: Browser, stage: Sta
     browser.find("tbody tr", "train-00000")
     browser.find("select option[value=consumed]").click()
     browser.gone("tbody .is-ready")
+    browser.find("tbody .is-consumed")
     states = set(browser.text("tbody .state"))
     assert states == {"consumed"}
     go(browser, stage, f"rollouts?consumer={MARKED}")

@@ -136,6 +136,7 @@ def test_ending_the_command_leaves_no_process_and_no_half_written_version(
         [sys.executable, "-m", "headway.launch.cli", "run", "--config", str(file)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        preexec_fn=_heed_interrupts,
     )
     try:
         eventually(lambda: len(steps_of(config)) >= 2, 90, "two steps are done")
@@ -147,6 +148,11 @@ def test_ending_the_command_leaves_no_process_and_no_half_written_version(
     eventually(lambda: processes_of(tmp_path) == [], 30, "every process is gone")
     versions = list((tmp_path / "weights").glob("v*"))
     assert versions and all((version / "manifest.json").is_file() for version in versions)
+
+
+def _heed_interrupts() -> None:
+    """A shell has what it starts in the background ignore them, and these tests with it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def processes_of(folder: Path) -> list[int]:

@@ -266,7 +266,7 @@ def test_a_faster_server_does_more(site: Callable[[str], Site]) -> None:
     here = site(":memory:")
     gateway = here.start_gateway("gateway")
     here.start_server("fast", gateway, latency_s=0.002)
-    here.start_server("slow", gateway, latency_s=0.02)
+    here.start_server("slow", gateway, latency_s=0.06)
     client = here.connect(gateway)
     until_states(client, "ready", "ready")
     requests = [rollout(f"r{n}", max_new_tokens=30, group_size=2) for n in range(64)]

@@ -8,7 +8,7 @@ import pytest
 from generators import never
 
 from headway.contracts.config.base import PartConfig
-from headway.contracts.errors import WorkflowError
+from headway.contracts.errors import Fruitless
 from headway.contracts.types import VersionBounds
 
 
@@ -30,7 +30,7 @@ async def test_a_rollout_fails_once_its_version_is_past(open_service):
     await bench.submit("late", versions=VersionBounds(max_version=2))
     await bench.submit("in-time", versions=VersionBounds(max_version=3))
     assert await bench.wait(1, "d1", rollout_ids=("in-time",))
-    with pytest.raises(WorkflowError, match=r"version 3 serves, versions\.max_version=2"):
+    with pytest.raises(Fruitless, match=r"version 3 serves, versions\.max_version=2"):
         await bench.wait(1, "d2", rollout_ids=("late",))
 
 
@@ -72,7 +72,7 @@ async def test_a_timeout_counts_from_submission(open_service):
     bench = await open_service(never, error_budget=9, lease_s=0.2)
     await bench.submit("a", timeout_s=0.1)
     await bench.until_counts(failed=1)
-    with pytest.raises(WorkflowError, match=r"timeout_s=0\.1"):
+    with pytest.raises(Fruitless, match=r"timeout_s=0\.1"):
         await bench.wait(1, rollout_ids=("a",))
 
 
