@@ -28,6 +28,15 @@ class ExperimentConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig()
     trainer: TrainerConfig = TrainerConfig()
 
+    @model_validator(mode="after")
+    def _check_head(self) -> ExperimentConfig:
+        if self.model.head != "lm":
+            raise ValueError(
+                f"model.head={self.model.head} predicts no tokens, which this experiment trains; "
+                "set model.head=lm"
+            )
+        return self
+
 
 class SFTExperiment(ExperimentConfig):
     """Supervised fine-tuning on prompt and completion."""
@@ -56,6 +65,11 @@ class GRPOExperiment(ExperimentConfig):
 
     @model_validator(mode="after")
     def _check(self) -> GRPOExperiment:
+        if self.algorithm.kl_coef > 0:
+            raise ValueError(
+                f"algorithm.kl_coef={self.algorithm.kl_coef} wants a reference model, and this "
+                "experiment has none; set algorithm.kl_coef=0"
+            )
         if self.algorithm.num_minibatches > self.data.batch_size:
             raise ValueError(
                 f"algorithm.num_minibatches={self.algorithm.num_minibatches} exceeds "
