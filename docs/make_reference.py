@@ -12,7 +12,12 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from headway.contracts.config.experiment import GRPOExperiment, SFTExperiment
+from headway.contracts.config.experiment import (
+    DPOExperiment,
+    GRPOExperiment,
+    RWExperiment,
+    SFTExperiment,
+)
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.server import BackendConfig, ServerConfig
@@ -32,6 +37,8 @@ PAGES: dict[str, type[BaseModel]] = {
     "Generation server: `python -m inference_server`": ServerConfig,
     "Trainer, `type: grpo`: `torchrun … -m trainer`": GRPOExperiment,
     "Trainer, `type: sft`: `torchrun … -m trainer`": SFTExperiment,
+    "Trainer, `type: rw`: `torchrun … -m trainer`": RWExperiment,
+    "Trainer, `type: dpo`: `torchrun … -m trainer`": DPOExperiment,
     "All on one machine: `headway run`": LaunchConfig,
 }
 NESTED = ("gateway", "server", "trainer")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ class MicroBatchSpec:
     """How a batch is cut for memory; the loss does not depend on it."""
 
     max_tokens_per_mb: int
+    granularity: int = 1
+    """Neighbouring sequences that stay together in one micro-batch: 2 for pairs. It divides the number of
+    sequences of every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,7 @@ class TrainEngine(Protocol):
         ranks and micro-batches, whatever the split.
 
         Raises:
-            DataError: a sequence is longer than the token budget.
+            DataError: a sequence, or a unit of `granularity`, is longer than the token budget.
         """
 
     def eval_batch(
@@ -129,7 +133,7 @@ class TrainEngine(Protocol):
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
     ) -> Tensor | None:
-        """The loss that `train_batch` would see, without a step."""
+        """The loss that `train_batch` would see, without a step; of a loss [K], the mean of each."""
 
     def forward(
         self,
@@ -160,3 +164,11 @@ class TrainEngine(Protocol):
 
     def destroy(self) -> None:
         """Leave the process group."""
+
+
+@runtime_checkable
+class BasedEngine(Protocol):
+    """A train engine that can leave the adapters out which it trains."""
+
+    def base(self) -> AbstractContextManager[None]:
+        """Passes see the model that the adapters lie on."""

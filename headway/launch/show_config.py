@@ -7,7 +7,12 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel
 
-from headway.contracts.config.experiment import GRPOExperiment, SFTExperiment
+from headway.contracts.config.experiment import (
+    DPOExperiment,
+    GRPOExperiment,
+    RWExperiment,
+    SFTExperiment,
+)
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.server import ServerConfig
@@ -20,6 +25,8 @@ MODELS: dict[str, type[BaseModel]] = {
     "server": ServerConfig,
     "grpo": GRPOExperiment,
     "sft": SFTExperiment,
+    "rw": RWExperiment,
+    "dpo": DPOExperiment,
 }
 
 

@@ -29,6 +29,8 @@ UNION_REGISTRIES: dict[type[Config], Registry | None] = {
     server.FakeBackendConfig: GENERATION_BACKENDS,
     experiment.GRPOExperiment: EXPERIMENTS,
     experiment.SFTExperiment: EXPERIMENTS,
+    experiment.RWExperiment: EXPERIMENTS,
+    experiment.DPOExperiment: EXPERIMENTS,
     weight_sync.DiskSync: TRANSPORTS,
     weight_sync.SharedMemorySync: TRANSPORTS,
     weight_sync.HttpSync: TRANSPORTS,

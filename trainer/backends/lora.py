@@ -87,6 +87,21 @@ class Lora:
         (folder / CONFIG_NAME).write_text(adapter_config(self.adapter, self.modules))
 
     @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """With the base alone: adapters count nothing.
+
+        (`enable_adapters` would also freeze them, which FSDP may see when it first gathers.)
+        """
+        layers = [self.model.get_submodule(name) for name in self.modules]
+        for layer in layers:
+            layer.scale_layer(0.0)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.unscale_layer()
+
+    @contextmanager
     def dropping(self, seed: int) -> Iterator[None]:
         """With the adapters' dropout, drawn from a seed; elsewhere they drop nothing.
 

@@ -20,6 +20,11 @@ class Experiment:
 
 EXPERIMENTS: Registry[Experiment] = Registry(
     "experiment",
-    {"grpo": "trainer.experiments.grpo:GRPO", "sft": "trainer.experiments.sft:SFT_EXPERIMENT"},
+    {
+        "grpo": "trainer.experiments.grpo:GRPO",
+        "sft": "trainer.experiments.sft:SFT_EXPERIMENT",
+        "rw": "trainer.experiments.rw:RW_EXPERIMENT",
+        "dpo": "trainer.experiments.dpo:DPO_EXPERIMENT",
+    },
     entry_point_group="headway.experiments",
 )
