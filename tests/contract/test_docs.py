@@ -21,7 +21,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from headway.contracts.config.algorithm import AlgorithmConfig
-from headway.contracts.config.experiment import GRPOExperiment, SFTExperiment
+from headway.contracts.config.experiment import (
+    DPOExperiment,
+    GRPOExperiment,
+    RWExperiment,
+    SFTExperiment,
+)
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.model import ModelConfig
@@ -126,7 +131,8 @@ def anchors(path: Path) -> set[str]:
 
 def test_configuration_page_names_every_section():
     listed = set(first_column(page("configuration.md"), "## Sections"))
-    models = (GatewayConfig, ServerConfig, GRPOExperiment, SFTExperiment)
+    experiments = (GRPOExperiment, SFTExperiment, RWExperiment, DPOExperiment)
+    models = (GatewayConfig, ServerConfig, *experiments)
     assert listed == {name for model in models for name in model.model_fields}
 
 

@@ -55,7 +55,7 @@ def test_a_pair_is_the_prompt_with_each_answer_and_the_end_of_sequence(encoder, 
     batch = data.batch(0, 1, ALONE)
     assert sequences_of(batch) == [[*tokens("ABCDE"), EOS], [*tokens("ABF"), EOS]]
     # Position t judges token t + 1: the answers, and no prompt.
-    assert batch["loss_mask"].tolist() == [0, 1, 1, 1, 1, 0] + [0, 1, 1, 0]
+    assert batch["loss_mask"].tolist() == [0, 1, 1, 1, 1, 0, 0, 1, 1, 0]
     assert batch["labels"].tolist() == [*tokens("BCDE"), EOS, 0, *tokens("BF"), EOS, 0]
     assert "margin" not in batch.columns
 
