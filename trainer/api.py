@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -150,6 +150,16 @@ class TrainEngine(Protocol):
             post_hook: None takes whole logits, or the values of a model with a scalar head.
         """
 
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Within it the model is what it was before adapters were put in; without any, as it is."""
+
+    def move_towards(self, source: TrainEngine, eta: float) -> None:
+        """Every parameter ← eta · that of `source` + (1 - eta) · its own.
+
+        Args:
+            source: an engine of the same backend, model and sharding.
+        """
+
     def upload_weights(self, meta: WeightUpdateMeta | None) -> None:
         """Publish the current weights as a version; `meta` is None on ranks other than the first."""
 
@@ -164,11 +174,3 @@ class TrainEngine(Protocol):
 
     def destroy(self) -> None:
         """Leave the process group."""
-
-
-@runtime_checkable
-class BasedEngine(Protocol):
-    """A train engine that can leave the adapters out which it trains."""
-
-    def base(self) -> AbstractContextManager[None]:
-        """Passes see the model that the adapters lie on."""

@@ -1,6 +1,6 @@
-"""Model, optimizer, schedule, version, data cursor and RNG as one unit: all of it or nothing.
+"""Models, optimizers, schedules, version, data cursor and RNG as one unit: all of it or nothing.
 
-    checkpoints/step-00000020/state.json  model/  rng.pt
+    checkpoints/step-00000020/state.json  rng.pt  model/  critic/  reference/
 
 Written into a staging directory that one rename makes visible; a crash leaves the one before.
 """
@@ -11,9 +11,11 @@ import json
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +27,16 @@ from trainer.topology import Topology
 
 _NAME = re.compile(r"step-(\d{8,})")
 _STAGING = ".staging"
+_DAMAGE = (
+    OSError,
+    EOFError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+    UnpicklingError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +68,33 @@ class RunState:
         )
 
 
+class Stateful(Protocol):
+    """Something that learns a few numbers."""
+
+    def state_dict(self) -> dict[str, float]:
+        """All of them."""
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """What `state_dict` gave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a checkpoint holds besides the counters, by name."""
+
+    models: Mapping[str, TrainEngine]
+    """With their optimizers."""
+    followers: Mapping[str, TrainEngine] = field(default_factory=dict)
+    """Models that change without an optimizer."""
+    numbers: Mapping[str, Stateful] = field(default_factory=dict)
+
+    @property
+    def folders(self) -> list[tuple[str, TrainEngine, bool]]:
+        """Name, engine, and whether its optimizer belongs to it."""
+        trained = [(name, engine, True) for name, engine in self.models.items()]
+        return trained + [(name, engine, False) for name, engine in self.followers.items()]
+
+
 class Checkpoints:
     """The newest checkpoints of a run folder."""
 
@@ -81,17 +120,20 @@ class Checkpoints:
         """Whether to save after `step` steps."""
         return step % self._config.every_steps == 0 or step == total_steps
 
-    def save(self, engine: TrainEngine, state: RunState) -> None:
+    def save(self, parts: Parts, state: RunState) -> None:
         """Store everything; collective."""
         staging = self._root / _STAGING
         if self._topology.is_main:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
         self._topology.barrier()
-        engine.save(SaveLoadMeta(str(staging / "model")))
+        for name, engine, with_optim in parts.folders:
+            engine.save(SaveLoadMeta(str(staging / name), with_optim=with_optim))
         if self._topology.is_main:
             torch.save(torch.get_rng_state(), staging / "rng.pt")
-            _write_durably(staging / "state.json", json.dumps(asdict(state)))
+            numbers = {name: part.state_dict() for name, part in parts.numbers.items()}
+            content = asdict(state) | {"numbers": numbers}
+            _write_durably(staging / "state.json", json.dumps(content))
             final = self._root / f"step-{state.step:08d}"
             shutil.rmtree(final, ignore_errors=True)
             staging.rename(final)
@@ -99,20 +141,31 @@ class Checkpoints:
                 shutil.rmtree(self._folder(old), ignore_errors=True)
         self._topology.barrier()
 
-    def load_newest(self, engine: TrainEngine) -> RunState | None:
-        """Restore the newest checkpoint, if there is one; collective."""
+    def load_newest(self, parts: Parts) -> RunState | None:
+        """Restore the newest checkpoint, if there is one; collective.
+
+        Raises:
+            StateError: it is damaged.
+            ConfigError: it is of an experiment with other models, or of other settings.
+        """
         steps = self._steps()
         if not steps:
             return None
         folder = self._folder(steps[-1])
         try:
-            state = RunState(**json.loads((folder / "state.json").read_text()))
+            content = json.loads((folder / "state.json").read_text())
+            numbers = content.pop("numbers")
+            state = RunState(**content)
             rng = torch.load(folder / "rng.pt", weights_only=True)
-        except (OSError, EOFError, TypeError, ValueError, RuntimeError, UnpicklingError) as error:
+        except _DAMAGE as error:
             raise StateError(
                 f"checkpoint {folder} is damaged: {error}; delete it to use an older one"
             ) from error
-        engine.load(SaveLoadMeta(str(folder / "model")))
+        _refuse_others(folder, parts, numbers)
+        for name, engine, with_optim in parts.folders:
+            engine.load(SaveLoadMeta(str(folder / name), with_optim=with_optim))
+        for name, part in parts.numbers.items():
+            part.load_state_dict(numbers[name])
         torch.set_rng_state(rng)
         return state
 
@@ -124,6 +177,17 @@ class Checkpoints:
 
     def _folder(self, step: int) -> Path:
         return self._root / f"step-{step:08d}"
+
+
+def _refuse_others(folder: Path, parts: Parts, numbers: Mapping[str, Any]) -> None:
+    """Before anything is loaded: a checkpoint of another kind of experiment is not half of this one's."""
+    stored = {entry.name for entry in folder.iterdir() if entry.is_dir()} | set(numbers)
+    wanted = {name for name, _, _ in parts.folders} | set(parts.numbers)
+    if stored != wanted:
+        raise ConfigError(
+            f"checkpoint {folder} does not fit the experiment: it holds {sorted(stored)}, wanted are "
+            f"{sorted(wanted)}; give the new run another run_dir"
+        )
 
 
 def _write_durably(path: Path, text: str) -> None:

@@ -1,51 +1,48 @@
-"""A model that is not trained, and what it says of answers."""
+"""The model that a policy is compared with, and what it says of answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 from torch import Tensor
 
 from headway.contracts.config.experiment import DPOExperiment
 from headway.contracts.config.model import TrainedModelConfig
-from trainer.api import BasedEngine, MicroBatchSpec, ModelOutput, TrainEngine
+from headway.contracts.config.optimizer import OptimizerConfig
+from trainer.api import MicroBatchSpec, ModelOutput, TrainEngine
 from trainer.backends.base import make_engine
 from trainer.batching.sequences import SequenceBatch
 from trainer.topology import Topology
 
 
 class Reference:
-    """The engine of a frozen model, or a policy's own as it was before its adapters."""
+    """The engine of a frozen model, or a policy's own without its adapters."""
 
-    def __init__(
-        self, engine: TrainEngine, base: Callable[[], AbstractContextManager[Any]] = nullcontext
-    ) -> None:
+    def __init__(self, engine: TrainEngine, is_base: bool = False) -> None:
         """
         Args:
-            base: within it, the engine runs the frozen model.
+            is_base: the model is `engine`'s without its adapters.
         """
         self._engine = engine
-        self._base = base
+        self._is_base = is_base
 
     def logprobs(self, batch: SequenceBatch, mb_spec: MicroBatchSpec) -> Tensor:
         """[T] float32 of the labels; collective."""
-        with self._base():
+        with self._engine.without_adapters() if self._is_base else nullcontext():
             logprobs: Tensor = self._engine.forward(batch, mb_spec, post_hook=_logprobs)
         return logprobs
 
 
 def make_reference(config: DPOExperiment, policy: TrainEngine, topology: Topology) -> Reference:
     """The model that `reference` names, or the one that the run starts from; collective."""
-    is_own = config.reference is None and config.model.lora is not None
-    if is_own and isinstance(policy, BasedEngine):
-        return Reference(policy, policy.base)
-    if config.reference is None:
-        model = config.model.model_copy(update={"lora": None})
-    else:
+    if config.reference is not None:
         model = TrainedModelConfig(**config.reference.model_dump())
-    engine = make_engine(config.model_copy(update={"model": model}), topology, None)
+    elif config.model.lora is not None:
+        return Reference(policy, is_base=True)
+    else:
+        model = config.model
+    # An optimizer that never steps holds nothing.
+    engine = make_engine(config, topology, None, model, OptimizerConfig())
     engine.initialize(None, None)
     return Reference(engine)
 

@@ -10,7 +10,7 @@ from headway.contracts.config.experiment import SupervisedExperiment
 from headway.runtime.journal import MetricsJournal
 from trainer.api import LossOutput, MicroBatchSpec, ModelOutput, TrainEngine
 from trainer.batching.sequences import SequenceBatch
-from trainer.checkpoint import Checkpoints, RunState
+from trainer.checkpoint import Checkpoints, Parts, RunState
 from trainer.data_supervised import SupervisedData
 from trainer.interfaces.supervised import Supervised
 from trainer.topology import Topology
@@ -51,7 +51,7 @@ def train(
             stats |= evaluate(engine, judged, mb_spec, interface)
         metrics.write(stats)
         if is_last or checkpoints.is_due(state.step, total_steps):
-            checkpoints.save(engine, state)
+            checkpoints.save(Parts({"model": engine}), state)
     return state
 
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from headway.contracts.config.experiment import (
     DPOExperiment,
     GRPOExperiment,
+    PPOExperiment,
     RWExperiment,
     SFTExperiment,
 )
@@ -24,6 +25,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "gateway": GatewayConfig,
     "server": ServerConfig,
     "grpo": GRPOExperiment,
+    "ppo": PPOExperiment,
     "sft": SFTExperiment,
     "rw": RWExperiment,
     "dpo": DPOExperiment,

@@ -24,6 +24,7 @@ from headway.contracts.config.algorithm import AlgorithmConfig
 from headway.contracts.config.experiment import (
     DPOExperiment,
     GRPOExperiment,
+    PPOExperiment,
     RWExperiment,
     SFTExperiment,
 )
@@ -131,8 +132,8 @@ def anchors(path: Path) -> set[str]:
 
 def test_configuration_page_names_every_section():
     listed = set(first_column(page("configuration.md"), "## Sections"))
-    experiments = (GRPOExperiment, SFTExperiment, RWExperiment, DPOExperiment)
-    models = (GatewayConfig, ServerConfig, *experiments)
+    policies = (GRPOExperiment, PPOExperiment)
+    models = (GatewayConfig, ServerConfig, *policies, SFTExperiment, RWExperiment, DPOExperiment)
     assert listed == {name for model in models for name in model.model_fields}
 
 

@@ -19,6 +19,7 @@ from headway.contracts.config.optimizer import OptimizerConfig
 from headway.contracts.config.trainer import TrainerConfig
 from headway.contracts.errors import ConfigError
 from headway.contracts.types import FinetuneSpec, WeightUpdateMeta
+from trainer.algorithms.averaging import move_towards
 from trainer.api import (
     LossFn,
     LossOutput,
@@ -28,6 +29,7 @@ from trainer.api import (
     PostHook,
     SaveLoadMeta,
     Scheduling,
+    TrainEngine,
 )
 from trainer.backends.export import whole_directory, write_model
 from trainer.backends.loading import SCORE, load_trained_model
@@ -86,9 +88,6 @@ class FSDP2Engine:
         self._scheduler = LambdaLR(self._optimizer, factor)
         self._upload = Upload(model, self._lora, self._sharding, self._topology, self._publisher)
         self._upload.publish_base()
-
-    def base(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._lora is None else self._lora.left_out()
 
     def get_scheduling_config(self) -> Scheduling:
         return Scheduling(
@@ -160,6 +159,14 @@ class FSDP2Engine:
                     results[index] = piece
         self._sharding.after_pass(self._model)
         return aggregate_fn(results)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._lora is None else self._lora.silenced()
+
+    def move_towards(self, source: TrainEngine, eta: float) -> None:
+        if not isinstance(source, FSDP2Engine):
+            raise ConfigError(f"parameters of a {type(source).__name__} are not those of FSDP2")
+        move_towards(self._model.parameters(), source._model.parameters(), eta)
 
     def upload_weights(self, meta: WeightUpdateMeta | None) -> None:
         """Publish one full tensor at a time, or an adapter alone; only rank 0 writes.

@@ -33,6 +33,8 @@ from weight_sync.manifest import Adapter
 _BASE = ".base_layer."
 _LORA = ".lora_"
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
+ADAPTER_NAME = "default"
+"""What `peft` calls the one that it puts in."""
 ADAPTER_FOLDER = "adapter"
 """Below an exported model."""
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -87,19 +89,20 @@ class Lora:
         (folder / CONFIG_NAME).write_text(adapter_config(self.adapter, self.modules))
 
     @contextmanager
-    def left_out(self) -> Iterator[None]:
-        """With the base alone: adapters count nothing.
+    def silenced(self) -> Iterator[None]:
+        """Without what the adapters add, to the bit.
 
-        (`enable_adapters` would also freeze them, which FSDP may see when it first gathers.)
+        By their scale: `peft` disables adapters by freezing them, and FSDP would keep that of its first
+        pass.
         """
-        layers = [self.model.get_submodule(name) for name in self.modules]
+        layers: list[Any] = [self.model.get_submodule(name) for name in self.modules]
         for layer in layers:
-            layer.scale_layer(0.0)
+            layer.set_scale(ADAPTER_NAME, 0.0)
         try:
             yield
         finally:
             for layer in layers:
-                layer.unscale_layer()
+                layer.set_scale(ADAPTER_NAME, 1.0)
 
     @contextmanager
     def dropping(self, seed: int) -> Iterator[None]:

@@ -22,6 +22,7 @@ EXPERIMENTS: Registry[Experiment] = Registry(
     "experiment",
     {
         "grpo": "trainer.experiments.grpo:GRPO",
+        "ppo": "trainer.experiments.grpo:PPO",
         "sft": "trainer.experiments.sft:SFT_EXPERIMENT",
         "rw": "trainer.experiments.rw:RW_EXPERIMENT",
         "dpo": "trainer.experiments.dpo:DPO_EXPERIMENT",

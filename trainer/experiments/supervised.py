@@ -15,7 +15,7 @@ from headway.runtime.config import write_resolved
 from headway.runtime.journal import METRICS_NAME, MetricsJournal
 from trainer.api import SaveLoadMeta, TrainEngine
 from trainer.backends.base import make_engine
-from trainer.checkpoint import Checkpoints, RunState
+from trainer.checkpoint import Checkpoints, Parts, RunState
 from trainer.data_supervised import Encoder, SupervisedData
 from trainer.interfaces.supervised import Supervised
 from trainer.supervised import train
@@ -43,7 +43,7 @@ def run_supervised(
     checkpoints = Checkpoints(run_dir, config.recovery, topology)
     state = RunState(run_dir.name)
     if config.recovery.resume:
-        state = checkpoints.load_newest(engine) or state
+        state = checkpoints.load_newest(Parts({"model": engine})) or state
     else:
         checkpoints.refuse_leftovers()
     if topology.is_main:

@@ -25,9 +25,7 @@ class RewardModel:
 
     def loss(self, output: ModelOutput, batch: SequenceBatch) -> LossOutput:
         scores = score_sequences(output, batch).double()
-        wanted = None
-        if "margin" in batch.columns:
-            wanted = sequence_scores(batch["margin"].double(), _sequences(batch))[0::2]
+        wanted = batch.per_sequence("margin")[0::2] if "margin" in batch.columns else None
         loss = bradley_terry_loss(pair_margins(scores), wanted)
         return LossOutput(loss, pair_figures(scores))
 
