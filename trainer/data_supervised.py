@@ -18,7 +18,7 @@ from headway.contracts.config.data import (
     JudgedPairDataConfig,
     PairDataConfig,
 )
-from headway.contracts.errors import DataError
+from headway.contracts.errors import ConfigError, DataError
 from trainer.batching.balance import partition_by_tokens
 from trainer.batching.sequences import SequenceBatch, shift_left
 from trainer.data import Rows
@@ -47,10 +47,16 @@ class Encoder:
     def __init__(self, model_path: str) -> None:
         """
         Raises:
-            DataError: its tokenizer has no end-of-sequence token.
+            ConfigError: there is no tokenizer.
+            DataError: it has no end-of-sequence token.
         """
         self.path = model_path
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"cannot load a tokenizer from {model_path}: {error}; set model.path"
+            ) from error
         if self.tokenizer.eos_token_id is None:
             raise DataError(f"the tokenizer of {model_path} has no end-of-sequence token")
         self.end: list[int] = [self.tokenizer.eos_token_id]

@@ -1,16 +1,16 @@
-"""A tiny model and rows of the quick start's task, whose right answers are preferred to wrong ones.
+"""A tiny model, and rows of the quick start's task: answers that name their result are preferred.
 
     python examples/preferences/make_data.py --output runs/preferences
 
-Six digits are continued by a lagged sum. A demonstration has a wrong digit here and there; a pair is
-the right answer and such a demonstration.
+Six digits are continued by a lagged sum, and `1380;38` ends with the result where `1380` does not.
+Demonstrations are of either kind.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 from headway.launch.quickstart import task
@@ -20,14 +20,14 @@ SEED_OF_HELD_OUT = 1_000_000
 """Added to the seed, so that other prompts are drawn."""
 
 
-def make_pairs(seed: int) -> Iterator[dict[str, str]]:
-    """Rows with `prompt`, `completion` (to imitate), `chosen` and `rejected`, without end."""
-    while True:
-        for row in task.make_rows(1000, seed, task.NOISE):
-            chosen = task.respond([int(digit) for digit in row["prompt"]])
-            if chosen != row["completion"]:
-                yield {**row, "chosen": chosen, "rejected": row["completion"]}
-        seed += 1
+def make_pairs(count: int, seed: int) -> Iterator[dict[str, str]]:
+    """Rows with `prompt`, `completion` (to imitate), `chosen` and `rejected`."""
+    rng = random.Random(seed)
+    for row in task.make_rows(count, seed):
+        chosen = row["completion"]
+        rejected = chosen.partition(";")[0]
+        completion = rng.choice((chosen, rejected))
+        yield {**row, "completion": completion, "chosen": chosen, "rejected": rejected}
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
         ("train", TRAIN_ROWS, options.seed),
         ("held_out", HELD_OUT_ROWS, options.seed + SEED_OF_HELD_OUT),
     ):
-        task.write_rows(options.output / f"{name}.jsonl", islice(make_pairs(seed), count))
+        task.write_rows(options.output / f"{name}.jsonl", make_pairs(count, seed))
 
 
 if __name__ == "__main__":

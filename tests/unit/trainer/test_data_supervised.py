@@ -13,7 +13,7 @@ from headway.contracts.config.data import (
     JudgedPairDataConfig,
     PairDataConfig,
 )
-from headway.contracts.errors import DataError
+from headway.contracts.errors import ConfigError, DataError
 from tests.numeric.models import EOS, write_char_tokenizer
 from trainer.data_supervised import Encoder, Example, demonstrations, pack_examples, pairs
 from trainer.topology import Topology
@@ -158,6 +158,11 @@ def test_a_tokenizer_without_an_end_of_sequence_is_refused(tmp_path: Path):
     (tmp_path / "tokenizer_config.json").write_text(settings)
     with pytest.raises(DataError, match="no end-of-sequence token"):
         Encoder(str(tmp_path))
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"cannot load a tokenizer from .*; set model\.path"):
+        Encoder(str(tmp_path / "nowhere"))
 
 
 def test_a_margin_stands_at_every_token_of_its_pair():
