@@ -40,7 +40,7 @@ KINDS = {
     "grpo": {
         "algorithm": {
             "m2_threshold": 2.0,
-            "num_minibatches": 3,
+            "num_minibatches": 2,
             "kl_coef": 0.1,
             "advantage_norm": "batch",
         }
