@@ -130,7 +130,7 @@ class EngineWay:
         from trainer.algorithms.losses import policy_loss
         from trainer.api import LossOutput
 
-        logprobs = output.logprobs(batch["labels"])
+        logprobs = output.logprobs(batch["labels"], mask=batch["loss_mask"])
         return LossOutput(*policy_loss(self._config, batch, logprobs))
 
     def _weight(self, batch: Any) -> float:

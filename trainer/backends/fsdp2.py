@@ -71,7 +71,8 @@ class FSDP2Engine:
         self._topology.join(alone=self._sharding.is_used)
         model = load_trained_model(self._model_config)
         self._lora = self._add_lora(model)
-        self._model = PackedModel(model, self._model_config)
+        kept = self._trainer_config.kept_logits_bytes
+        self._model = PackedModel(model, self._model_config, kept)
         self._sharding.place(self._model)
         config = self._optimizer_config
         self._optimizer = torch.optim.AdamW(
@@ -80,6 +81,7 @@ class FSDP2Engine:
             betas=(config.beta1, config.beta2),
             eps=config.eps,
             weight_decay=config.weight_decay,
+            fused=True,
         )
         factor = lr_factor(config, self._trainer_config.total_steps)
         self._scheduler = LambdaLR(self._optimizer, factor)
