@@ -58,14 +58,13 @@ class LanguageOutput:
             with_entropy=with_entropy,
             kept_bytes=self.kept_bytes,
         )
-        return self._spread(logprobs, rows), None if entropy is None else self._spread(
-            entropy, rows
-        )
+        if rows is not None:
+            logprobs = self._spread(logprobs, rows)
+            entropy = None if entropy is None else self._spread(entropy, rows)
+        return logprobs, entropy
 
-    def _spread(self, values: Tensor, rows: Tensor | None) -> Tensor:
+    def _spread(self, values: Tensor, rows: Tensor) -> Tensor:
         """[T] the values at their rows, 0 elsewhere."""
-        if rows is None:
-            return values
         return values.new_zeros(len(self.hidden)).index_copy(0, rows, values)
 
 

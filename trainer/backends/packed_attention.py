@@ -57,7 +57,7 @@ class PackedLayout:
 
 
 class _ToBuckets(torch.autograd.Function):
-    """[T, ...] -> [P, ...]. Padding gets no gradient from causal attention, so nothing is to be added up."""
+    """[T, ...] -> [P, ...]. Causal attention gives padding no gradient, so none is to be added up."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, layout: PackedLayout) -> Tensor:
