@@ -19,6 +19,7 @@ import argparse
 import multiprocessing
 import resource
 import statistics
+import sys
 import tempfile
 import time
 from importlib.util import find_spec
@@ -50,7 +51,7 @@ def main() -> None:
     )
     names = [name for name in WAYS if name != "trl" or find_spec("trl")]
     if "trl" not in names:
-        print("trl is not installed, so only the padded loop is beside: pip install trl datasets")
+        print("no trl here: only the padded loop is beside; see extra benchmarks", file=sys.stderr)
     with tempfile.TemporaryDirectory() as place:
         make_model(Path(place), options.hidden, options.layers, options.vocabulary)
         setup = Setup(Path(place), options.dtype, options.micro_batch, options.budget)
