@@ -79,7 +79,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-prompt", type=int, default=256)
     parser.add_argument("--max-response", type=int, default=512)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.sequences % options.micro_batch:
