@@ -47,7 +47,12 @@ REGIMES = (
     Regime(
         "PPO with critic",
         2,
-        ("--trainer.type=ppo",),
+        (
+            "--trainer.type=ppo",
+            "--trainer.critic.optimizer.lr=1e-3",
+            "--trainer.critic.optimizer.schedule=linear",
+            "--trainer.critic.optimizer.warmup_steps=5",
+        ),
     ),
     Regime("decoupled PPO", 4),
 )

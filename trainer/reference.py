@@ -27,7 +27,7 @@ class Reference:
         self._is_base = is_base
 
     def logprobs(self, batch: SequenceBatch, mb_spec: MicroBatchSpec) -> Tensor:
-        """[T] float32 of the labels; collective."""
+        """[T] float32 of the labels in the loss, elsewhere 0; collective."""
         with self._engine.without_adapters() if self._is_base else nullcontext():
             logprobs: Tensor = self._engine.forward(batch, mb_spec, post_hook=_logprobs)
         return logprobs
@@ -48,4 +48,4 @@ def make_reference(config: DPOExperiment, policy: TrainEngine, topology: Topolog
 
 
 def _logprobs(output: ModelOutput, batch: SequenceBatch) -> Tensor:
-    return output.logprobs(batch["labels"])
+    return output.logprobs(batch["labels"], mask=batch["loss_mask"])

@@ -19,6 +19,9 @@ from tests.numeric.ranks import run_ranks
 from trainer.checkpoint import Checkpoints, RunState
 from trainer.topology import Topology
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # read by peft 0.21
+)
 STEPS = 3
 FULL: dict[str, Any] = {
     "algorithm": {
@@ -40,10 +43,15 @@ KINDS = {
     "grpo": {
         "algorithm": {
             "m2_threshold": 2.0,
-            "num_minibatches": 3,
+            "num_minibatches": 2,
             "kl_coef": 0.1,
             "advantage_norm": "batch",
         }
+    },
+    # Policy and critic are adapters, and the reference is the model below the first.
+    "lora": {
+        "algorithm": {"kl_coef": 0.1, "kl_estimator": "k2"},
+        "model": {"lora": {"rank": 4, "target_modules": ["q_proj", "down_proj"]}},
     },
 }
 
@@ -54,8 +62,10 @@ def teacher_dir(tmp_path_factory) -> Path:
 
 
 def config_of(kind: str, folder: Path, teacher: Path):
-    teaching = {"teacher": {"path": str(teacher)}} if kind == "ppo" else {}
-    return experiment(folder, kind, **KINDS[kind], **teaching)
+    sections = KINDS[kind] | {"model": {"path": str(folder), **KINDS[kind].get("model", {})}}
+    if "distillation_coef" in sections["algorithm"]:
+        sections["teacher"] = {"path": str(teacher)}
+    return experiment(folder, "grpo" if kind == "grpo" else "ppo", **sections)
 
 
 def all_parameters(models) -> dict[str, torch.Tensor]:

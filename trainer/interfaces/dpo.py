@@ -31,7 +31,7 @@ class DPO:
 
     def loss(self, output: ModelOutput, batch: SequenceBatch) -> LossOutput:
         config, mask = self._config, batch["loss_mask"]
-        logprobs = output.logprobs(batch["labels"])
+        logprobs = output.logprobs(batch["labels"], mask=mask)
         sequences = Segments.of_lengths(batch.lengths, mask.device)
         gains = sequence_gains(logprobs, batch["reference_logprobs"], mask, sequences)
         margins = pair_margins(gains)

@@ -17,7 +17,8 @@ class SFT:
         return batch
 
     def loss(self, output: ModelOutput, batch: SequenceBatch) -> LossOutput:
-        return LossOutput(sft_loss(output.logprobs(batch["labels"]), batch["loss_mask"]))
+        mask = batch["loss_mask"]
+        return LossOutput(sft_loss(output.logprobs(batch["labels"], mask=mask), mask))
 
     def weight(self, batch: SequenceBatch) -> float:
         return loss_tokens(batch)
