@@ -11,6 +11,7 @@ import time
 from headway.runtime.journal import MetricsJournal
 from trainer.api import TrainEngine
 from trainer.checkpoint import Checkpoints, RunState
+from trainer.evaluation.evaluations import Evaluations
 from trainer.feed import Feed
 from trainer.interfaces.ppo_actor import PPOActor
 from trainer.publication import Publication
@@ -26,6 +27,7 @@ def train(
     publication: Publication,
     checkpoints: Checkpoints,
     metrics: MetricsJournal,
+    evaluations: Evaluations,
 ) -> RunState:
     """Train from `state` until `total_steps` steps are done; every rank runs it."""
     safe_step = state.step - 1  # the last step whose consumption a checkpoint holds
@@ -47,6 +49,7 @@ def train(
             checkpoints.save(engine, state)
             safe_step = state.step - 1
         publication.finish()
+        stats |= evaluations.after_step(state, total_steps)
         stats["wait_s"] = received - started
         stats["train_s"] = trained - received
         stats["publish_s"] = time.monotonic() - trained

@@ -19,6 +19,8 @@ from trainer.api import MicroBatchSpec, SaveLoadMeta
 from trainer.backends.base import make_engine
 from trainer.checkpoint import Checkpoints, RunState
 from trainer.data import PromptData
+from trainer.evaluation.evaluations import Evaluations
+from trainer.evaluation.evaluator import Evaluator
 from trainer.experiments.base import Experiment
 from trainer.feed import Feed
 from trainer.interfaces.ppo_actor import PPOActor
@@ -57,21 +59,47 @@ def run(config: GRPOExperiment) -> None:
             token=read_token(config.rollout.token_env),
         )
         client.initialize()
-    publication = Publication(engine, publisher, client)
+    evaluations = _make_evaluations(config, topology, state.run_id)
+    publication = Publication(engine, publisher, client, evaluations.versions)
     state = _attach(config, state, topology, publication, publisher, client)
     metrics = MetricsJournal(run_dir / METRICS_NAME if topology.is_main else None)
     feed = Feed(client, data, topology, config, state)
     mb_spec = MicroBatchSpec(config.trainer.max_tokens_per_mb)
     actor = PPOActor(engine, topology, config.algorithm, mb_spec, config.sampling.temperature)
     total_steps = config.trainer.total_steps
-    train(state, total_steps, feed, actor, engine, publication, checkpoints, metrics)
-    engine.save(SaveLoadMeta(str(run_dir / "model"), weight_format="hf"))
-    metrics.close()
+    with evaluations:
+        evaluations.begin(state)
+        state = train(
+            state,
+            total_steps,
+            feed,
+            actor,
+            engine,
+            publication,
+            checkpoints,
+            metrics,
+            evaluations,
+        )
+        engine.save(SaveLoadMeta(str(run_dir / "model"), weight_format="hf"))
+        metrics.close()
+        evaluations.finish(state)
     if client is not None and publisher is not None:
         client.detach()
         client.destroy()
         publisher.close()
     engine.destroy()
+
+
+def _make_evaluations(config: GRPOExperiment, topology: Topology, run_id: str) -> Evaluations:
+    evaluator = None
+    if topology.is_main and config.evaluation is not None:
+        client = RemoteInferenceEngine(
+            config.rollout.url,
+            config.rollout.connect_timeout_s,
+            token=read_token(config.rollout.token_env),
+        )
+        evaluator = Evaluator(client, config.evaluation, config)
+    return Evaluations(evaluator, Path(config.run_dir), run_id)
 
 
 def _attach(
