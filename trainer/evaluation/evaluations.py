@@ -1,8 +1,8 @@
 """The evaluations of a run: begun when due, looked at once a step, waited for only at the end.
 
 An evaluation is played on a thread (`Evaluator`). What is under way has a file
-`evaluation.open.STEP.json` until its figures stand in `evaluation.jsonl` and its rollouts are settled: a
-trainer that was killed goes on with it. An evaluation that came to no figures has a line with the reason.
+`evaluation.open.STEP.vVERSION.json` until its figures stand in `evaluation.jsonl` and its rollouts are
+settled: a trainer that was killed goes on with it. An evaluation that came to no figures has a line with the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainer.evaluation.evaluator import Evaluator, Order
 log = logging.getLogger(__name__)
 
 JOURNAL_NAME = "evaluation.jsonl"
-OPEN_NAME = "evaluation.open.{step}.json"
+OPEN_NAME = "evaluation.open.{step}.v{version}.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +176,10 @@ class Evaluations:
         self._file_of(order).unlink(missing_ok=True)
 
     def _file_of(self, order: Order) -> Path:
-        return self._run_dir / OPEN_NAME.format(step=order.step)
+        return self._run_dir / OPEN_NAME.format(**_heading(order))
 
     def _read_left(self) -> list[Order]:
-        files = self._run_dir.glob(OPEN_NAME.format(step="*"))
+        files = self._run_dir.glob(OPEN_NAME.format(step="*", version="*"))
         orders = [Order(**json.loads(file.read_text())) for file in files]
         mine = [order for order in orders if order.run_id == self._run_id]
         return sorted(mine, key=lambda order: order.step)

@@ -68,7 +68,7 @@ class Evaluator:
         """
         self._client = client
         self.config = config
-        self._data = PromptData(config.data)
+        self._data = PromptData(config.data_over(experiment.data))
         self._sampling = config.sampling_over(experiment.sampling)
         self._reward = config.reward or experiment.rollout.reward
         self._workflow = config.workflow or experiment.rollout.workflow

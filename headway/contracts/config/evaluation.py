@@ -13,11 +13,11 @@ from headway.contracts.types import WorkflowRef
 class EvaluationConfig(Config):
     """An evaluation plays prompts of its own on servers that stay at one version meanwhile."""
 
-    data: DataConfig
-    """Its prompts: the first of `data`'s order, once each. `batch_size` and `completion_template` are of
-    no use here."""
+    data: JsonObject
+    """Fields of `data` that differ from those of training, at least `path`. Each prompt is played once, in
+    the order that `shuffle` and `seed` give to all evaluations."""
     limit: int | None = Field(None, ge=1)
-    """Prompts to play; None plays every row."""
+    """Prompts to play, from the first one; None plays every row."""
     every_steps: int = Field(10, ge=1)
     """Steps between evaluations; one that is due while another is open is missed."""
     at_start: bool = False
@@ -59,7 +59,13 @@ class EvaluationConfig(Config):
             )
         return merged
 
+    def data_over(self, base: DataConfig) -> DataConfig:
+        """Its prompts."""
+        return DataConfig.model_validate({**base.model_dump(), **self.data})
+
     @model_validator(mode="after")
     def _check(self) -> EvaluationConfig:
-        SamplingConfig.model_validate(self.sampling)  # names the field that is wrong
+        # What is wrong with a field is told here, without the other section.
+        SamplingConfig.model_validate(self.sampling)
+        DataConfig.model_validate(self.data)
         return self

@@ -3,9 +3,10 @@
     joining ─► ready, reserved ◄─► fenced        draining, lost: nothing more goes there
 
 `ready` takes traffic, `reserved` that of the one version that it stays at. Who has another version than
-it should is `joining` or `fenced` until it has caught up; `publication` decides that. A server that is silent for `lease_s`, or refuses a
-connection, is `lost`: calls to it fail with `BackendError` at once. It returns by reporting. One that
-is ready and fails requests is shown as `quarantined`: it takes no traffic, but part in publications.
+it should is `joining` or `fenced` until it has caught up; `publication` decides that. A server that is
+silent for `lease_s`, or refuses a connection, is `lost`: calls to it fail with `BackendError` at once. It
+returns by reporting. One that is ready and fails requests is shown as `quarantined`: it takes no traffic,
+but part in publications.
 
 Some report to this gateway, the others to another one that tells of them (`roll_call`).
 """
