@@ -2,7 +2,8 @@
 
 An evaluation is played on a thread (`Evaluator`). What is under way has a file
 `evaluation.open.STEP.vVERSION.json` until its figures stand in `evaluation.jsonl` and its rollouts are
-settled: a trainer that was killed goes on with it. An evaluation that came to no figures has a line with the reason.
+settled: a trainer that was killed goes on with it. An evaluation that came to no figures has a line with
+the reason.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 
 from headway.contracts.config.base import Config, JsonObject, PartConfig
 from headway.contracts.config.data import DataConfig
@@ -14,8 +14,8 @@ class EvaluationConfig(Config):
     """An evaluation plays prompts of its own on servers that stay at one version meanwhile."""
 
     data: JsonObject
-    """Fields of `data` that differ from those of training, at least `path`. Each prompt is played once, in
-    the order that `shuffle` and `seed` give to all evaluations."""
+    """Fields of `data` that differ from those of training, at least `path`. Each prompt is played once,
+    in the order that `shuffle` and `seed` give to all evaluations."""
     limit: int | None = Field(None, ge=1)
     """Prompts to play, from the first one; None plays every row."""
     every_steps: int = Field(10, ge=1)
@@ -63,9 +63,14 @@ class EvaluationConfig(Config):
         """Its prompts."""
         return DataConfig.model_validate({**base.model_dump(), **self.data})
 
-    @model_validator(mode="after")
-    def _check(self) -> EvaluationConfig:
-        # What is wrong with a field is told here, without the other section.
-        SamplingConfig.model_validate(self.sampling)
-        DataConfig.model_validate(self.data)
-        return self
+    @field_validator("data")
+    @classmethod
+    def _check_data(cls, data: JsonObject) -> JsonObject:
+        DataConfig.model_validate(data)
+        return data
+
+    @field_validator("sampling")
+    @classmethod
+    def _check_sampling(cls, sampling: JsonObject) -> JsonObject:
+        SamplingConfig.model_validate(sampling)
+        return sampling
