@@ -69,6 +69,8 @@ class Evaluations:
         if self._evaluator is not None:
             self._evaluator.stopping.set()
         self._thread.shutdown(cancel_futures=kind is not None)
+        if self._evaluator is not None:
+            self._evaluator.close()
         self._journal.close()
 
     def versions(self) -> Collection[PolicyVersion]:

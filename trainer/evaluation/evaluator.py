@@ -48,7 +48,7 @@ class Order:
 
     @property
     def name(self) -> str:
-        """Of its reservation and consumer; the ids of its rollouts begin with it."""
+        """Of its reservation; the ids of its rollouts begin with it."""
         return f"{self.run_id}.evaluation.{self.step}.v{self.version}"
 
 
@@ -73,7 +73,7 @@ class Evaluator:
         self._reward = config.reward or experiment.rollout.reward
         self._workflow = config.workflow or experiment.rollout.workflow
         self.stopping = Event()
-        """Set it, and what is being played is left to another process."""
+        """Once set, what is being played is left to another process."""
 
     def play(self, order: Order) -> dict[str, float]:
         """Figures of a version, or why there are none.
@@ -120,6 +120,10 @@ class Evaluator:
             else:
                 self._client.cancel(ids, "its evaluation was missed")
 
+    def close(self) -> None:
+        """Close the connections; nothing is played any more."""
+        self._client.destroy()
+
     def _is_fleet(self) -> bool:
         """One server alone keeps no version but the one that serves."""
         try:
@@ -148,7 +152,7 @@ class Evaluator:
             sampling["max_new_tokens"] = limit
         return RolloutRequest(
             rollout_id=f"{order.name}.{row}",
-            consumer=order.name,
+            consumer=f"{order.run_id}.evaluation",
             prompt=self._data.prompt(row, self.config.num_samples),
             workflow=self._workflow,
             reward=self._reward,

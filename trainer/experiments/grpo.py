@@ -82,9 +82,10 @@ def run(config: GRPOExperiment) -> None:
         )
         engine.save(SaveLoadMeta(str(run_dir / "model"), weight_format="hf"))
         metrics.close()
+        if client is not None:
+            client.detach()
         evaluations.finish(state)
     if client is not None and publisher is not None:
-        client.detach()
         client.destroy()
         publisher.close()
     engine.destroy()

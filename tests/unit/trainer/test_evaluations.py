@@ -45,6 +45,9 @@ class ScriptedEvaluator:
             raise self.outcome
         return self.outcome
 
+    def close(self) -> None:
+        pass
+
     def settle(self, order: Order, is_kept: bool) -> None:
         self.settled.append((order.step, is_kept))
 
