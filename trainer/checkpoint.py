@@ -2,7 +2,8 @@
 
     checkpoints/step-00000020/state.json  model/  rng.pt
 
-Written into a staging directory that one rename makes visible; a crash leaves the one before.
+Written into a staging directory that one rename makes visible once all of it is durable; a crash leaves
+the one before. While one is written, training goes on (`recovery.asynchronous`).
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import json
 import os
 import re
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
+from torch import Tensor
 
 from headway.contracts.config.recovery import RecoveryConfig
 from headway.contracts.errors import ConfigError, StateError
@@ -25,6 +28,7 @@ from trainer.topology import Topology
 
 _NAME = re.compile(r"step-(\d{8,})")
 _STAGING = ".staging"
+_DOOMED = ".doomed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,10 @@ class Checkpoints:
         self._root = run_dir / "checkpoints"
         self._config = config
         self._topology = topology
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._under_way: Future[None] | None = None
+        self.safe_step = -1
+        """Last step whose consumption a durable checkpoint holds; moved by the first rank alone."""
 
     def refuse_leftovers(self) -> None:
         """Raise if a former run left checkpoints here: a resume could not tell them from new ones.
@@ -82,22 +90,63 @@ class Checkpoints:
         return step % self._config.every_steps == 0 or step == total_steps
 
     def save(self, engine: TrainEngine, state: RunState) -> None:
-        """Store everything; collective."""
+        """Store everything, or begin to; collective.
+
+        Raises:
+            StateError: this checkpoint could not be written, or the one before.
+        """
+        self.finish()
         staging = self._root / _STAGING
         if self._topology.is_main:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
         self._topology.barrier()
-        engine.save(SaveLoadMeta(str(staging / "model")))
-        if self._topology.is_main:
-            torch.save(torch.get_rng_state(), staging / "rng.pt")
-            _write_durably(staging / "state.json", json.dumps(asdict(state)))
-            final = self._root / f"step-{state.step:08d}"
-            shutil.rmtree(final, ignore_errors=True)
-            staging.rename(final)
-            for old in self._steps()[: -self._config.keep]:
-                shutil.rmtree(self._folder(old), ignore_errors=True)
-        self._topology.barrier()
+        meta = SaveLoadMeta(str(staging / "model"), asynchronous=self._config.asynchronous)
+        written, rng = engine.save(meta), torch.get_rng_state()
+        self._under_way = self._thread.submit(self._complete, written, state, rng)
+        if not self._config.asynchronous:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until what is under way is durable; collective.
+
+        Raises:
+            StateError: it could not be written; the checkpoint before is as it was. On every rank.
+        """
+        failure = None if self._under_way is None else self._under_way.exception()
+        self._under_way = None
+        if self._topology.max(int(failure is not None)):
+            what = failure or "another rank failed, see its log"
+            raise StateError(
+                f"a checkpoint in {self._root} could not be written: {what}; mend the cause, then go on "
+                "from the one before with recovery.resume=true"
+            ) from failure
+
+    def _complete(self, written: Future[None], state: RunState, rng: Tensor) -> None:
+        """Make a checkpoint visible once all of it is durable; then old ones may go."""
+        written.result()
+        if not self._topology.is_main:
+            return
+        staging = self._root / _STAGING
+        torch.save(rng, staging / "rng.pt")
+        (staging / "state.json").write_text(json.dumps(asdict(state)))
+        for path in (*staging.rglob("*"), staging):
+            _make_durable(path)
+        final = self._folder(state.step)
+        self._delete(final)
+        staging.rename(final)
+        _make_durable(self._root)
+        self.safe_step = state.step - 1
+        for old in self._steps()[: -self._config.keep]:
+            self._delete(self._folder(old))
+
+    def _delete(self, folder: Path) -> None:
+        """By a rename first: a crash leaves no half of a checkpoint under its name."""
+        doomed = self._root / _DOOMED
+        shutil.rmtree(doomed, ignore_errors=True)
+        if folder.exists():
+            folder.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
     def load_newest(self, engine: TrainEngine) -> RunState | None:
         """Restore the newest checkpoint, if there is one; collective."""
@@ -114,6 +163,7 @@ class Checkpoints:
             ) from error
         engine.load(SaveLoadMeta(str(folder / "model")))
         torch.set_rng_state(rng)
+        self.safe_step = state.step - 1
         return state
 
     def _steps(self) -> list[int]:
@@ -126,8 +176,10 @@ class Checkpoints:
         return self._root / f"step-{step:08d}"
 
 
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def _make_durable(path: Path) -> None:
+    """A file's bytes, or a directory's names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

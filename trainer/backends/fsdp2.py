@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from trainer.backends.packed_model import PackedModel
 from trainer.backends.schedule import lr_factor
 from trainer.backends.sharding import Sharding
 from trainer.backends.state import TrainState
+from trainer.backends.state_writer import StateWriter, completed
 from trainer.backends.upload import Upload, whole
 from trainer.batching.packing import pack_by_tokens
 from trainer.batching.sequences import SequenceBatch
@@ -85,6 +87,7 @@ class FSDP2Engine:
         self._scheduler = LambdaLR(self._optimizer, factor)
         self._upload = Upload(model, self._lora, self._sharding, self._topology, self._publisher)
         self._upload.publish_base()
+        self._writer = StateWriter(self._topology)
 
     def get_scheduling_config(self) -> Scheduling:
         return Scheduling(
@@ -162,12 +165,13 @@ class FSDP2Engine:
     def step_lr_scheduler(self) -> None:
         self._scheduler.step()
 
-    def save(self, meta: SaveLoadMeta) -> None:
-        if meta.weight_format == "hf":
-            self._save_hf(Path(meta.path))
-        else:
-            self._state().save(meta.path, meta.with_optim)
+    def save(self, meta: SaveLoadMeta) -> Future[None]:
+        if meta.weight_format == "dcp":
+            state = self._state().tree(meta.with_optim)
+            return self._writer.write(state, meta.path, meta.asynchronous)
+        self._save_hf(Path(meta.path))
         self._topology.barrier()
+        return completed()
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "hf":
