@@ -115,12 +115,14 @@ class Checkpoints:
         """
         failure = None if self._under_way is None else self._under_way.exception()
         self._under_way = None
-        if self._topology.max(int(failure is not None)):
-            what = failure or "another rank failed, see its log"
-            raise StateError(
-                f"a checkpoint in {self._root} could not be written: {what}; mend the cause, then go on "
-                "from the one before with recovery.resume=true"
-            ) from failure
+        if not self._topology.max(int(failure is not None)):
+            return
+        if isinstance(failure, StateError):
+            raise failure
+        what = failure or "another rank failed, see its log"
+        raise StateError(
+            f"a checkpoint in {self._root} could not be written: {what}; mend the cause and resume"
+        ) from failure
 
     def _complete(self, written: Future[None], state: RunState, rng: Tensor) -> None:
         """Make a checkpoint visible once all of it is durable; then old ones may go."""

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.backends.state_writer import accept_no_group
+from trainer.backends.state_writer import accept_no_group, reason
 from trainer.backends.stored_state import check_stored, damaged
 
 
@@ -63,7 +63,7 @@ class TrainState:
         try:
             load_state(state, checkpoint_id=path, no_dist=self.is_single)
         except (CheckpointException, OSError, RuntimeError, ValueError, UnpicklingError) as error:
-            raise damaged(path, error) from error
+            raise damaged(path, reason(error)) from error
         set_state_dict(
             self.model,
             [self.optimizer] if with_optim else [],
