@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -147,6 +148,16 @@ class TrainEngine(Protocol):
         Args:
             output_seqlens: rows of the hook's result per sequence; None takes the sequences' lengths.
             post_hook: None takes whole logits, or the values of a model with a scalar head.
+        """
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Within it the model is what it was before adapters were put in; without any, as it is."""
+
+    def move_towards(self, source: TrainEngine, eta: float) -> None:
+        """Every parameter ← eta · that of `source` + (1 - eta) · its own.
+
+        Args:
+            source: an engine of the same backend, model and sharding.
         """
 
     def upload_weights(self, meta: WeightUpdateMeta | None) -> None:

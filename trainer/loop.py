@@ -9,10 +9,9 @@ from __future__ import annotations
 import time
 
 from headway.runtime.journal import MetricsJournal
-from trainer.api import TrainEngine
 from trainer.checkpoint import Checkpoints, RunState
 from trainer.feed import Feed
-from trainer.interfaces.ppo_actor import PPOActor
+from trainer.models import PolicyModels
 from trainer.publication import Publication
 from trainer.step_metrics import describe_step
 
@@ -21,8 +20,7 @@ def train(
     state: RunState,
     total_steps: int,
     feed: Feed,
-    actor: PPOActor,
-    engine: TrainEngine,
+    models: PolicyModels,
     publication: Publication,
     checkpoints: Checkpoints,
     metrics: MetricsJournal,
@@ -31,11 +29,11 @@ def train(
     while state.step < total_steps:
         started = time.monotonic()
         feed.top_up(state.step)
-        batch = feed.next_batch()
+        batch = feed.next_batch(state.version)
         received = time.monotonic()
         stats = describe_step(state, batch)
-        stats |= actor.train_step(batch.trajectories, state.version)
-        engine.step_lr_scheduler()
+        stats |= models.learner.train_step(batch.trajectories, state.version, state.step)
+        models.step_lr_schedulers()
         trained = time.monotonic()
         publication.begin(state.version + 1)
         # The ledger hears of the consumption before the checkpoint holds it: after a crash in
@@ -43,7 +41,7 @@ def train(
         feed.consumed(batch, state.step, checkpoints.safe_step)
         state = state.after_step(len(batch.trajectories), feed.cursor)
         if checkpoints.is_due(state.step, total_steps):
-            checkpoints.save(engine, state)
+            checkpoints.save(models.parts, state)
         publication.finish()
         stats["wait_s"] = received - started
         stats["train_s"] = trained - received

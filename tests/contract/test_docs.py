@@ -21,7 +21,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from headway.contracts.config.algorithm import AlgorithmConfig
-from headway.contracts.config.experiment import GRPOExperiment, SFTExperiment
+from headway.contracts.config.experiment import GRPOExperiment, PPOExperiment, SFTExperiment
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.model import ModelConfig
@@ -126,7 +126,7 @@ def anchors(path: Path) -> set[str]:
 
 def test_configuration_page_names_every_section():
     listed = set(first_column(page("configuration.md"), "## Sections"))
-    models = (GatewayConfig, ServerConfig, GRPOExperiment, SFTExperiment)
+    models = (GatewayConfig, ServerConfig, GRPOExperiment, PPOExperiment, SFTExperiment)
     assert listed == {name for model in models for name in model.model_fields}
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,11 +39,29 @@ def finish(run: LocalRun, timeout_s: float = 120) -> None:
     assert run.watch() == 0, run.process("trainer").log_tail()
 
 
-@pytest.mark.parametrize(("max_staleness", "ranks"), [(0, 1), (2, 1), (1, 2)])
+PPO = {
+    "type": "ppo",
+    "critic": {"normalization": "cumulative"},
+    "algorithm": {"kl_in": "reward", "kl_coef": 0.1, "kl_target": 0.01, "num_minibatches": 2},
+    "reference": {"ema_eta": 0.1},
+}
+"""Everything that a policy experiment can hold but a teacher."""
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "ranks", "sections"),
+    [(0, 1, {}), (2, 1, {}), (1, 2, {}), (1, 1, PPO), (1, 2, PPO)],
+    ids=["0-1-grpo", "2-1-grpo", "1-2-grpo", "1-1-ppo", "1-2-ppo"],
+)
 def test_a_run_consumes_exactly_its_batches(
-    make_config: MakeConfig, start: Start, connect: Connect, max_staleness: int, ranks: int
+    make_config: MakeConfig,
+    start: Start,
+    connect: Connect,
+    max_staleness: int,
+    ranks: int,
+    sections: dict[str, Any],
 ) -> None:
-    config = make_config(steps=5, max_staleness=max_staleness, num_trainer_ranks=ranks)
+    config = make_config(steps=5, max_staleness=max_staleness, num_trainer_ranks=ranks, **sections)
     run = start(config)
     run.start_trainer()
     finish(run)
@@ -55,7 +75,12 @@ def test_a_run_consumes_exactly_its_batches(
     assert max(step["staleness_max"] for step in steps) <= max_staleness
     # The server's logprobs are the trainer's own where both have the same weights.
     assert steps[0]["behaviour_kl"] < 1e-6
-    assert (Path(config.trainer.run_dir) / "model" / "model.safetensors").is_file()
+    folder = Path(config.trainer.run_dir)
+    assert (folder / "model" / "model.safetensors").is_file()
+    assert (folder / "critic" / "model.safetensors").is_file() == (config.trainer.type == "ppo")
+    if config.trainer.type == "ppo":
+        assert all(math.isfinite(step["value_loss"]) for step in steps)
+        assert steps[0]["reference_kl"] < 1e-6 and steps[4]["kl_coef"] != 0.1
 
 
 @pytest.mark.parametrize("every_steps", [2, 100], ids=["from_a_checkpoint", "from_the_start"])

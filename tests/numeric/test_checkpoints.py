@@ -31,7 +31,7 @@ from tests.numeric.models import save_model
 from tests.numeric.ranks import PATIENCE_S, run_ranks, start_ranks
 from trainer.api import MicroBatchSpec, SaveLoadMeta
 from trainer.batching.balance import partition_by_tokens
-from trainer.checkpoint import Checkpoints, RunState
+from trainer.checkpoint import Checkpoints, Parts, RunState
 from trainer.topology import Topology
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -45,6 +45,10 @@ OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 def checkpoints_in(folder: Path, topology: Topology = ALONE, asynchronous: bool = True):
     return Checkpoints(folder, RecoveryConfig(keep=1, asynchronous=asynchronous), topology)
+
+
+def parts_of(engine) -> Parts:
+    return Parts({"model": engine})
 
 
 def train_step(engine, topology: Topology, step: int) -> None:
@@ -79,7 +83,7 @@ def save_twice(
     engine = open_engine(model_dir, topology=topology)
     checkpoints = checkpoints_in(folder, topology, asynchronous)
     train_step(engine, topology, 0)
-    checkpoints.save(engine, RunState("run", step=1))
+    checkpoints.save(parts_of(engine), RunState("run", step=1))
     checkpoints.finish()
     held = [parameters_of(engine)]
     train_step(engine, topology, 1)
@@ -95,7 +99,7 @@ def save_twice(
             os.kill(os.getpid(), signal.SIGKILL)
 
     watch(folder / "checkpoints", count)
-    checkpoints.save(engine, RunState("run", step=2))
+    checkpoints.save(parts_of(engine), RunState("run", step=2))
     train_step(engine, topology, 2)
     checkpoints.finish()
     return {"held": held, "operations": operations}
@@ -158,14 +162,14 @@ def test_a_death_at_any_operation_leaves_a_whole_checkpoint_that_holds_what_was_
     engine, steps = open_engine(llama_dir), []
     for death in chosen:
         folder = deaths.folder(death)
-        state = checkpoints_in(folder).load_newest(engine)
+        state = checkpoints_in(folder).load_newest(parts_of(engine))
         assert state is not None
         steps.append(state.step)
         assert (folder / "told-0").read_bytes()[:1] <= bytes([state.step - 1])
         assert_close(parameters_of(engine), ranks[0]["held"][state.step - 1], atol=0.0)
         # A new run goes on over what the death left.
         after = checkpoints_in(folder)
-        after.save(engine, RunState("run", step=3))
+        after.save(parts_of(engine), RunState("run", step=3))
         after.finish()
         assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-00000003"]
     assert set(steps) == {1, 2}
@@ -187,16 +191,16 @@ def train_while_writing(topology: Topology, model_dir: Path, folder: Path) -> di
     train_step(engine, topology, 0)
     saved = parameters_of(engine)
     watch(root, hold)
-    checkpoints.save(engine, RunState("run", step=1))
+    checkpoints.save(parts_of(engine), RunState("run", step=1))
     for step in (1, 2):
         train_step(engine, topology, step)
     seen["while writing"] = sorted(entry.name for entry in root.iterdir())
     seen["told while writing"] = checkpoints.safe_step
     may_write.set()
-    checkpoints.save(engine, RunState("run", step=3))
+    checkpoints.save(parts_of(engine), RunState("run", step=3))
     checkpoints.finish()
     again = open_engine(model_dir, topology=topology)
-    assert checkpoints.load_newest(again) == RunState("run", step=3)
+    assert checkpoints.load_newest(parts_of(again)) == RunState("run", step=3)
     trained = parameters_of(engine)
     return {"saved": saved, "trained": trained, "loaded": parameters_of(again), "seen": seen}
 
@@ -226,12 +230,12 @@ def hold_the_copy(topology: Topology, model_dir: Path, folder: Path) -> tuple[An
         may_write.clear()
         train_step(engine, topology, step)
         held.append(parameters_of(engine))
-        checkpoints.save(engine, RunState("run", step=step))
+        checkpoints.save(parts_of(engine), RunState("run", step=step))
         train_step(engine, topology, step + 10)
         may_write.set()
         checkpoints.finish()
         again = open_engine(model_dir, topology=topology)
-        checkpoints.load_newest(again)
+        checkpoints.load_newest(parts_of(again))
         held.append(parameters_of(again))
     return held
 
@@ -247,7 +251,7 @@ def run_out_of_disk(topology: Topology, model_dir: Path, folder: Path, asynchron
     """The last rank may write no more than a page, for one checkpoint."""
     engine = open_engine(model_dir, topology=topology)
     checkpoints = checkpoints_in(folder, topology, asynchronous)
-    checkpoints.save(engine, RunState("run", step=1))
+    checkpoints.save(parts_of(engine), RunState("run", step=1))
     checkpoints.finish()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     infinite = resource.RLIM_INFINITY
@@ -255,14 +259,14 @@ def run_out_of_disk(topology: Topology, model_dir: Path, folder: Path, asynchron
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, infinite))
     failed = rf"could not be written: rank {topology.world_size - 1}: OSError: .*File too large"
     with pytest.raises(StateError, match=failed):
-        checkpoints.save(engine, RunState("run", step=2))
+        checkpoints.save(parts_of(engine), RunState("run", step=2))
         assert asynchronous
-        checkpoints.save(engine, RunState("run", step=3))
+        checkpoints.save(parts_of(engine), RunState("run", step=3))
     resource.setrlimit(resource.RLIMIT_FSIZE, (infinite, infinite))
-    left = checkpoints.load_newest(engine), checkpoints.safe_step
-    checkpoints.save(engine, RunState("run", step=4))
+    left = checkpoints.load_newest(parts_of(engine)), checkpoints.safe_step
+    checkpoints.save(parts_of(engine), RunState("run", step=4))
     checkpoints.finish()
-    return left, checkpoints.load_newest(engine)
+    return left, checkpoints.load_newest(parts_of(engine))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -294,7 +298,7 @@ def test_files_are_durable_before_a_checkpoint_has_its_name(llama_dir, tmp_path,
     monkeypatch.setattr(os, "fsync", watched_fsync)
     monkeypatch.setattr(os, "rename", watched_rename)
     checkpoints = checkpoints_in(tmp_path)
-    checkpoints.save(open_engine(llama_dir), RunState("run", step=1))
+    checkpoints.save(parts_of(open_engine(llama_dir)), RunState("run", step=1))
     checkpoints.finish()
     assert missing == []
     assert os.stat(tmp_path / "checkpoints").st_ino in synced  # the new name is too

@@ -20,6 +20,7 @@ from headway.contracts.config.optimizer import OptimizerConfig
 from headway.contracts.config.trainer import TrainerConfig
 from headway.contracts.errors import ConfigError
 from headway.contracts.types import FinetuneSpec, WeightUpdateMeta
+from trainer.algorithms.averaging import move_towards
 from trainer.api import (
     LossFn,
     LossWeightFn,
@@ -28,6 +29,7 @@ from trainer.api import (
     PostHook,
     SaveLoadMeta,
     Scheduling,
+    TrainEngine,
 )
 from trainer.backends.export import whole_directory, write_model
 from trainer.backends.loading import SCORE, load_trained_model
@@ -153,6 +155,14 @@ class FSDP2Engine:
                     results[index] = piece
         self._sharding.after_pass(self._model)
         return aggregate_fn(results)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._lora is None else self._lora.silenced()
+
+    def move_towards(self, source: TrainEngine, eta: float) -> None:
+        if not isinstance(source, FSDP2Engine):
+            raise ConfigError(f"parameters of a {type(source).__name__} are not those of FSDP2")
+        move_towards(self._model.parameters(), source._model.parameters(), eta)
 
     def upload_weights(self, meta: WeightUpdateMeta | None) -> None:
         """Publish one full tensor at a time, or an adapter alone; only rank 0 writes.

@@ -33,6 +33,8 @@ from weight_sync.manifest import Adapter
 _BASE = ".base_layer."
 _LORA = ".lora_"
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
+ADAPTER_NAME = "default"
+"""What `peft` calls the one that it puts in."""
 ADAPTER_FOLDER = "adapter"
 """Below an exported model."""
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -85,6 +87,22 @@ class Lora:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
         (folder / CONFIG_NAME).write_text(adapter_config(self.adapter, self.modules))
+
+    @contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Without what the adapters add, to the bit.
+
+        By their scale: `peft` disables adapters by freezing them, and FSDP would keep that of its first
+        pass.
+        """
+        layers: list[Any] = [self.model.get_submodule(name) for name in self.modules]
+        for layer in layers:
+            layer.set_scale(ADAPTER_NAME, 0.0)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.set_scale(ADAPTER_NAME, 1.0)
 
     @contextmanager
     def dropping(self, seed: int) -> Iterator[None]:

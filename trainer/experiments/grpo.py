@@ -1,4 +1,4 @@
-"""Asynchronous GRPO with the decoupled PPO loss: parts are built here, the loop is `trainer.loop`."""
+"""Asynchronous GRPO and PPO with the decoupled loss: parts are built here, the loop is `trainer.loop`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from pathlib import Path
 
 import torch
 
-from headway.contracts.config.experiment import GRPOExperiment
+from headway.contracts.config.experiment import GRPOExperiment, PolicyExperiment, PPOExperiment
 from headway.contracts.types import ConsumerSpec, FinetuneSpec, PolicyVersion
 from headway.runtime.config import write_resolved
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.journal import METRICS_NAME, MetricsJournal
 from headway.runtime.secret import read_token
-from trainer.api import MicroBatchSpec, SaveLoadMeta
-from trainer.backends.base import make_engine
 from trainer.checkpoint import Checkpoints, RunState
 from trainer.data import PromptData
 from trainer.experiments.base import Experiment
 from trainer.feed import Feed
-from trainer.interfaces.ppo_actor import PPOActor
 from trainer.loop import train
+from trainer.models import PolicyModels
 from trainer.publication import Publication
 from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
@@ -31,7 +29,7 @@ from weight_sync.transports.base import make_publisher
 RUN_NAME = "run.json"
 
 
-def run(config: GRPOExperiment) -> None:
+def run(config: PolicyExperiment) -> None:
     """Train to the end; with `recovery.resume`, from the newest checkpoint of the run folder."""
     topology = Topology.from_environment()
     run_dir = Path(config.run_dir)
@@ -40,12 +38,12 @@ def run(config: GRPOExperiment) -> None:
     torch.manual_seed(config.trainer.seed)
     data = PromptData(config.data)
     publisher = make_publisher(config.weight_sync) if topology.is_main else None
-    engine = make_engine(config, topology, publisher)
-    engine.initialize(None, FinetuneSpec(1, len(data), config.data.batch_size))
+    spec = FinetuneSpec(1, len(data), config.data.batch_size)
+    models = PolicyModels(config, topology, publisher, spec)
     checkpoints = Checkpoints(run_dir, config.recovery, topology)
     state = RunState(_run_id(config, run_dir, topology))
     if config.recovery.resume:
-        state = checkpoints.load_newest(engine) or state
+        state = checkpoints.load_newest(models.parts) or state
     else:
         checkpoints.refuse_leftovers()
     client = None
@@ -57,25 +55,23 @@ def run(config: GRPOExperiment) -> None:
             token=read_token(config.rollout.token_env),
         )
         client.initialize()
-    publication = Publication(engine, publisher, client)
+    publication = Publication(models.policy, publisher, client)
     state = _attach(config, state, topology, publication, publisher, client)
     metrics = MetricsJournal(run_dir / METRICS_NAME if topology.is_main else None)
     feed = Feed(client, data, topology, config, state)
-    mb_spec = MicroBatchSpec(config.trainer.max_tokens_per_mb)
-    actor = PPOActor(engine, topology, config.algorithm, mb_spec, config.sampling.temperature)
     total_steps = config.trainer.total_steps
-    train(state, total_steps, feed, actor, engine, publication, checkpoints, metrics)
-    engine.save(SaveLoadMeta(str(run_dir / "model"), weight_format="hf"))
+    train(state, total_steps, feed, models, publication, checkpoints, metrics)
+    models.export(run_dir)
     metrics.close()
     if client is not None and publisher is not None:
         client.detach()
         client.destroy()
         publisher.close()
-    engine.destroy()
+    models.destroy()
 
 
 def _attach(
-    config: GRPOExperiment,
+    config: PolicyExperiment,
     state: RunState,
     topology: Topology,
     publication: Publication,
@@ -123,7 +119,7 @@ def first_version(
     return newest + 1 if newest else 0
 
 
-def _run_id(config: GRPOExperiment, run_dir: Path, topology: Topology) -> str:
+def _run_id(config: PolicyExperiment, run_dir: Path, topology: Topology) -> str:
     """A name that rollout ids start with; kept in the run folder for a resume without checkpoint."""
     file = run_dir / RUN_NAME
     if not topology.is_main:
@@ -137,3 +133,4 @@ def _run_id(config: GRPOExperiment, run_dir: Path, topology: Topology) -> str:
 
 
 GRPO = Experiment(GRPOExperiment, run)
+PPO = Experiment(PPOExperiment, run)

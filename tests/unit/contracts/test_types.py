@@ -171,11 +171,6 @@ def test_a_head_without_tokens_is_refused():
         experiment(model={"path": "m", "head": "value"})
 
 
-def test_a_penalty_without_a_reference_model_is_refused():
-    with pytest.raises(ValidationError, match=r"algorithm\.kl_coef=0\.1 wants a reference model"):
-        experiment(algorithm=AlgorithmConfig(kl_coef=0.1))
-
-
 def test_greedy_siblings_are_refused():
     with pytest.raises(ValidationError, match="every advantage is 0"):
         experiment(sampling={"temperature": 0.0})
