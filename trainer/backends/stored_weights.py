@@ -28,7 +28,7 @@ def find_weights(
     Raises:
         ConfigError: a file is missing or damaged.
     """
-    stored = _stored(folder)
+    stored = list_tensors(folder)
     conversions = get_model_conversion_mapping(model)
     if not stored or any(isinstance(one, WeightConverter) for one in conversions):
         return None
@@ -45,14 +45,12 @@ def find_weights(
     return None if parameters.keys() - found.keys() - optional else found
 
 
-def _name_of(key: str, names: set[str], prefix: str) -> str | None:
-    """A body's names may come with the prefix that it has below a head, or without."""
-    candidates = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
-    return next((name for name in candidates if name in names), None)
+def list_tensors(folder: Path) -> dict[str, tuple[Path, list[int]]]:
+    """Key -> file and shape; empty if the directory has no such files.
 
-
-def _stored(folder: Path) -> dict[str, tuple[Path, list[int]]]:
-    """Key -> file and shape; empty if there are no such files."""
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
     stored = {}
     for file in _files(folder):
         try:
@@ -62,6 +60,12 @@ def _stored(folder: Path) -> dict[str, tuple[Path, list[int]]]:
         except (OSError, SafetensorError) as error:
             raise damaged(file, error) from error
     return stored
+
+
+def _name_of(key: str, names: set[str], prefix: str) -> str | None:
+    """A body's names may come with the prefix that it has below a head, or without."""
+    candidates = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
+    return next((name for name in candidates if name in names), None)
 
 
 def _files(folder: Path) -> list[Path]:
