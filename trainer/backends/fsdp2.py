@@ -98,9 +98,12 @@ class FSDP2Engine:
         self._writer = StateWriter(self._topology)
 
     def get_scheduling_config(self) -> Scheduling:
+        wanted = self._trainer_config.scheduling
+        is_cuda = self._topology.device.type == "cuda"
         return Scheduling(
-            cpu=self._trainer_config.num_threads or 1,
-            gpu=int(self._topology.device.type == "cuda"),
+            cpu=wanted.cpu or self._trainer_config.num_threads or 1,
+            gpu=int(is_cuda) if wanted.gpu is None else wanted.gpu,
+            **wanted.model_dump(exclude={"cpu", "gpu", "nodes", "ranks_per_node"}),
         )
 
     def train_batch(
