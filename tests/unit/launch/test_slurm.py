@@ -164,4 +164,5 @@ def test_sbatch_knows_every_option(tmp_path):
     done = subprocess.run(
         ["sbatch", "--help"], env=env, capture_output=True, text=True, check=True, timeout=60
     )
-    assert [name for name in (*OPTIONS, "output") if f"--{name}=" not in done.stdout] == []
+    names = {*OPTIONS, "output"} - {"open-mode"}  # taken, but not in the help
+    assert [name for name in names if f"--{name}=" not in done.stdout] == []
