@@ -209,7 +209,7 @@ class Checkpoints:
         folder = self._folder(steps[-1])
         try:
             content = json.loads((folder / "state.json").read_text())
-            numbers = content.pop("numbers")
+            numbers = content.pop("numbers", {})
             state = RunState(**content)
             rng = torch.load(folder / "rng.pt", weights_only=True)
         except _DAMAGE as error:

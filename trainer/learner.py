@@ -58,6 +58,10 @@ class Learner:
         self._inferences += others
         self.kl = make_kl(config)
 
+    def trains_policy(self, step: int) -> bool:
+        """Whether the critic is warm by then."""
+        return step >= self._warmup_steps
+
     def train_step(
         self, trajectories: Sequence[Trajectory], version: PolicyVersion, step: int = 0
     ) -> dict[str, float]:
@@ -79,7 +83,7 @@ class Learner:
             self.kl.update(figures["reference_kl"], len(trajectories))
         if self._critic is not None:
             figures |= self._critic.train_step(batch)
-        if step >= self._warmup_steps:
+        if self.trains_policy(step):
             figures |= self._actor.train_step(batch)
             if self._follower is not None:
                 self._follower.follow()

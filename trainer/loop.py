@@ -33,7 +33,7 @@ def train(
         received = time.monotonic()
         stats = describe_step(state, batch)
         stats |= models.learner.train_step(batch.trajectories, state.version, state.step)
-        models.step_lr_schedulers()
+        models.step_lr_schedulers(state.step)
         trained = time.monotonic()
         publication.begin(state.version + 1)
         # The ledger hears of the consumption before the checkpoint holds it: after a crash in

@@ -43,7 +43,8 @@ class PolicyModels:
         self._config = config
         self._topology = topology
         self._mb_spec = MicroBatchSpec(config.trainer.max_tokens_per_mb)
-        self.policy = make_engine(config, topology, publisher)
+        warmup_steps = config.critic.warmup_steps if isinstance(config, PPOExperiment) else 0
+        self.policy = make_engine(_shorter(config, warmup_steps), topology, publisher)
         self.policy.initialize(None, spec)
         self._spec = spec
         self._trained = {POLICY: self.policy}
@@ -64,7 +65,7 @@ class PolicyModels:
             critic,
             others,
             follower,
-            config.critic.warmup_steps if isinstance(config, PPOExperiment) else 0,
+            warmup_steps,
         )
         numbers: dict[str, Stateful] = {}
         if critic is not None and critic.normalizer is not None:
@@ -74,10 +75,11 @@ class PolicyModels:
         followers = {} if follower is None else {REFERENCE: follower.engine}
         self.parts = Parts(self._trained, followers, numbers)
 
-    def step_lr_schedulers(self) -> None:
-        """Advance the learning rates, once per version."""
+    def step_lr_schedulers(self, step: int) -> None:
+        """Advance the learning rates of the models that learned in a step."""
         for engine in self._trained.values():
-            engine.step_lr_scheduler()
+            if engine is not self.policy or self.learner.trains_policy(step):
+                engine.step_lr_scheduler()
 
     def export(self, folder: Path) -> None:
         """Write every trained model as a Hugging Face directory; collective."""
@@ -135,3 +137,10 @@ class PolicyModels:
         return FrozenModel(
             engine, self._topology, self._mb_spec, temperature, f"{name}_logprobs", is_base
         )
+
+
+def _shorter(config: PolicyExperiment, num_steps: int) -> PolicyExperiment:
+    """With a schedule that begins so much later."""
+    total_steps = config.trainer.total_steps - num_steps
+    trainer = config.trainer.model_copy(update={"total_steps": total_steps})
+    return config.model_copy(update={"trainer": trainer})

@@ -52,6 +52,7 @@ CONFIG_OF_FILE: dict[str, type[BaseModel]] = {
     "gateway.yaml": GatewayConfig,
     "server.yaml": ServerConfig,
     "grpo.yaml": GRPOExperiment,
+    "ppo.yaml": PPOExperiment,
     "run.yaml": LaunchConfig,
 }
 VOCABULARY = {f"w{number}": number for number in range(20)}
@@ -174,7 +175,9 @@ def test_operations_page_lists_every_figure_of_a_step():
     algorithm = AlgorithmConfig(entropy_coef=0.1, kl_coef=0.1)
     _, stats = policy_loss(algorithm, SequenceBatch((2,), tokens), torch.zeros(2), torch.zeros(2))
     others = {"loss", "grad_norm", "lr", "skipped_steps", "wait_s", "train_s", "publish_s"}
-    others |= {"behaviour_gap", "effective_samples"}
+    others |= {"behaviour_gap", "effective_samples", "kl_coef", "teacher_kl"}
+    others |= {"value_loss", "value_clip_fraction", "critic_grad_norm", "critic_lr"}
+    others |= {"critic_skipped_steps", "value_mean", "return_mean", "explained_variance"}
     listed = first_column(page("operations.md"), "`run_dir/metrics.jsonl`")
     assert set(listed) == step.keys() | stats.keys() | others
 

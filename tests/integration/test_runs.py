@@ -83,11 +83,19 @@ def test_a_run_consumes_exactly_its_batches(
         assert steps[0]["reference_kl"] < 1e-6 and steps[4]["kl_coef"] != 0.1
 
 
-@pytest.mark.parametrize("every_steps", [2, 100], ids=["from_a_checkpoint", "from_the_start"])
+@pytest.mark.parametrize(
+    ("every_steps", "sections"),
+    [(2, {}), (100, {}), (2, PPO)],
+    ids=["from_a_checkpoint", "from_the_start", "ppo"],
+)
 def test_a_killed_trainer_resumes_without_losing_or_repeating_a_trajectory(
-    make_config: MakeConfig, start: Start, connect: Connect, every_steps: int
+    make_config: MakeConfig,
+    start: Start,
+    connect: Connect,
+    every_steps: int,
+    sections: dict[str, Any],
 ) -> None:
-    config = make_config(steps=7, every_steps=every_steps)
+    config = make_config(steps=7, every_steps=every_steps, **sections)
     run = start(config)
     run.start_trainer()
     # With a checkpoint every 2 steps, one step is beyond the last one; without any, everything that
@@ -97,7 +105,8 @@ def test_a_killed_trainer_resumes_without_losing_or_repeating_a_trajectory(
     os.kill(run.process("trainer").pid, signal.SIGKILL)
     eventually(lambda: run.watch() is not None, 10, "the trainer is dead")
     assert run.watch() == -signal.SIGKILL
-    resumed = LocalRun(make_config(steps=7, every_steps=every_steps, resume=True))
+    again = make_config(steps=7, every_steps=every_steps, resume=True, **sections)
+    resumed = LocalRun(again)
     resumed.url = run.url
     try:
         resumed.start_trainer()

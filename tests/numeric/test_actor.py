@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from headway.contracts.config.algorithm import AlgorithmConfig
 from headway.contracts.types import Trajectory
 from tests.numeric.engines import assert_close, open_engine, parameters_of
-from tests.numeric.models import VOCAB_SIZE, load_reference, reference_logits
+from tests.numeric.models import load_reference, reference_logits
+from tests.numeric.policies import TEMPERATURE, trajectory
 from tests.numeric.test_advantages import slow_advantages
 from tests.numeric.test_losses import slow_decoupled_loss
 from trainer.api import MicroBatchSpec
@@ -22,24 +22,6 @@ from trainer.learner import Learner
 from trainer.topology import Topology
 
 TOPOLOGY = Topology(0, 1, torch.device("cpu"))
-TEMPERATURE = 0.8
-
-
-def trajectory(seed: int, rollout: str, sample: int) -> Trajectory:
-    random = np.random.default_rng(seed)
-    num_prompt, size = int(random.integers(1, 5)), int(random.integers(8, 16))
-    mask = np.arange(size) >= num_prompt
-    return Trajectory(
-        rollout_id=rollout,
-        group_id="same-prompt",  # two rollouts of one prompt are two groups
-        sample_index=sample,
-        input_ids=random.integers(0, VOCAB_SIZE, size).astype(np.int32),
-        loss_mask=mask,
-        logprobs=np.where(mask, -random.uniform(0.5, 4.0, size), 0.0).astype(np.float32),
-        versions=np.where(mask, 0, -1).astype(np.int32),
-        reward=float(random.integers(0, 2)) + 0.25 * sample,
-        stop_reason="length" if seed % 3 == 0 else "stop",
-    )
 
 
 def learner_of(engine, config: AlgorithmConfig, budget: int, reference=None) -> Learner:

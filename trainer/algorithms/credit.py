@@ -81,7 +81,7 @@ def normalized_advantages(
     """Centre and scale over the tokens in the loss, of the batch or of each group.
 
     Args:
-        advantages: [T], of all ranks.
+        advantages: [T], of a whole batch.
         group_ids: [N] int64.
         loss_mask: [T] bool; what is not in the loss is in no mean.
     Returns:

@@ -44,7 +44,7 @@ def judge(
     policy = batch.columns.get("proximal_logprobs", batch["behaviour_logprobs"])
     figures: Figures = {}
     kl = None
-    if config.kl_in == "reward" and config.kl_coef > 0:
+    if config.kl_in == "reward":
         actions = batch["loss_mask"]
         kl = kl_estimate(policy, batch["reference_logprobs"], config.kl_estimator)
         figures |= {"reference_kl": float(masked_mean(kl, actions)), "kl_coef": kl_coef}
