@@ -152,7 +152,7 @@ class Checkpoints:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until what is under way is durable; collective.
+        """Wait until what is under way is durable; collective, and before the engines are destroyed.
 
         Raises:
             StateError: it could not be written; the checkpoint before is as it was. On every rank.
@@ -200,9 +200,10 @@ class Checkpoints:
         """Restore the newest checkpoint, if there is one; collective.
 
         Raises:
-            StateError: it is damaged.
+            StateError: it is damaged, or one that was under way could not be written.
             ConfigError: it is of an experiment with other models, or of other settings.
         """
+        self.finish()
         steps = self._steps()
         if not steps:
             return None
