@@ -121,21 +121,22 @@ def fill(model: torch.nn.Module, find: Callable[[], Weights], topology: Topology
         raise failure or ConfigError("the first rank could not load the model; see its log")
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
-        # On other ranks a tensor that is never touched stands for it.
-        whole = torch.empty(parameter.shape) if weights is None else weights[name]()
-        parts = distribute_tensor(
-            whole.to(parameter.dtype), parameter.device_mesh, parameter.placements
-        )
+        if weights is None:  # one that is never touched stands for it
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+        else:
+            whole = weights[name]().to(parameter.dtype)
+        parts = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
         with torch.no_grad():
             parameter.to_local().copy_(parts.to_local())
 
 
 def materialize(model: torch.nn.Module, device: torch.device) -> None:
-    """Room for parameters that are on the meta device; buffers keep their values."""
+    """Room for parameters that are on the meta device; buffers stay as and where they are."""
     buffers = dict(model.named_buffers())
     model.to_empty(device=device)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
+    for name, buffer in buffers.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, buffer)
 
 
 def _score(model: Any) -> torch.nn.Linear:

@@ -26,8 +26,8 @@ class SchedulingConfig(Config):
     cpu: int | None = Field(None, ge=1)
     """Cores; None takes `trainer.num_threads`, or 1."""
     gpu: int | None = Field(None, ge=0, le=1)
-    """Devices: a rank trains on one, or on the CPU. None is what the rank that is asked has; `headway slurm`
-    asks for none then."""
+    """Devices: a rank trains on one, or on the CPU. None is what the rank that is asked has; then
+    `headway slurm` asks for none."""
     mem: int = Field(8192, ge=1)
     """Memory of the host, in MiB."""
     nodelist: Word | None = None
