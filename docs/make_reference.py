@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from headway.contracts.config.experiment import GRPOExperiment, SFTExperiment
+from headway.contracts.config.experiment import GRPOExperiment, PPOExperiment, SFTExperiment
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.server import BackendConfig, ServerConfig
@@ -31,6 +31,7 @@ PAGES: dict[str, type[BaseModel]] = {
     "Gateway: `headway gateway`": GatewayConfig,
     "Generation server: `python -m inference_server`": ServerConfig,
     "Trainer, `type: grpo`: `torchrun … -m trainer`": GRPOExperiment,
+    "Trainer, `type: ppo`: `torchrun … -m trainer`": PPOExperiment,
     "Trainer, `type: sft`: `torchrun … -m trainer`": SFTExperiment,
     "All on one machine: `headway run`": LaunchConfig,
 }
@@ -54,11 +55,15 @@ def render() -> str:
 def _body(model: type[BaseModel]) -> str:
     rows = _rows(model)
     notes, tables = "", ""
+    if model is PPOExperiment:
+        shared = _rows(GRPOExperiment)
+        notes = "What `type: grpo` has not, or has with another default; all else is as there.\n\n"
+        return f"{notes}{_table([row for row in rows if row not in shared])}"
     if model is LaunchConfig:
         rows = _without(rows, *NESTED)
         notes = (
             "Besides these, `gateway.`, `server.` and `trainer.` hold the settings of the "
-            "gateway, the server and the GRPO trainer above.\n\n"
+            "gateway, the server and the `grpo` (or `ppo`) trainer above.\n\n"
         )
     for section, (union, default) in VARIANTS.items():
         if section in model.model_fields:

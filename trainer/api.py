@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -29,6 +31,8 @@ class SaveLoadMeta:
     """`hf`: a Hugging Face directory, weights only; `dcp`: sharded, loads on another number of ranks."""
     with_optim: bool = True
     """Also optimizer and schedule (`dcp` only)."""
+    asynchronous: bool = False
+    """Save what there is now, and return once it is copied (`dcp` only); one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +150,24 @@ class TrainEngine(Protocol):
             post_hook: None takes whole logits, or the values of a model with a scalar head.
         """
 
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Within it the model is what it was before adapters were put in; without any, as it is."""
+
+    def move_towards(self, source: TrainEngine, eta: float) -> None:
+        """Every parameter ← eta · that of `source` + (1 - eta) · its own.
+
+        Args:
+            source: an engine of the same backend, model and sharding.
+        """
+
     def upload_weights(self, meta: WeightUpdateMeta | None) -> None:
         """Publish the current weights as a version; `meta` is None on ranks other than the first."""
 
     def step_lr_scheduler(self) -> None:
         """Advance the learning rate, once per version."""
 
-    def save(self, meta: SaveLoadMeta) -> None:
-        """Store the model."""
+    def save(self, meta: SaveLoadMeta) -> Future[None]:
+        """Store the model; the future is done once all ranks' parts are stored durably."""
 
     def load(self, meta: SaveLoadMeta) -> None:
         """Restore what `save` stored."""

@@ -11,12 +11,13 @@ import logging
 import math
 
 from headway.contracts.codec import decode_groups, encode_groups
-from headway.contracts.config.experiment import GRPOExperiment
+from headway.contracts.config.experiment import PolicyExperiment
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.engines import InferenceEngine
 from headway.contracts.errors import Starved
-from headway.contracts.types import RolloutRequest, TrajectoryBatch
+from headway.contracts.types import PolicyVersion, RolloutRequest, TrajectoryBatch
 from headway.runtime.config import validate_config
+from trainer.batching.checks import check_batch
 from trainer.checkpoint import RunState
 from trainer.data import PromptData
 from trainer.topology import Topology
@@ -32,7 +33,7 @@ class Feed:
         engine: InferenceEngine | None,
         data: PromptData,
         topology: Topology,
-        config: GRPOExperiment,
+        config: PolicyExperiment,
         state: RunState,
     ) -> None:
         self._engine = engine
@@ -50,8 +51,20 @@ class Feed:
         """Submit prompts so far ahead of a step that the service never runs dry."""
         self._submit_to(self._target(step) + self._replacements)
 
-    def next_batch(self) -> TrajectoryBatch:
-        """The oldest finished batch, on every rank."""
+    def next_batch(self, version: PolicyVersion) -> TrajectoryBatch:
+        """The oldest finished batch, on every rank; refused there if it breaks the service's contract.
+
+        Args:
+            version: of the weights that will learn from it.
+        Raises:
+            DataError: a group is not whole, or holds a number that is not finite.
+            StaleVersion: a trajectory is older than `rollout.max_staleness` allows.
+        """
+        batch = self._receive()
+        check_batch(batch, version, self._rollout.group_size, self._rollout.max_staleness)
+        return batch
+
+    def _receive(self) -> TrajectoryBatch:
         payload = None
         if self._engine is not None:
             batch = self._wait(self._engine)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import time
 
 from headway.runtime.journal import MetricsJournal
-from trainer.api import TrainEngine
 from trainer.checkpoint import Checkpoints, RunState
 from trainer.evaluation.evaluations import Evaluations
 from trainer.feed import Feed
-from trainer.interfaces.ppo_actor import PPOActor
+from trainer.models import PolicyModels
 from trainer.publication import Publication
 from trainer.step_metrics import describe_step
 
@@ -22,36 +21,34 @@ def train(
     state: RunState,
     total_steps: int,
     feed: Feed,
-    actor: PPOActor,
-    engine: TrainEngine,
+    models: PolicyModels,
     publication: Publication,
     checkpoints: Checkpoints,
     metrics: MetricsJournal,
     evaluations: Evaluations,
 ) -> RunState:
     """Train from `state` until `total_steps` steps are done; every rank runs it."""
-    safe_step = state.step - 1  # the last step whose consumption a checkpoint holds
     while state.step < total_steps:
         started = time.monotonic()
         feed.top_up(state.step)
-        batch = feed.next_batch()
+        batch = feed.next_batch(state.version)
         received = time.monotonic()
         stats = describe_step(state, batch)
-        stats |= actor.train_step(batch.trajectories, state.version)
-        engine.step_lr_scheduler()
+        stats |= models.learner.train_step(batch.trajectories, state.version, state.step)
+        models.step_lr_schedulers(state.step)
         trained = time.monotonic()
         publication.begin(state.version + 1)
         # The ledger hears of the consumption before the checkpoint holds it: after a crash in
         # between, the batch is given back, and is trained on once.
-        feed.consumed(batch, state.step, safe_step)
+        feed.consumed(batch, state.step, checkpoints.safe_step)
         state = state.after_step(len(batch.trajectories), feed.cursor)
         if checkpoints.is_due(state.step, total_steps):
-            checkpoints.save(engine, state)
-            safe_step = state.step - 1
+            checkpoints.save(models.parts, state)
         publication.finish()
         stats |= evaluations.after_step(state, total_steps)
         stats["wait_s"] = received - started
         stats["train_s"] = trained - received
         stats["publish_s"] = time.monotonic() - trained
         metrics.write(stats)
+    checkpoints.finish()
     return state

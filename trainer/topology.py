@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,22 @@ class Topology:
     def max(self, value: int) -> int:
         """Largest over the ranks."""
         return int(self._reduce([float(value)], dist.ReduceOp.MAX)[0])
+
+    def gather(self, piece: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Every rank's piece, on every rank.
+
+        Args:
+            piece: [sizes[rank]] of this rank, on the CPU.
+            sizes: of all ranks' pieces.
+        """
+        if self.world_size == 1:
+            return [piece]
+        # gloo gathers pieces of one size.
+        padded = piece.new_zeros(max(sizes))
+        padded[: len(piece)] = piece
+        pieces = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(pieces, padded)
+        return [whole[:size] for whole, size in zip(pieces, sizes, strict=True)]
 
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
         """Rank 0's bytes on every rank."""

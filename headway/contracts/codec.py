@@ -165,7 +165,10 @@ def decode_groups(payload: bytes) -> tuple[TrajectoryGroup, ...]:
             f"columns {sizes}, groups {group_sizes}"
         )
     if not (np.isfinite(token_columns["logprobs"]).all() and np.isfinite(rewards).all()):
-        raise DataError("trajectory payload holds a logprob or reward that is not finite")
+        raise DataError(
+            "trajectory payload holds a logprob or reward that is not finite, of rollouts "
+            f"{_not_finite(header, lengths, rewards, token_columns['logprobs'])}"
+        )
     ends = np.cumsum(lengths)
     groups, row = [], 0
     for rollout_id, group_id, size in header.groups:
@@ -193,6 +196,16 @@ def decode_groups(payload: bytes) -> tuple[TrajectoryGroup, ...]:
 
 def _turn_fields(turn: Turn) -> list[Any]:
     return [turn.start, turn.end, turn.stop_reason, turn.reward, turn.note]
+
+
+def _not_finite(
+    header: _Header, lengths: NDArray[Any], rewards: NDArray[Any], logprobs: NDArray[Any]
+) -> list[str]:
+    """The rollouts of such rows."""
+    starts = np.cumsum(lengths) - lengths
+    are_wrong = ~np.isfinite(rewards) | ~np.logical_and.reduceat(np.isfinite(logprobs), starts)
+    ids = np.repeat([name for name, _, _ in header.groups], [size for *_, size in header.groups])
+    return sorted(set(ids[are_wrong].tolist()))
 
 
 def _check_row(row: Trajectory) -> None:

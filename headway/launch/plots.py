@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def plot_run(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
     seconds.stackplot(x, [[step[key] for step in steps] for key in parts.values()], labels=parts)
     seconds.set(title="seconds per step", xlabel="step", ylim=(0, None))
     seconds.legend()
-    drift.plot(x, [step["behaviour_kl"] for step in steps], color="tab:red")
+    drift.plot(x, [step.get("behaviour_kl", math.nan) for step in steps], color="tab:red")
     drift.set(title="KL(behaviour || proximal), k3", xlabel="step", ylim=(0, None))
     for axis in axes.flat:
         axis.grid(alpha=0.3)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel
 
-from headway.contracts.config.experiment import GRPOExperiment, SFTExperiment
+from headway.contracts.config.experiment import GRPOExperiment, PPOExperiment, SFTExperiment
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.server import ServerConfig
@@ -19,6 +19,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "gateway": GatewayConfig,
     "server": ServerConfig,
     "grpo": GRPOExperiment,
+    "ppo": PPOExperiment,
     "sft": SFTExperiment,
 }
 

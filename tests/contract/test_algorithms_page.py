@@ -6,16 +6,32 @@ import re
 from pathlib import Path
 
 import yaml
+from pydantic import TypeAdapter
 
 from headway.contracts.config.algorithm import AlgorithmConfig
+from headway.contracts.config.experiment import PolicyExperimentConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text()
 RECIPES = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
 
 
+REQUIRED = {
+    "model": {"path": "m"},
+    "data": {"path": "d"},
+    "rollout": {"reward": {"name": "exact"}},
+    "weight_sync": {"root": "w"},
+}
+
+
+def experiment_of(recipe):
+    """A recipe is a whole experiment but for what every one needs, or its section `algorithm`."""
+    tree = recipe if "type" in recipe else {"algorithm": recipe}
+    return TypeAdapter(PolicyExperimentConfig).validate_python(REQUIRED | tree)
+
+
 def test_every_recipe_loads_and_is_a_change_to_the_default():
-    configs = [AlgorithmConfig(), *(AlgorithmConfig.model_validate(recipe) for recipe in RECIPES)]
+    configs = [experiment_of({}), *map(experiment_of, RECIPES)]
     assert len({config.model_dump_json() for config in configs}) == len(RECIPES) + 1
 
 

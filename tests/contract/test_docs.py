@@ -21,7 +21,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from headway.contracts.config.algorithm import AlgorithmConfig
-from headway.contracts.config.experiment import GRPOExperiment, SFTExperiment
+from headway.contracts.config.experiment import GRPOExperiment, PPOExperiment, SFTExperiment
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.model import ModelConfig
@@ -52,6 +52,7 @@ CONFIG_OF_FILE: dict[str, type[BaseModel]] = {
     "gateway.yaml": GatewayConfig,
     "server.yaml": ServerConfig,
     "grpo.yaml": GRPOExperiment,
+    "ppo.yaml": PPOExperiment,
     "run.yaml": LaunchConfig,
 }
 VOCABULARY = {f"w{number}": number for number in range(20)}
@@ -126,7 +127,7 @@ def anchors(path: Path) -> set[str]:
 
 def test_configuration_page_names_every_section():
     listed = set(first_column(page("configuration.md"), "## Sections"))
-    models = (GatewayConfig, ServerConfig, GRPOExperiment, SFTExperiment)
+    models = (GatewayConfig, ServerConfig, GRPOExperiment, PPOExperiment, SFTExperiment)
     assert listed == {name for model in models for name in model.model_fields}
 
 
@@ -174,7 +175,9 @@ def test_operations_page_lists_every_figure_of_a_step():
     algorithm = AlgorithmConfig(entropy_coef=0.1, kl_coef=0.1)
     _, stats = policy_loss(algorithm, SequenceBatch((2,), tokens), torch.zeros(2), torch.zeros(2))
     others = {"loss", "grad_norm", "lr", "skipped_steps", "wait_s", "train_s", "publish_s"}
-    others |= {"behaviour_gap", "effective_samples"}
+    others |= {"behaviour_gap", "effective_samples", "kl_coef", "teacher_kl"}
+    others |= {"value_loss", "value_clip_fraction", "critic_grad_norm", "critic_lr"}
+    others |= {"critic_skipped_steps", "value_mean", "return_mean", "explained_variance"}
     listed = first_column(page("operations.md"), "`run_dir/metrics.jsonl`")
     assert set(listed) == step.keys() | stats.keys() | others
 

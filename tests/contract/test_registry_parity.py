@@ -28,6 +28,7 @@ UNION_REGISTRIES: dict[type[Config], Registry | None] = {
     server.VLLMConfig: GENERATION_BACKENDS,
     server.FakeBackendConfig: GENERATION_BACKENDS,
     experiment.GRPOExperiment: EXPERIMENTS,
+    experiment.PPOExperiment: EXPERIMENTS,
     experiment.SFTExperiment: EXPERIMENTS,
     weight_sync.DiskSync: TRANSPORTS,
     weight_sync.SharedMemorySync: TRANSPORTS,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,8 +49,13 @@ def run_config(
     resume: bool = False,
     lease_s: float = 10.0,
     num_slots: int = 64,
+    **sections: Any,
 ) -> LaunchConfig:
-    """A whole run: 4 prompts of 4 trajectories per step, responses of 12 tokens."""
+    """A whole run: 4 prompts of 4 trajectories per step, responses of 12 tokens.
+
+    Args:
+        sections: of the trainer, besides those that are here.
+    """
     task.write_rows(folder / "rows.jsonl", task.make_rows(64, seed=1))
     model = {"path": str(model_dir)}
     tree = {
@@ -83,6 +89,7 @@ def run_config(
             "weight_sync": {"type": "disk", "root": str(folder / "weights")},
             "trainer": {"total_steps": steps, "max_tokens_per_mb": 256, "num_threads": 1},
             "recovery": {"every_steps": every_steps, "resume": resume},
+            **sections,
         },
     }
     return validate_config(LaunchConfig, tree)

@@ -38,6 +38,7 @@ from trainer.api import LossOutput, MicroBatchSpec
 from trainer.backends.heads import LanguageOutput
 from trainer.batching.sequences import SequenceBatch
 from trainer.interfaces.ppo_actor import PPOActor
+from trainer.learner import Learner
 from trainer.topology import Topology
 
 pytestmark = pytest.mark.timeout(180)
@@ -137,14 +138,10 @@ def test_the_trainer_trains_on_what_an_agent_played(
         rows = played(start, connect, agent_config(tmp_path, policy_dir, agent_url), agent_url)
     check_rows(rows, TextTokenizer(str(policy_dir)))
     engine = Watched(policy_dir)
-    actor = PPOActor(
-        engine,
-        Topology(0, 1, torch.device("cpu")),
-        AlgorithmConfig(decoupled=True),
-        MicroBatchSpec(10_000),
-        TEMPERATURE,
-    )
-    figures = actor.train_step(rows, 0)
+    config = AlgorithmConfig(decoupled=True)
+    topology, spec = Topology(0, 1, torch.device("cpu")), MicroBatchSpec(10_000)
+    learner = Learner(config, PPOActor(engine, topology, config, spec, TEMPERATURE))
+    figures = learner.train_step(rows, 0)
     assert math.isfinite(figures["loss"]) and figures["grad_norm"] > 0.0
     assert figures["behaviour_kl"] < TOLERANCE and figures["capped_fraction"] == 0.0
     ((batch, hidden),) = engine.losses

@@ -201,6 +201,8 @@ def test_a_trainer_that_was_killed_goes_on_with_its_evaluation(
     client = connect(run.url)
     run.start_trainer()
     until_open_beside(client, 4, 5)
+    checkpoint = Path(config.trainer.run_dir) / "checkpoints" / "step-00000004"
+    eventually(checkpoint.exists, 30, "a checkpoint holds the step that is evaluated")
     os.kill(run.process("trainer").pid, signal.SIGKILL)
     eventually(lambda: run.watch() is not None, 10, "the trainer is dead")
     judge.may_answer.set()

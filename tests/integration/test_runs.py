@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headway.contracts.config.launch import LaunchConfig
 from headway.launch.launchers.local import LocalRun
-from headway.runtime.config import dump_yaml
+from headway.runtime.config import dump_yaml, load_config
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.journal import read_steps
 from tests.integration.conftest import eventually
@@ -37,11 +39,29 @@ def finish(run: LocalRun, timeout_s: float = 120) -> None:
     assert run.watch() == 0, run.process("trainer").log_tail()
 
 
-@pytest.mark.parametrize(("max_staleness", "ranks"), [(0, 1), (2, 1), (1, 2)])
+PPO = {
+    "type": "ppo",
+    "critic": {"normalization": "cumulative"},
+    "algorithm": {"kl_in": "reward", "kl_coef": 0.1, "kl_target": 0.01, "num_minibatches": 2},
+    "reference": {"ema_eta": 0.1},
+}
+"""Everything that a policy experiment can hold but a teacher."""
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "ranks", "sections"),
+    [(0, 1, {}), (2, 1, {}), (1, 2, {}), (1, 1, PPO), (1, 2, PPO)],
+    ids=["0-1-grpo", "2-1-grpo", "1-2-grpo", "1-1-ppo", "1-2-ppo"],
+)
 def test_a_run_consumes_exactly_its_batches(
-    make_config: MakeConfig, start: Start, connect: Connect, max_staleness: int, ranks: int
+    make_config: MakeConfig,
+    start: Start,
+    connect: Connect,
+    max_staleness: int,
+    ranks: int,
+    sections: dict[str, Any],
 ) -> None:
-    config = make_config(steps=5, max_staleness=max_staleness, num_trainer_ranks=ranks)
+    config = make_config(steps=5, max_staleness=max_staleness, num_trainer_ranks=ranks, **sections)
     run = start(config)
     run.start_trainer()
     finish(run)
@@ -55,14 +75,27 @@ def test_a_run_consumes_exactly_its_batches(
     assert max(step["staleness_max"] for step in steps) <= max_staleness
     # The server's logprobs are the trainer's own where both have the same weights.
     assert steps[0]["behaviour_kl"] < 1e-6
-    assert (Path(config.trainer.run_dir) / "model" / "model.safetensors").is_file()
+    folder = Path(config.trainer.run_dir)
+    assert (folder / "model" / "model.safetensors").is_file()
+    assert (folder / "critic" / "model.safetensors").is_file() == (config.trainer.type == "ppo")
+    if config.trainer.type == "ppo":
+        assert all(math.isfinite(step["value_loss"]) for step in steps)
+        assert steps[0]["reference_kl"] < 1e-6 and steps[4]["kl_coef"] != 0.1
 
 
-@pytest.mark.parametrize("every_steps", [2, 100], ids=["from_a_checkpoint", "from_the_start"])
+@pytest.mark.parametrize(
+    ("every_steps", "sections"),
+    [(2, {}), (100, {}), (2, PPO)],
+    ids=["from_a_checkpoint", "from_the_start", "ppo"],
+)
 def test_a_killed_trainer_resumes_without_losing_or_repeating_a_trajectory(
-    make_config: MakeConfig, start: Start, connect: Connect, every_steps: int
+    make_config: MakeConfig,
+    start: Start,
+    connect: Connect,
+    every_steps: int,
+    sections: dict[str, Any],
 ) -> None:
-    config = make_config(steps=7, every_steps=every_steps)
+    config = make_config(steps=7, every_steps=every_steps, **sections)
     run = start(config)
     run.start_trainer()
     # With a checkpoint every 2 steps, one step is beyond the last one; without any, everything that
@@ -72,7 +105,8 @@ def test_a_killed_trainer_resumes_without_losing_or_repeating_a_trajectory(
     os.kill(run.process("trainer").pid, signal.SIGKILL)
     eventually(lambda: run.watch() is not None, 10, "the trainer is dead")
     assert run.watch() == -signal.SIGKILL
-    resumed = LocalRun(make_config(steps=7, every_steps=every_steps, resume=True))
+    again = make_config(steps=7, every_steps=every_steps, resume=True, **sections)
+    resumed = LocalRun(again)
     resumed.url = run.url
     try:
         resumed.start_trainer()
@@ -109,7 +143,8 @@ def test_a_run_survives_its_server_and_its_gateway(
 
 def test_the_run_command_prints_its_summary(make_config: MakeConfig, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(dump_yaml(make_config(steps=3)))
+    config = make_config(steps=3)
+    file.write_text(dump_yaml(config))
     done = subprocess.run(
         [sys.executable, "-m", "headway.launch.cli", "run", "--config", str(file)],
         capture_output=True,
@@ -123,6 +158,8 @@ def test_the_run_command_prints_its_summary(make_config: MakeConfig, tmp_path: P
     assert (summary["lost"], summary["duplicated"]) == (0, 0)
     assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
     assert (tmp_path / "run" / "config.resolved.yaml").is_file()
+    whole = tmp_path / "run" / "configs" / "run.yaml"
+    assert load_config(LaunchConfig, ["--config", str(whole)]) == config
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

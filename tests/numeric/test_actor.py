@@ -5,40 +5,32 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from headway.contracts.config.algorithm import AlgorithmConfig
-from headway.contracts.errors import ConfigError
 from headway.contracts.types import Trajectory
 from tests.numeric.engines import assert_close, open_engine, parameters_of
-from tests.numeric.models import VOCAB_SIZE, load_reference, reference_logits
+from tests.numeric.models import load_reference, reference_logits
+from tests.numeric.policies import TEMPERATURE, trajectory
 from tests.numeric.test_advantages import slow_advantages
 from tests.numeric.test_losses import slow_decoupled_loss
 from trainer.api import MicroBatchSpec
+from trainer.interfaces.frozen_model import FrozenModel
 from trainer.interfaces.ppo_actor import PPOActor
+from trainer.learner import Learner
 from trainer.topology import Topology
 
 TOPOLOGY = Topology(0, 1, torch.device("cpu"))
-TEMPERATURE = 0.8
 
 
-def trajectory(seed: int, rollout: str, sample: int) -> Trajectory:
-    random = np.random.default_rng(seed)
-    num_prompt, size = int(random.integers(1, 5)), int(random.integers(8, 16))
-    mask = np.arange(size) >= num_prompt
-    return Trajectory(
-        rollout_id=rollout,
-        group_id="same-prompt",  # two rollouts of one prompt are two groups
-        sample_index=sample,
-        input_ids=random.integers(0, VOCAB_SIZE, size).astype(np.int32),
-        loss_mask=mask,
-        logprobs=np.where(mask, -random.uniform(0.5, 4.0, size), 0.0).astype(np.float32),
-        versions=np.where(mask, 0, -1).astype(np.int32),
-        reward=float(random.integers(0, 2)) + 0.25 * sample,
-        stop_reason="length" if seed % 3 == 0 else "stop",
-    )
+def learner_of(engine, config: AlgorithmConfig, budget: int, reference=None) -> Learner:
+    """A policy without a critic; the reference is an engine."""
+    spec = MicroBatchSpec(budget)
+    others = []
+    if reference is not None:
+        others.append(FrozenModel(reference, TOPOLOGY, spec, TEMPERATURE, "reference_logprobs"))
+    return Learner(config, PPOActor(engine, TOPOLOGY, config, spec, TEMPERATURE), None, others)
 
 
 @pytest.fixture
@@ -93,8 +85,7 @@ def slow_loss(model, rows, config: AlgorithmConfig) -> float:
 def test_the_loss_of_a_step_is_that_of_the_slow_loops(llama_dir, trajectories, options, budget):
     config = AlgorithmConfig(**options)
     engine = open_engine(llama_dir)
-    actor = PPOActor(engine, TOPOLOGY, config, MicroBatchSpec(budget), TEMPERATURE)
-    figures = actor.train_step(trajectories, 0)
+    figures = learner_of(engine, config, budget).train_step(trajectories, 0)
     expected = slow_loss(load_reference(llama_dir), trajectories, config)
     assert figures["loss"] == pytest.approx(expected, rel=2e-3, abs=1e-4)
     assert math.isfinite(figures["grad_norm"])
@@ -115,6 +106,7 @@ def test_the_loss_of_a_step_is_that_of_the_slow_loops(llama_dir, trajectories, o
         {"objective": "sapo", "decoupled": False, "scale_level": "batch"},
         {"overlong": {"max_tokens": 12, "buffer_tokens": 6}, "mask_truncated": True},
         {"kl_coef": 0.1},
+        {"kl_in": "reward", "kl_coef": 0.1, "kl_estimator": "k1"},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -122,9 +114,8 @@ def test_a_step_does_not_depend_on_the_split_into_micro_batches(llama_dir, traje
     config, figures, parameters = AlgorithmConfig(**options), [], []
     for budget in (16, 10_000):
         engine, reference = open_engine(llama_dir), open_engine(llama_dir)
-        spec = MicroBatchSpec(budget)
-        actor = PPOActor(engine, TOPOLOGY, config, spec, TEMPERATURE, reference)
-        figures.append(actor.train_step(trajectories, 0))
+        learner = learner_of(engine, config, budget, reference if config.kl_coef else None)
+        figures.append(learner.train_step(trajectories, 0))
         parameters.append(parameters_of(engine))
     assert figures[0] == pytest.approx(figures[1], rel=1e-4, abs=1e-6)
     assert_close(*parameters, atol=1e-4, mean=1e-7)  # Adam divides tiny gradients by themselves
@@ -146,8 +137,7 @@ def test_the_distance_from_the_servers_policy_is_that_of_the_slow_loop(llama_dir
     ]
     weights = [math.exp(gap) for gap in gaps]
     config = AlgorithmConfig(num_minibatches=3)
-    actor = PPOActor(open_engine(llama_dir), TOPOLOGY, config, MicroBatchSpec(64), TEMPERATURE)
-    figures = actor.train_step(trajectories, 0)
+    figures = learner_of(open_engine(llama_dir), config, 64).train_step(trajectories, 0)
     assert figures["behaviour_gap"] == pytest.approx(
         math.fsum(map(abs, gaps)) / len(gaps), rel=1e-4
     )
@@ -160,9 +150,8 @@ def test_an_interpolated_proximal_needs_no_forward(llama_dir, trajectories):
     config = AlgorithmConfig(proximal="interpolate", behaviour_weight_cap=None)
     engine, seen = open_engine(llama_dir), []
     model = load_reference(llama_dir)
-    actor = PPOActor(engine, TOPOLOGY, config, MicroBatchSpec(10_000), TEMPERATURE)
     engine.forward = lambda *args, **options: seen.append(args)
-    figures = actor.train_step(trajectories, version=1)
+    figures = learner_of(engine, config, 10_000).train_step(trajectories, version=1)
     gaps = [
         (current - behaviour) / 2
         for row in trajectories
@@ -191,26 +180,12 @@ def test_the_penalty_is_of_the_distance_from_the_reference(llama_dir, trajectori
             return engine.forward(*args, **options) - 0.5
 
     config = AlgorithmConfig(kl_coef=2.0, kl_estimator="k2")
-    spec = MicroBatchSpec(10_000)
-    figures = PPOActor(engine, TOPOLOGY, config, spec, TEMPERATURE, Lower()).train_step(
-        trajectories, 0
-    )
+    figures = learner_of(engine, config, 10_000, Lower()).train_step(trajectories, 0)
     assert figures["reference_kl"] == pytest.approx(0.125, rel=1e-4)
-    plain = PPOActor(open_engine(llama_dir), TOPOLOGY, AlgorithmConfig(), spec, TEMPERATURE)
+    plain = learner_of(open_engine(llama_dir), AlgorithmConfig(), 10_000)
     assert figures["loss"] - plain.train_step(trajectories, 0)["loss"] == pytest.approx(
         0.25, rel=1e-3
     )
-
-
-def test_a_penalty_without_a_reference_model_is_refused(llama_dir):
-    with pytest.raises(ConfigError, match="wants a reference model"):
-        PPOActor(
-            open_engine(llama_dir),
-            TOPOLOGY,
-            AlgorithmConfig(kl_coef=0.1),
-            MicroBatchSpec(64),
-            TEMPERATURE,
-        )
 
 
 def test_mini_batches_hold_whole_groups_and_take_their_proximal_from_before_the_first_update(
@@ -231,8 +206,7 @@ def test_mini_batches_hold_whole_groups_and_take_their_proximal_from_before_the_
             seen.append(batch)
             return train_batch(batch, *args)
 
-    actor = PPOActor(Watching(), TOPOLOGY, config, MicroBatchSpec(10_000), TEMPERATURE)
-    actor.train_step(trajectories, 0)
+    learner_of(Watching(), config, 10_000).train_step(trajectories, 0)
     members = [sorted(set(batch["sequence"].tolist())) for batch in seen]
     assert members == [[0, 1, 2], [3, 4], [5, 6, 7, 8]]
     for batch, group in zip(seen, members, strict=True):
@@ -256,9 +230,7 @@ def advantages_of(folder, rows) -> list[float]:
     engine = open_engine(folder)
     seen = []
     engine.train_batch = lambda batch, *args: seen.append(batch) or {}
-    PPOActor(engine, TOPOLOGY, AlgorithmConfig(), MicroBatchSpec(10_000), TEMPERATURE).train_step(
-        rows, 0
-    )
+    learner_of(engine, AlgorithmConfig(), 10_000).train_step(rows, 0)
     (batch,) = seen
     pieces = torch.split(batch["advantages"], list(batch.lengths))
     assert all((piece == piece[0]).all() for piece in pieces)
@@ -271,8 +243,7 @@ def test_groups_of_equal_rewards_move_nothing(llama_dir, trajectories):
         for t in trajectories
     ]
     engine = open_engine(llama_dir)
-    actor = PPOActor(engine, TOPOLOGY, AlgorithmConfig(), MicroBatchSpec(64), TEMPERATURE)
-    figures = actor.train_step(equal, 0)
+    figures = learner_of(engine, AlgorithmConfig(), 64).train_step(equal, 0)
     assert figures["loss"] == 0.0
     assert figures["grad_norm"] == 0.0
     reference = dict(load_reference(llama_dir).named_parameters())

@@ -31,17 +31,6 @@ def test_figures_equal_the_slow_loop():
     assert got.effective_samples == pytest.approx(share)
 
 
-def test_ranks_share_their_sums():
-    batch = random_batch(0)
-    whole = mismatch_of(batch)
-    parts = [mismatch_of(batch.select(indices)) for indices in ([0, 3], [1, 2, 4, 5])]
-    others = parts[1]
-    sums = [others.count, others.distance, others.k3, others.weight, others.square]
-    shared = parts[0].shared(lambda own: [a + b for a, b in zip(own, sums, strict=True)])
-    assert shared.mean_distance == pytest.approx(whole.mean_distance)
-    assert shared.effective_samples == pytest.approx(whole.effective_samples)
-
-
 def test_on_policy_nothing_is_lost_and_of_nothing_as_well():
     logprobs = torch.randn(5)
     same = Mismatch.of(logprobs, logprobs, torch.ones(5, dtype=torch.bool))

@@ -119,24 +119,6 @@ def test_the_spread_of_the_batch_is_around_the_mean_of_the_batch():
     assert got.tolist() == pytest.approx([-1 / math.sqrt(26), 1 / math.sqrt(26)] * 2)
 
 
-def test_ranks_that_share_moments_normalize_as_one():
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(30, generator=generator, dtype=torch.float64)
-    mask = torch.rand(30, generator=generator) < 0.6
-    whole = normalize(values, mask, Segments.whole(values), "batch", "batch")
-    parts = [slice(0, 11), slice(11, 30)]
-    each = [Moments.of(values[part], mask[part]) for part in parts]
-    sums = [
-        sum(column) for column in zip(*((m.count, m.total, m.squares) for m in each), strict=True)
-    ]
-    shared = each[0].shared(lambda _: sums)
-    got = [
-        normalize(values[p], mask[p], Segments.whole(values[p]), "batch", "batch", batch=shared)
-        for p in parts
-    ]
-    torch.testing.assert_close(torch.cat(got), whole)
-
-
 def test_values_that_do_not_count_may_be_anything():
     values = torch.tensor([1.0, math.nan, 3.0, math.inf])
     counts = torch.tensor([True, False, True, False])
@@ -146,6 +128,6 @@ def test_values_that_do_not_count_may_be_anything():
 
 def test_moments_by_hand():
     moments = Moments.of(torch.tensor([1.0, 3.0, math.nan]), torch.tensor([True, True, False]))
-    assert (moments.mean, moments.variance, moments.unbiased_variance) == (2.0, 1.0, 2.0)
+    assert (moments.mean, moments.variance) == (2.0, 1.0)
     nothing = Moments.of(torch.tensor([1.0]), torch.tensor([False]))
-    assert (nothing.mean, nothing.variance, nothing.unbiased_variance) == (0.0, 0.0, 1.0)
+    assert (nothing.mean, nothing.variance) == (0.0, 0.0)

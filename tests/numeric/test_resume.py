@@ -20,14 +20,18 @@ from tests.numeric.engines import (
 )
 from tests.numeric.models import save_model, write_char_tokenizer
 from trainer.api import MicroBatchSpec, SaveLoadMeta
-from trainer.checkpoint import Checkpoints, RunState
+from trainer.checkpoint import Checkpoints, Parts, RunState
 from trainer.topology import Topology
 
 TOPOLOGY = Topology(0, 1, torch.device("cpu"))
 
 
-def checkpoints_in(folder: Path, keep: int = 2) -> Checkpoints:
-    return Checkpoints(folder, RecoveryConfig(keep=keep), TOPOLOGY)
+def checkpoints_in(folder: Path, keep: int = 2, asynchronous: bool = False) -> Checkpoints:
+    return Checkpoints(folder, RecoveryConfig(keep=keep, asynchronous=asynchronous), TOPOLOGY)
+
+
+def parts_of(engine) -> Parts:
+    return Parts({"model": engine})
 
 
 def train(engine, steps):
@@ -36,7 +40,8 @@ def train(engine, steps):
         engine.step_lr_scheduler()
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(llama_dir, tmp_path):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(llama_dir, tmp_path, asynchronous):
     uninterrupted = open_engine(llama_dir)
     train(uninterrupted, range(5))
 
@@ -44,12 +49,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(llama_dir, tmp_pa
     first = open_engine(llama_dir)
     train(first, range(3))
     torch.manual_seed(123)
-    checkpoints_in(tmp_path).save(first, state)
+    checkpoints = checkpoints_in(tmp_path, asynchronous=asynchronous)
+    checkpoints.save(parts_of(first), state)
     drawn = torch.rand(3)
     train(first, range(3, 5))  # saving did not disturb the run that saved
+    checkpoints.finish()
 
     resumed = open_engine(llama_dir)
-    assert checkpoints_in(tmp_path).load_newest(resumed) == state
+    assert checkpoints_in(tmp_path).load_newest(parts_of(resumed)) == state
     assert torch.equal(torch.rand(3), drawn)
     train(resumed, range(3, 5))
     for engine in (first, resumed):
@@ -59,28 +66,28 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(llama_dir, tmp_pa
 
 
 def test_without_a_checkpoint_there_is_nothing_to_resume(llama_dir, tmp_path):
-    assert checkpoints_in(tmp_path).load_newest(open_engine(llama_dir)) is None
+    assert checkpoints_in(tmp_path).load_newest(parts_of(open_engine(llama_dir))) is None
 
 
 def test_the_newest_checkpoint_counts_and_old_ones_go(llama_dir, tmp_path):
     engine = open_engine(llama_dir)
     checkpoints = checkpoints_in(tmp_path, keep=2)
     for step in (9, 10, 11):
-        checkpoints.save(engine, RunState("run", step=step))
+        checkpoints.save(parts_of(engine), RunState("run", step=step))
     names = sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-00000010", "step-00000011"]
-    assert checkpoints.load_newest(engine) == RunState("run", step=11)
+    assert checkpoints.load_newest(parts_of(engine)) == RunState("run", step=11)
 
 
 def test_a_staging_directory_left_by_a_crash_is_not_a_checkpoint(llama_dir, tmp_path):
     engine = open_engine(llama_dir)
     checkpoints = checkpoints_in(tmp_path)
-    checkpoints.save(engine, RunState("run", step=1))
+    checkpoints.save(parts_of(engine), RunState("run", step=1))
     torn = tmp_path / "checkpoints" / ".staging" / "model"
     torn.mkdir(parents=True)
     (torn / "half").write_bytes(b"x")
-    assert checkpoints.load_newest(engine) == RunState("run", step=1)
-    checkpoints.save(engine, RunState("run", step=2))
+    assert checkpoints.load_newest(parts_of(engine)) == RunState("run", step=1)
+    checkpoints.save(parts_of(engine), RunState("run", step=2))
     assert not (tmp_path / "checkpoints" / ".staging").exists()
     assert not (tmp_path / "checkpoints" / "step-00000002" / "model" / "half").exists()
 
@@ -93,20 +100,20 @@ def test_a_damaged_state_file_is_a_state_error_that_names_the_checkpoint(
 ):
     engine = open_engine(llama_dir)
     checkpoints = checkpoints_in(tmp_path)
-    checkpoints.save(engine, RunState("run", step=7))
+    checkpoints.save(parts_of(engine), RunState("run", step=7))
     (tmp_path / "checkpoints" / "step-00000007" / "state.json").write_text(content)
     with pytest.raises(StateError, match="step-00000007 is damaged"):
-        checkpoints.load_newest(engine)
+        checkpoints.load_newest(parts_of(engine))
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"PK\x03\x04torn"])
 def test_a_damaged_rng_file_is_a_state_error(llama_dir, tmp_path, content):
     engine = open_engine(llama_dir)
     checkpoints = checkpoints_in(tmp_path)
-    checkpoints.save(engine, RunState("run", step=7))
+    checkpoints.save(parts_of(engine), RunState("run", step=7))
     (tmp_path / "checkpoints" / "step-00000007" / "rng.pt").write_bytes(content)
     with pytest.raises(StateError, match="is damaged"):
-        checkpoints.load_newest(engine)
+        checkpoints.load_newest(parts_of(engine))
 
 
 @pytest.mark.parametrize(

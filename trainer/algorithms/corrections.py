@@ -107,8 +107,8 @@ def _distance(log_weight: Tensor, metric: RejectionMetric) -> Tensor:
 def within_second_moment(log_weight: Tensor, loss_mask: Tensor, threshold: float) -> Tensor:
     """Drop the fewest of the largest `log_weight²` so that the mean of the rest is below a threshold.
 
-    Depends on all tokens that it sees, so it is called on a mini-batch, not on a micro-batch (as AReaL
-    does, whose result hangs on how the mini-batch was cut).
+    Depends on all tokens that it sees, so it is called on a whole batch, not on a micro-batch (as AReaL
+    does, whose result hangs on how the batch was cut).
 
     Args:
         log_weight: [T].

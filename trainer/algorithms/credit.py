@@ -40,14 +40,19 @@ def token_advantages(
     counts: Tensor,
     loss_mask: Tensor,
     sequences: Segments,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
 ) -> Tensor:
     """What each token of a trajectory gets of its reward, less the baseline.
+
+    A penalty of the KL is no part of the baseline: each action loses what it and later ones cost.
 
     Args:
         rewards: [N], of whole groups.
         group_ids: [N] int64, siblings share a value.
         counts: [N] bool, one of each sample's branches.
         loss_mask: [T] bool, true on the actions.
+        kl: [T] estimate of KL(policy || reference), taken off the rewards `kl_coef` times.
     Returns:
         [T] float32.
     """
@@ -60,9 +65,9 @@ def token_advantages(
             leave_one_out=config.baseline == "leave_one_out",
             counts=counts,
         )
-    if config.discount == 1.0:
+    if config.discount == 1.0 and kl is None:
         return values[sequences.index]
-    placed = token_rewards(values, loss_mask, sequences)
+    placed = token_rewards(values, loss_mask, sequences, kl, kl_coef)
     return discounted_returns(placed, loss_mask, sequences, config.discount)
 
 
@@ -76,7 +81,7 @@ def normalized_advantages(
     """Centre and scale over the tokens in the loss, of the batch or of each group.
 
     Args:
-        advantages: [T], of all ranks.
+        advantages: [T], of a whole batch.
         group_ids: [N] int64.
         loss_mask: [T] bool; what is not in the loss is in no mean.
     Returns:

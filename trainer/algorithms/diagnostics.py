@@ -1,4 +1,4 @@
-"""How far the behaviour policy is from the proximal one, in figures that ranks can share."""
+"""How far the behaviour policy is from the proximal one, in figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.algorithms.moments import SumOverRanks
 from trainer.algorithms.ratios import bounded_exp, log_ratios
 
 
@@ -25,7 +24,7 @@ class Mismatch:
     @staticmethod
     @torch.no_grad()
     def of(proximal_logprobs: Tensor, behaviour_logprobs: Tensor, loss_mask: Tensor) -> Mismatch:
-        """Of one rank's tokens [T]."""
+        """Of a batch's tokens [T]."""
         logs = log_ratios(proximal_logprobs, behaviour_logprobs, loss_mask)[loss_mask].double()
         weights = bounded_exp(logs)
         return Mismatch(
@@ -36,13 +35,6 @@ class Mismatch:
             square=float(weights.square().sum()),
             max_distance=float(logs.abs().max()) if len(logs) else 0.0,
         )
-
-    def shared(self, sum_over_ranks: SumOverRanks) -> Mismatch:
-        """Of all ranks, but for the maximum, which stays this rank's; collective."""
-        count, distance, k3, weight, square = sum_over_ranks(
-            [self.count, self.distance, self.k3, self.weight, self.square]
-        )
-        return Mismatch(count, distance, k3, weight, square, self.max_distance)
 
     @property
     def mean_distance(self) -> float:

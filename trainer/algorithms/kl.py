@@ -90,8 +90,8 @@ class AdaptiveKL:
         """After a batch.
 
         Args:
-            kl: mean estimate over all of the batch's actions (and ranks), nats per token.
-            num_sequences: of all ranks.
+            kl: mean estimate over all of the batch's actions nats per token.
+            num_sequences: of the batch.
         """
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + error * num_sequences / self.horizon

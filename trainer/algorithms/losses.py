@@ -45,8 +45,8 @@ def policy_loss(
 
     Args:
         batch: columns `loss_mask`, `advantages`, `behaviour_logprobs`; `proximal_logprobs`, or
-            `proximal_shares` where `proximal` is interpolated; `reference_logprobs` where `kl_coef` > 0;
-            `near` (of `within_second_moment` over the mini-batch) where `m2_threshold` is set.
+            `proximal_shares` where `proximal` is interpolated; `reference_logprobs` where the KL is in
+            the loss; `near` (of `within_second_moment` over the batch) where `m2_threshold` is set.
         logprobs: [T] under the current policy, differentiable.
         entropy: [T] of the current policy, differentiable; wanted where `entropy_coef` > 0.
     Returns:
@@ -157,7 +157,7 @@ def _penalties(
             raise ValueError("entropy_coef is above 0 and no entropy was handed in")
         figures["entropy"] = torch.where(mask, entropy, 0.0)
         penalties = penalties - config.entropy_coef * figures["entropy"]
-    if config.kl_coef > 0:
+    if config.kl_coef > 0 and config.kl_in == "loss":
         reference = torch.where(mask, batch["reference_logprobs"], 0.0)
         figures["reference_kl"] = kl_estimate(
             logprobs, reference, config.kl_estimator, straight_through=config.kl_straight_through

@@ -1,15 +1,11 @@
-"""Count, sum and sum of squares: what ranks add up to share a mean and a spread."""
+"""Count, sum and sum of squares: a mean and a spread."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-SumOverRanks = Callable[[list[float]], list[float]]
-"""Element-wise sum over the ranks, as `Topology.sum`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +18,9 @@ class Moments:
 
     @staticmethod
     def of(values: Tensor, mask: Tensor) -> Moments:
-        """Of one rank."""
+        """Of a whole batch."""
         kept = torch.where(mask, values, 0.0).double()
         return Moments(float(mask.sum()), float(kept.sum()), float(kept.square().sum()))
-
-    def shared(self, sum_over_ranks: SumOverRanks) -> Moments:
-        """Of all ranks; collective."""
-        count, total, squares = sum_over_ranks([self.count, self.total, self.squares])
-        return Moments(count, total, squares)
 
     @property
     def mean(self) -> float:
@@ -40,10 +31,3 @@ class Moments:
     def variance(self) -> float:
         """Of the population; 0 of nothing."""
         return max(self.squares / max(self.count, 1.0) - self.mean**2, 0.0)
-
-    @property
-    def unbiased_variance(self) -> float:
-        """Of the sample (n - 1); 1 where n < 2, which leaves no spread to measure."""
-        if self.count < 2:
-            return 1.0
-        return self.variance * self.count / (self.count - 1)

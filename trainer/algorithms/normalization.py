@@ -7,7 +7,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trainer.algorithms.moments import Moments
 from trainer.algorithms.segments import Segments
 
 Level = Literal["batch", "group"]
@@ -22,7 +21,6 @@ def normalize(
     leave_one_out: bool = False,
     unbiased: bool = False,
     eps: float = 1e-5,
-    batch: Moments | None = None,
 ) -> Tensor:
     """`(value - mean) / (std + eps)`, the mean and the std each of the batch, of the group, or absent.
 
@@ -33,11 +31,10 @@ def normalize(
     Args:
         values: [M], of trajectories or of tokens.
         counts: [M] bool, true where an element is part of means and spreads.
-        groups: which elements are siblings; whole groups are wanted on one rank.
+        groups: which elements are siblings.
         leave_one_out: the mean of the others, (S - x) / (n - 1); an element alone gets its own value.
         unbiased: divide squares by n - 1; one element alone then has a spread of 1.
         eps: added to the std.
-        batch: of the batch over all ranks; None takes these values.
     Returns:
         [M] of the values' type; where `counts` is false it is centred and scaled like its siblings.
     """
@@ -48,13 +45,8 @@ def normalize(
     if center is not None:
         peers = groups if center == "group" else whole
         size, total = peers.sizes(counts)[peers.index], peers.sums(kept, counts)[peers.index]
-        if center == "batch" and batch is not None:
-            size, total = torch.full_like(size, batch.count), torch.full_like(total, batch.total)
         result = precise - _mean(precise, size, total, leave_one_out)
-    if scale == "batch" and batch is not None:
-        variance = batch.unbiased_variance if unbiased else batch.variance
-        result = result / (variance**0.5 + eps)
-    elif scale is not None:
+    if scale is not None:
         peers = groups if scale == "group" else whole
         result = result / (_variance(kept, counts, peers, unbiased).sqrt() + eps)
     return result.to(values.dtype)

@@ -53,7 +53,7 @@ def explained_variance(errors: Moments, returns: Moments) -> float:
     """`1 - Var(return - value) / Var(return)`: 1 is perfect, 0 as good as a constant.
 
     Args:
-        errors: of return - value under the mask, over all ranks.
+        errors: of return - value under the mask, over the whole batch.
         returns: of the returns under the same mask.
     Returns:
         nan where all returns are equal: there is nothing to explain.
@@ -89,7 +89,7 @@ class ValueNormalizer:
         """Take in a batch; call it after the batch's own values were denormalised.
 
         Args:
-            returns: of the raw returns under the mask, over all ranks; of nothing changes nothing.
+            returns: of the raw returns under the mask, over the whole batch; of nothing changes nothing.
         """
         if returns.count == 0:
             return

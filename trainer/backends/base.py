@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headway.contracts.config.experiment import ExperimentConfig
+from headway.contracts.config.model import TrainedModelConfig
+from headway.contracts.config.optimizer import OptimizerConfig
 from headway.contracts.registry import Registry
 from trainer.api import TrainEngine
 from trainer.topology import Topology
@@ -24,8 +26,17 @@ def register_backend(name: str, target: str | Callable[..., TrainEngine]) -> Non
 
 
 def make_engine(
-    config: ExperimentConfig, topology: Topology, publisher: WeightPublisher | None
+    config: ExperimentConfig,
+    topology: Topology,
+    publisher: WeightPublisher | None,
+    model: TrainedModelConfig | None = None,
+    optimizer: OptimizerConfig | None = None,
 ) -> TrainEngine:
-    """Build the backend that `trainer.backend` names; it loads nothing before `initialize`."""
+    """Build the backend that `trainer.backend` names; it loads nothing before `initialize`.
+
+    Args:
+        model, optimizer: of another than the experiment's own.
+    """
     backend = BACKENDS.get(config.trainer.backend)
-    return backend(config.model, config.optimizer, config.trainer, topology, publisher)
+    chosen = (model or config.model, optimizer or config.optimizer)
+    return backend(*chosen, config.trainer, topology, publisher)

@@ -40,6 +40,10 @@ class SequenceBatch:
         longest = torch.arange(max(self.lengths))
         return torch.cat([longest[:length] for length in self.lengths])
 
+    def per_sequence(self, name: str) -> Tensor:
+        """[N] a column that is the same all over each sequence."""
+        return self.columns[name][torch.tensor(self.lengths).cumsum(0) - 1]
+
     def select(self, indices: Sequence[int]) -> SequenceBatch:
         """The sequences at `indices`, in that order."""
         ends = list(accumulate(self.lengths))
@@ -71,8 +75,10 @@ def batch_of_trajectories(trajectories: Sequence[Trajectory]) -> SequenceBatch:
 
     Returns:
         Columns `input_ids` int64, and shifted to the token that each position predicts: `labels`
-        int64, `loss_mask` bool, `behaviour_logprobs` float32, `behaviour_versions` int32; and
-        `sequence` int64, the index of the trajectory.
+        int64, `loss_mask` bool, `behaviour_logprobs` float32, `behaviour_versions` int32. The same all
+        over each sequence: `sequence` int64, the index of the trajectory; `group` int64, that of the
+        first of its prompt group; `scores` float32; `truncated` bool, it ran into a limit; `is_sample`
+        bool, false for further branches of a sample.
     """
     if not trajectories:
         raise DataError("a batch of no trajectories cannot be packed")
@@ -82,6 +88,13 @@ def batch_of_trajectories(trajectories: Sequence[Trajectory]) -> SequenceBatch:
         parts = [getattr(trajectory, name) for trajectory in trajectories]
         return torch.from_numpy(np.concatenate(parts)).to(dtype)
 
+    repeats = torch.tensor(lengths)
+
+    def spread(values: Sequence[float | bool]) -> Tensor:
+        return torch.repeat_interleave(torch.tensor(values), repeats, output_size=sum(lengths))
+
+    firsts: dict[str, int] = {}
+    groups = [firsts.setdefault(row.rollout_id, at) for at, row in enumerate(trajectories)]
     input_ids = column("input_ids", torch.int64)
     return SequenceBatch(
         lengths,
@@ -91,9 +104,11 @@ def batch_of_trajectories(trajectories: Sequence[Trajectory]) -> SequenceBatch:
             "loss_mask": shift_left(column("loss_mask", torch.bool), lengths, False),
             "behaviour_logprobs": shift_left(column("logprobs", torch.float32), lengths, 0.0),
             "behaviour_versions": shift_left(column("versions", torch.int32), lengths, -1),
-            "sequence": torch.repeat_interleave(
-                torch.arange(len(lengths)), torch.tensor(lengths), output_size=sum(lengths)
-            ),
+            "sequence": spread(range(len(lengths))),
+            "group": spread(groups),
+            "scores": spread([row.reward for row in trajectories]),
+            "truncated": spread([row.stop_reason == "length" for row in trajectories]),
+            "is_sample": spread(first_branches(trajectories)),
         },
     )
 

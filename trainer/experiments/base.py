@@ -20,6 +20,10 @@ class Experiment:
 
 EXPERIMENTS: Registry[Experiment] = Registry(
     "experiment",
-    {"grpo": "trainer.experiments.grpo:GRPO", "sft": "trainer.experiments.sft:SFT_EXPERIMENT"},
+    {
+        "grpo": "trainer.experiments.grpo:GRPO",
+        "ppo": "trainer.experiments.grpo:PPO",
+        "sft": "trainer.experiments.sft:SFT_EXPERIMENT",
+    },
     entry_point_group="headway.experiments",
 )

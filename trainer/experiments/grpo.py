@@ -1,4 +1,4 @@
-"""Asynchronous GRPO with the decoupled PPO loss: parts are built here, the loop is `trainer.loop`."""
+"""Asynchronous GRPO and PPO with the decoupled loss: parts are built here, the loop is `trainer.loop`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from pathlib import Path
 
 import torch
 
-from headway.contracts.config.experiment import GRPOExperiment
+from headway.contracts.config.experiment import GRPOExperiment, PolicyExperiment, PPOExperiment
 from headway.contracts.types import ConsumerSpec, FinetuneSpec, PolicyVersion
 from headway.runtime.config import write_resolved
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.journal import METRICS_NAME, MetricsJournal
 from headway.runtime.secret import read_token
-from trainer.api import MicroBatchSpec, SaveLoadMeta
-from trainer.backends.base import make_engine
 from trainer.checkpoint import Checkpoints, RunState
 from trainer.data import PromptData
 from trainer.evaluation.evaluations import Evaluations
 from trainer.evaluation.evaluator import Evaluator
 from trainer.experiments.base import Experiment
 from trainer.feed import Feed
-from trainer.interfaces.ppo_actor import PPOActor
 from trainer.loop import train
+from trainer.models import PolicyModels
 from trainer.publication import Publication
 from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
@@ -33,7 +31,7 @@ from weight_sync.transports.base import make_publisher
 RUN_NAME = "run.json"
 
 
-def run(config: GRPOExperiment) -> None:
+def run(config: PolicyExperiment) -> None:
     """Train to the end; with `recovery.resume`, from the newest checkpoint of the run folder."""
     topology = Topology.from_environment()
     run_dir = Path(config.run_dir)
@@ -42,12 +40,12 @@ def run(config: GRPOExperiment) -> None:
     torch.manual_seed(config.trainer.seed)
     data = PromptData(config.data)
     publisher = make_publisher(config.weight_sync) if topology.is_main else None
-    engine = make_engine(config, topology, publisher)
-    engine.initialize(None, FinetuneSpec(1, len(data), config.data.batch_size))
+    spec = FinetuneSpec(1, len(data), config.data.batch_size)
+    models = PolicyModels(config, topology, publisher, spec)
     checkpoints = Checkpoints(run_dir, config.recovery, topology)
     state = RunState(_run_id(config, run_dir, topology))
     if config.recovery.resume:
-        state = checkpoints.load_newest(engine) or state
+        state = checkpoints.load_newest(models.parts) or state
     else:
         checkpoints.refuse_leftovers()
     client = None
@@ -60,27 +58,17 @@ def run(config: GRPOExperiment) -> None:
         )
         client.initialize()
     evaluations = _make_evaluations(config, topology, state.run_id)
-    publication = Publication(engine, publisher, client, evaluations.versions)
+    publication = Publication(models.policy, publisher, client, evaluations.versions)
     state = _attach(config, state, topology, publication, publisher, client)
     metrics = MetricsJournal(run_dir / METRICS_NAME if topology.is_main else None)
     feed = Feed(client, data, topology, config, state)
-    mb_spec = MicroBatchSpec(config.trainer.max_tokens_per_mb)
-    actor = PPOActor(engine, topology, config.algorithm, mb_spec, config.sampling.temperature)
     total_steps = config.trainer.total_steps
     with evaluations:
         evaluations.begin(state)
         state = train(
-            state,
-            total_steps,
-            feed,
-            actor,
-            engine,
-            publication,
-            checkpoints,
-            metrics,
-            evaluations,
+            state, total_steps, feed, models, publication, checkpoints, metrics, evaluations
         )
-        engine.save(SaveLoadMeta(str(run_dir / "model"), weight_format="hf"))
+        models.export(run_dir)
         metrics.close()
         if client is not None:
             client.detach()
@@ -88,10 +76,10 @@ def run(config: GRPOExperiment) -> None:
     if client is not None and publisher is not None:
         client.destroy()
         publisher.close()
-    engine.destroy()
+    models.destroy()
 
 
-def _make_evaluations(config: GRPOExperiment, topology: Topology, run_id: str) -> Evaluations:
+def _make_evaluations(config: PolicyExperiment, topology: Topology, run_id: str) -> Evaluations:
     evaluator = None
     if topology.is_main and config.evaluation is not None:
         client = RemoteInferenceEngine(
@@ -104,7 +92,7 @@ def _make_evaluations(config: GRPOExperiment, topology: Topology, run_id: str) -
 
 
 def _attach(
-    config: GRPOExperiment,
+    config: PolicyExperiment,
     state: RunState,
     topology: Topology,
     publication: Publication,
@@ -152,7 +140,7 @@ def first_version(
     return newest + 1 if newest else 0
 
 
-def _run_id(config: GRPOExperiment, run_dir: Path, topology: Topology) -> str:
+def _run_id(config: PolicyExperiment, run_dir: Path, topology: Topology) -> str:
     """A name that rollout ids start with; kept in the run folder for a resume without checkpoint."""
     file = run_dir / RUN_NAME
     if not topology.is_main:
@@ -166,3 +154,4 @@ def _run_id(config: GRPOExperiment, run_dir: Path, topology: Topology) -> str:
 
 
 GRPO = Experiment(GRPOExperiment, run)
+PPO = Experiment(PPOExperiment, run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer.algorithms.losses import sft_loss
 from trainer.api import LossOutput, MicroBatchSpec, ModelOutput, TrainEngine
 from trainer.batching.sequences import SequenceBatch
-from trainer.interfaces.ppo_actor import loss_tokens
+from trainer.interfaces.updates import loss_tokens
 
 
 class SFT:

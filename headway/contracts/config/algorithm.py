@@ -86,7 +86,15 @@ class AlgorithmConfig(Config):
     entropy_coef: float = Field(0.0, ge=0.0)
     """Weight of the mean entropy, which is made larger."""
     kl_coef: float = Field(0.0, ge=0.0)
-    """Weight of KL(policy || reference) in the loss; above 0 a reference model is needed."""
+    """Weight of KL(policy || reference); above 0 a reference model is loaded (`reference`)."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """`loss` adds the penalty to the policy's loss (GRPO), `reward` takes it off each token's reward
+    (InstructGPT, arXiv:2203.02155)."""
+    kl_target: float | None = Field(None, gt=0.0)
+    """Move the coefficient so that the KL stays near this, in nats per token (arXiv:1909.08593); None
+    keeps `kl_coef`. Needs `kl_in: reward`."""
+    kl_horizon: int = Field(10_000, ge=1)
+    """Trajectories over which a KL that is off by 20 % or more moves the coefficient by about 20 %."""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     """Estimate from sampled tokens; k3 is the one of GRPO."""
     kl_straight_through: bool = False
@@ -109,8 +117,11 @@ class AlgorithmConfig(Config):
     rejection: RejectionConfig | None = None
     """Leave out what is too far from the behaviour policy. Needs `decoupled`."""
     m2_threshold: float | None = Field(None, gt=0.0)
-    """Leave out the tokens with the largest log(proximal / behaviour)² of a mini-batch until its mean is
-    below this (M2PO, arXiv:2510.01161); None keeps all. Needs `decoupled`."""
+    """Leave out the tokens with the largest log(proximal / behaviour)² of a batch until its mean is below
+    this (M2PO, arXiv:2510.01161); None keeps all. Needs `decoupled`."""
+    distillation_coef: float = Field(0.0, ge=0.0)
+    """Weight of log(teacher / policy) in each token's advantage, in nats (on-policy distillation,
+    arXiv:2306.08543); above 0 a `teacher` is needed. `reward_scaling: 0` learns from it alone."""
     baseline: Literal["group", "leave_one_out", "none"] = "group"
     """Taken off the rewards: the mean of the group (GRPO), of the siblings (RLOO, arXiv:2402.14740), or
     nothing (REINFORCE++, arXiv:2501.03262, with `advantage_norm: batch`)."""
@@ -123,6 +134,9 @@ class AlgorithmConfig(Config):
     """Centre and scale the tokens' advantages once more, over the batch or over each group."""
     discount: float = Field(1.0, gt=0.0, le=1.0)
     """Factor per action on the advantage of earlier actions."""
+    gae_lambda: float = Field(1.0, ge=0.0, le=1.0)
+    """Generalised advantages (arXiv:1506.02438): 0 trusts the critic after one action, 1 only what was
+    earned. Needs a `critic`."""
     num_minibatches: int = Field(1, ge=1)
     """Optimizer steps per version."""
     mask_truncated: bool = False
@@ -178,8 +192,27 @@ class AlgorithmConfig(Config):
                 "objective=sapo gates the ratio to the behaviour policy; set decoupled=false",
             ),
             (
-                self.kl_estimator == "k1" and self.kl_coef > 0 and not self.kl_straight_through,
+                self.kl_estimator == "k1"
+                and self.kl_coef > 0
+                and self.kl_in == "loss"
+                and not self.kl_straight_through,
                 "kl_estimator=k1 as a loss has a gradient of expectation 0; set kl_straight_through",
+            ),
+            (
+                self.kl_in == "reward" and self.kl_coef == 0,
+                "kl_in=reward takes nothing off the rewards; set kl_coef above 0",
+            ),
+            (
+                self.kl_in == "reward" and self.kl_straight_through,
+                "kl_straight_through chooses a gradient, and a penalty in the reward has none",
+            ),
+            (
+                self.kl_target is not None and self.kl_in != "reward",
+                "kl_target moves the coefficient of the penalty in the reward; set kl_in=reward",
+            ),
+            (
+                self.kl_target is None and self._is_set("kl_horizon"),
+                "kl_horizon belongs to kl_target",
             ),
             (
                 self.scale_level == "batch" and not (self.scale_by_std and self.baseline != "none"),
@@ -200,7 +233,7 @@ class AlgorithmConfig(Config):
             ),
             (
                 self.proximal == "interpolate" and self.m2_threshold is not None,
-                "m2_threshold judges a mini-batch before its update; set proximal=recompute",
+                "m2_threshold judges a batch before its updates; set proximal=recompute",
             ),
             (
                 low is not None and cap is not None and low > cap,
@@ -215,3 +248,12 @@ class AlgorithmConfig(Config):
     def _is_set(self, name: str) -> bool:
         """Whether a field differs from its default: a resolved file spells out every field."""
         return bool(getattr(self, name) != type(self).model_fields[name].default)
+
+
+class PPOAlgorithmConfig(AlgorithmConfig):
+    """With a critic, which takes the place of a baseline."""
+
+    baseline: Literal["none"] = "none"
+    """The critic's values are the baseline."""
+    advantage_norm: Literal["none", "batch", "group"] = "batch"
+    """Centre and scale the tokens' advantages, over the batch or over each group."""

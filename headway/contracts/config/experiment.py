@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from headway.contracts.config.algorithm import AlgorithmConfig
+from headway.contracts.config.algorithm import AlgorithmConfig, PPOAlgorithmConfig
 from headway.contracts.config.base import Config
+from headway.contracts.config.critic import CriticConfig
 from headway.contracts.config.data import DataConfig
 from headway.contracts.config.evaluation import EvaluationConfig
-from headway.contracts.config.model import TrainedModelConfig
+from headway.contracts.config.model import ModelConfig, TrainedModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
 from headway.contracts.config.recovery import RecoveryConfig
+from headway.contracts.config.reference import ReferenceConfig
 from headway.contracts.config.rollout import RolloutConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.trainer import TrainerConfig
@@ -49,13 +51,15 @@ class SFTExperiment(ExperimentConfig):
     """Stop after this many seconds even if steps are left; None has no limit."""
 
 
-class GRPOExperiment(ExperimentConfig):
-    """Asynchronous group-relative policy optimisation against a rollout service."""
+class PolicyExperiment(ExperimentConfig):
+    """Asynchronous policy optimisation against a rollout service."""
 
-    type: Literal["grpo"] = "grpo"
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    teacher: ModelConfig | None = None
+    """The model whose logprobs `algorithm.distillation_coef` learns from; it has the policy's tokens."""
     weight_sync: WeightSyncConfig
     recovery: RecoveryConfig = RecoveryConfig()
     evaluation: EvaluationConfig | None = None
@@ -67,12 +71,19 @@ class GRPOExperiment(ExperimentConfig):
         return self.data.batch_size * self.rollout.group_size
 
     @model_validator(mode="after")
-    def _check(self) -> GRPOExperiment:
-        if self.algorithm.kl_coef > 0:
+    def _check_models(self) -> PolicyExperiment:
+        if self.reference != ReferenceConfig() and self.algorithm.kl_coef == 0:
+            raise ValueError("reference keeps no policy near while algorithm.kl_coef=0; set it")
+        if (self.teacher is None) != (self.algorithm.distillation_coef == 0):
             raise ValueError(
-                f"algorithm.kl_coef={self.algorithm.kl_coef} wants a reference model, and this "
-                "experiment has none; set algorithm.kl_coef=0"
+                f"algorithm.distillation_coef={self.algorithm.distillation_coef} "
+                f"{'wants' if self.teacher is None else 'learns nothing of'} a teacher; "
+                "set both or neither"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_batch(self) -> PolicyExperiment:
         if self.algorithm.num_minibatches > self.data.batch_size:
             raise ValueError(
                 f"algorithm.num_minibatches={self.algorithm.num_minibatches} exceeds "
@@ -86,3 +97,44 @@ class GRPOExperiment(ExperimentConfig):
                 "set a temperature above 0 or rollout.group_size=1"
             )
         return self
+
+
+class GRPOExperiment(PolicyExperiment):
+    """Asynchronous group-relative policy optimisation: the siblings of a prompt are the baseline."""
+
+    type: Literal["grpo"] = "grpo"
+
+    @model_validator(mode="after")
+    def _check_critic(self) -> GRPOExperiment:
+        if self.algorithm.gae_lambda != 1.0:
+            raise ValueError(
+                f"algorithm.gae_lambda={self.algorithm.gae_lambda} wants a critic; set type=ppo"
+            )
+        return self
+
+
+class PPOExperiment(PolicyExperiment):
+    """Asynchronous proximal policy optimisation: a critic is the baseline."""
+
+    type: Literal["ppo"] = "ppo"
+    algorithm: PPOAlgorithmConfig = PPOAlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
+
+    @model_validator(mode="after")
+    def _check_warmup(self) -> PPOExperiment:
+        if self.critic.warmup_steps >= self.trainer.total_steps:
+            raise ValueError(
+                f"critic.warmup_steps={self.critic.warmup_steps} leaves no step of "
+                f"trainer.total_steps={self.trainer.total_steps} to the policy"
+            )
+        return self
+
+
+def _grpo_unless_named(given: object) -> object:
+    return {"type": "grpo", **given} if isinstance(given, dict) else given
+
+
+PolicyExperimentConfig = Annotated[
+    Annotated[GRPOExperiment | PPOExperiment, Field(discriminator="type")],
+    BeforeValidator(_grpo_unless_named),
+]

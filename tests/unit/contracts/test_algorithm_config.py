@@ -33,6 +33,13 @@ from headway.contracts.config.algorithm import AlgorithmConfig
         ({"rejection": {}}, "rejects nothing"),
         ({"rejection": {"lower": 2.0, "upper": 1.0}}, "exceeds upper"),
         ({"rejection": {"level": "token", "statistic": "max", "upper": 1.0}}, "of sequences"),
+        ({"kl_in": "reward"}, "set kl_coef above 0"),
+        (
+            {"kl_in": "reward", "kl_coef": 0.1, "kl_straight_through": True},
+            "a penalty in the reward has none",
+        ),
+        ({"kl_coef": 0.1, "kl_target": 1.0}, "set kl_in=reward"),
+        ({"kl_horizon": 100}, "kl_horizon belongs to kl_target"),
         ({"overlong": {"max_tokens": 4, "buffer_tokens": 5}}, "exceeds max_tokens"),
     ],
 )
@@ -48,6 +55,7 @@ def test_a_choice_without_effect_is_refused(options, message):
         {"decoupled": False},
         {"objective": "sapo", "decoupled": False},
         {"objective": "cispo", "eps_clip": 1.0, "eps_clip_higher": 5.0},
+        {"kl_in": "reward", "kl_coef": 0.1, "kl_estimator": "k1", "kl_target": 0.2},
         {"rejection": {"upper": 2.0}, "overlong": {"max_tokens": 9, "buffer_tokens": 3}},
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rollout_builders import make_group
-from safetensors.numpy import save
+from safetensors.numpy import load, save
 
 from headway.contracts.codec import SCHEMA_VERSION, decode_groups, encode_groups
 from headway.contracts.errors import DataError
@@ -171,3 +171,17 @@ def test_lengths_that_overflow_are_refused():
     )
     with pytest.raises(DataError):
         decode_groups(payload)
+
+
+@pytest.mark.parametrize("column", ["rewards", "logprobs"])
+def test_a_number_that_is_not_finite_is_refused_with_its_rollout(column):
+    tensors = load(PAYLOAD)  # rows 0 and 1 are of r0, row 2 is of r1
+    tensors[column][-1] = np.nan
+    with pytest.raises(DataError, match=r"not finite, of rollouts \['r1'\]"):
+        decode_groups(rebuilt_of(tensors))
+
+
+def rebuilt_of(tensors: dict[str, np.ndarray]) -> bytes:
+    """The payload with other columns."""
+    with_metadata = json.loads(PAYLOAD[8:HEADER_BYTES])["__metadata__"]
+    return save(tensors, metadata=with_metadata)

@@ -6,7 +6,7 @@ from rollout_builders import make_group, make_request, make_trajectory
 
 from headway.contracts.config.algorithm import AlgorithmConfig
 from headway.contracts.config.base import PartConfig
-from headway.contracts.config.experiment import GRPOExperiment
+from headway.contracts.config.experiment import GRPOExperiment, PPOExperiment
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.http.rollouts import SubmitRequest, WaitRequest
 from headway.contracts.http.servers import ServerReport
@@ -147,14 +147,14 @@ def test_bodies_out_of_bounds_are_refused(model, fields):
         model(**fields)
 
 
-def experiment(**sections):
+def experiment(kind=GRPOExperiment, **sections):
     tree = {
         "model": {"path": "m"},
         "data": {"path": "d", "batch_size": 4},
         "rollout": {"reward": {"name": "exact"}, "group_size": 8},
         "weight_sync": {"root": "w"},
     }
-    return GRPOExperiment.model_validate(tree | sections)
+    return kind.model_validate(tree | sections)
 
 
 def test_a_batch_is_prompts_times_siblings():
@@ -171,9 +171,29 @@ def test_a_head_without_tokens_is_refused():
         experiment(model={"path": "m", "head": "value"})
 
 
-def test_a_penalty_without_a_reference_model_is_refused():
-    with pytest.raises(ValidationError, match=r"algorithm\.kl_coef=0\.1 wants a reference model"):
-        experiment(algorithm=AlgorithmConfig(kl_coef=0.1))
+@pytest.mark.parametrize(
+    ("kind", "sections", "message"),
+    [
+        (GRPOExperiment, {"algorithm": {"gae_lambda": 0.9}}, "wants a critic; set type=ppo"),
+        (GRPOExperiment, {"critic": {}}, "Extra inputs"),
+        (GRPOExperiment, {"reference": {"path": "r"}}, r"while algorithm\.kl_coef=0"),
+        (GRPOExperiment, {"reference": {"ema_eta": 0.1}}, r"while algorithm\.kl_coef=0"),
+        (
+            GRPOExperiment,
+            {"reference": {"path": "r", "ema_eta": 0.1}, "algorithm": {"kl_coef": 0.1}},
+            "leave out path=r",
+        ),
+        (GRPOExperiment, {"algorithm": {"distillation_coef": 1.0}}, "wants a teacher"),
+        (GRPOExperiment, {"teacher": {"path": "t"}}, "learns nothing of a teacher"),
+        (PPOExperiment, {"algorithm": {"baseline": "group"}}, "should be 'none'"),
+        (PPOExperiment, {"critic": {"warmup_steps": 100}}, "leaves no step"),
+        (PPOExperiment, {"critic": {"decay": 0.9}}, "belongs to normalization=exponential"),
+        (PPOExperiment, {"critic": {"model": {"path": "c", "head": "lm"}}}, "set head=value"),
+    ],
+)
+def test_models_that_contradict_the_algorithm_are_refused(kind, sections, message):
+    with pytest.raises(ValidationError, match=message):
+        experiment(kind, **sections)
 
 
 def test_greedy_siblings_are_refused():

@@ -81,6 +81,20 @@ def test_branches_of_a_sample_count_once(make_trajectory):
     assert first_branches(rows) == [True, True, False]
 
 
+def test_what_is_told_of_a_trajectory_is_the_same_all_over_it(make_trajectory):
+    rows = [
+        make_trajectory(1, 1, rollout="a", reward=0.5),
+        make_trajectory(1, 2, rollout="b", reward=2.0, stop="length"),
+        make_trajectory(2, 2, rollout="a", reward=0.5),
+    ]
+    batch = batch_of_trajectories(rows)
+    told = {"group": [0, 1, 0], "scores": [0.5, 2.0, 0.5], "truncated": [False, True, False]}
+    for name, values in (told | {"is_sample": [True, True, False]}).items():
+        assert batch.per_sequence(name).tolist() == values
+        pieces = torch.split(batch[name], list(batch.lengths))
+        assert all((piece == value).all() for piece, value in zip(pieces, values, strict=True))
+
+
 def test_with_columns_adds_replaces_and_refuses_other_lengths(batch):
     more = batch.with_columns(new=torch.zeros(6), twice=torch.ones(6))
     assert sorted(more.columns) == ["input_ids", "new", "twice"]
@@ -123,6 +137,10 @@ def test_columns_have_their_types_and_an_empty_batch_is_refused(make_trajectory)
         "behaviour_logprobs": torch.float32,
         "behaviour_versions": torch.int32,
         "sequence": torch.int64,
+        "group": torch.int64,
+        "scores": torch.float32,
+        "truncated": torch.bool,
+        "is_sample": torch.bool,
     }
     with pytest.raises(DataError, match="no trajectories"):
         batch_of_trajectories([])

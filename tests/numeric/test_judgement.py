@@ -1,0 +1,114 @@
+"""What a batch is judged to be, without any model: slow loops over its columns."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from headway.contracts.config.algorithm import AlgorithmConfig
+from tests.numeric.policies import batch_of
+from trainer.algorithms.judgement import judge
+from trainer.batching.sequences import batch_of_trajectories
+
+KL_COEF = 0.3
+
+
+def told_batch():
+    """A batch with what models would say of it."""
+    rows = batch_of(0)
+    batch = batch_of_trajectories(rows)
+    generator = torch.Generator().manual_seed(3)
+    names = ("proximal_logprobs", "reference_logprobs", "teacher_logprobs")
+    noise = {name: torch.randn(batch.num_tokens, generator=generator) for name in names}
+    told = {name: batch["behaviour_logprobs"] + 0.5 * noise[name] for name in names}
+    # What no action is judged by may be anything.
+    mask = batch["loss_mask"]
+    told["teacher_logprobs"] = torch.where(mask, told["teacher_logprobs"], -torch.inf)
+    told["reference_logprobs"] = torch.where(mask, told["reference_logprobs"], torch.nan)
+    return rows, batch.with_columns(**told)
+
+
+def group_advantages_of(rows) -> list[float]:
+    result = []
+    for row in rows:
+        siblings = [r.reward for r in rows if r.rollout_id == row.rollout_id]
+        mean = math.fsum(siblings) / len(siblings)
+        variance = math.fsum((r - mean) ** 2 for r in siblings) / len(siblings)
+        result.append((row.reward - mean) / (math.sqrt(variance) + 1e-6))
+    return result
+
+
+def pieces_of(batch, *names):
+    columns = [torch.split(batch[name], list(batch.lengths)) for name in names]
+    return [[piece.tolist() for piece in pieces] for pieces in zip(*columns, strict=True)]
+
+
+@pytest.mark.parametrize("proximal", ["recompute", "interpolate"])
+def test_a_penalty_in_the_reward_is_what_an_action_and_later_ones_cost(proximal):
+    """Beside a group's baseline, of which it is no part."""
+    rows, batch = told_batch()
+    config = AlgorithmConfig(kl_in="reward", kl_coef=1.0, kl_estimator="k2", proximal=proximal)
+    told = batch
+    if proximal == "interpolate":  # then nobody asked the policy
+        kept = {n: c for n, c in batch.columns.items() if n != "proximal_logprobs"}
+        told = type(batch)(batch.lengths, kept)
+    judged, figures = judge(config, told, version=1, kl_coef=KL_COEF)
+    policy = "proximal_logprobs" if proximal == "recompute" else "behaviour_logprobs"
+    names = ("loss_mask", policy, "reference_logprobs")
+    costs = []
+    for (mask, policy, reference), got, gain in zip(
+        pieces_of(batch, *names),
+        pieces_of(judged, "advantages"),
+        group_advantages_of(rows),
+        strict=True,
+    ):
+        later = 0.0
+        for t in reversed(range(len(mask))):
+            if mask[t]:
+                cost = (policy[t] - reference[t]) ** 2 / 2
+                costs.append(cost)
+                later += cost
+                assert got[0][t] == pytest.approx(gain - KL_COEF * later, rel=1e-4, abs=1e-5)
+    assert figures["reference_kl"] == pytest.approx(math.fsum(costs) / len(costs), rel=1e-5)
+    assert figures["kl_coef"] == KL_COEF
+
+
+def test_what_a_teacher_says_is_added_to_each_actions_advantage_after_its_normalisation():
+    _, batch = told_batch()
+    options = {"advantage_norm": "batch", "mask_truncated": True}
+    plain, _ = judge(AlgorithmConfig(**options), batch, version=0, kl_coef=0.0)
+    config = AlgorithmConfig(**options, distillation_coef=0.25)
+    judged, figures = judge(config, batch, version=0, kl_coef=0.0)
+    mask = judged["loss_mask"]
+    gaps = (batch["teacher_logprobs"] - batch["proximal_logprobs"])[mask]
+    gained = (judged["advantages"] - plain["advantages"])[mask]
+    torch.testing.assert_close(gained, 0.25 * gaps, atol=1e-5, rtol=0)
+    assert figures["teacher_kl"] == pytest.approx(-float(gaps.double().mean()), rel=1e-5)
+    assert torch.isfinite(judged["advantages"]).all()
+    assert mask.sum() < batch["loss_mask"].sum()
+
+
+def test_the_threshold_of_the_second_moment_is_of_the_whole_batch():
+    _, batch = told_batch()
+    judged, _ = judge(AlgorithmConfig(m2_threshold=0.1), batch, version=0, kl_coef=0.0)
+    mask = batch["loss_mask"]
+    squares = (batch["proximal_logprobs"] - batch["behaviour_logprobs"]).double().square()
+    ascending = sorted(squares[mask].tolist())
+    sizes = range(1, len(ascending) + 1)
+    num_kept = max(k for k in sizes if math.fsum(ascending[:k]) / k < 0.1)
+    kept = judged["near"] & mask
+    assert 0 < num_kept < len(ascending)
+    assert int(kept.sum()) == num_kept
+    assert squares[kept].max() <= squares[mask & ~kept].min()
+
+
+def test_nothing_is_asked_of_models_that_are_not_there():
+    rows = batch_of(0)
+    config = AlgorithmConfig(decoupled=False)
+    judged, figures = judge(config, batch_of_trajectories(rows), version=0, kl_coef=0.0)
+    assert figures == {}
+    assert torch.equal(judged["proximal_logprobs"], judged["behaviour_logprobs"])
+    of_rows = judged.per_sequence("advantages").tolist()
+    assert of_rows == pytest.approx(group_advantages_of(rows), rel=1e-5, abs=1e-6)

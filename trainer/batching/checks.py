@@ -1,0 +1,57 @@
+"""What a batch must be before anything learns from it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headway.contracts.errors import DataError, StaleVersion
+from headway.contracts.types import PolicyVersion, Trajectory, TrajectoryBatch, TrajectoryGroup
+
+
+def check_batch(
+    batch: TrajectoryBatch, version: PolicyVersion, group_size: int, max_staleness: int
+) -> None:
+    """Refuse what the rollout service never hands out; what comes is whole, finite and fresh enough.
+
+    Args:
+        version: of the weights that will learn from it.
+    Raises:
+        DataError: a group without all of its samples, or a number that is not finite.
+        StaleVersion: more than `max_staleness` versions lie between a token and `version`.
+    """
+    for group in batch.groups:
+        _check_whole(group, group_size)
+        for row in group.trajectories:
+            _check_finite(row)
+            _check_fresh(row, version, max_staleness)
+
+
+def _check_whole(group: TrajectoryGroup, group_size: int) -> None:
+    samples = {row.sample_index for row in group.trajectories}
+    if samples != set(range(group_size)):
+        raise DataError(
+            f"rollout {group.rollout_id} has samples {sorted(samples)}, wanted are all of "
+            f"{group_size}: groups are handed out whole"
+        )
+
+
+def _check_fresh(row: Trajectory, version: PolicyVersion, max_staleness: int) -> None:
+    if row.loss_mask.any() and version - row.oldest_version > max_staleness:
+        raise StaleVersion(
+            f"rollout {row.rollout_id}: {row.trajectory_id} was sampled by version "
+            f"{row.oldest_version}, and the weights are version {version}; the service does not keep "
+            f"rollout.max_staleness={max_staleness}: see whether another trainer attached to it"
+        )
+
+
+def _check_finite(row: Trajectory) -> None:
+    if not np.isfinite(row.reward):
+        raise DataError(
+            f"rollout {row.rollout_id}: the reward of {row.trajectory_id} is {row.reward}"
+        )
+    wrong = np.flatnonzero(~np.isfinite(row.logprobs))
+    if wrong.size:
+        raise DataError(
+            f"rollout {row.rollout_id}: the logprob of token {wrong[0]} of {row.trajectory_id} is "
+            f"{row.logprobs[wrong[0]]}"
+        )
