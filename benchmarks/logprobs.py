@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=150_000)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--chunk-tokens", type=int, default=1024)
+    parser.add_argument("--kept-bytes", type=int, default=1 << 28, help="as in a trainer's config")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
@@ -91,7 +92,13 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
 
 def tiles(hidden: Tensor, weight: Tensor, labels: Tensor, options: argparse.Namespace) -> Tensor:
     logprobs, entropies = chunked_logprobs(
-        hidden, weight, labels, TEMPERATURE, options.chunk_tokens, with_entropy=options.entropy
+        hidden,
+        weight,
+        labels,
+        TEMPERATURE,
+        options.chunk_tokens,
+        with_entropy=options.entropy,
+        kept_bytes=options.kept_bytes,
     )
     return logprobs.sum() if entropies is None else logprobs.sum() + entropies.sum()
 

@@ -77,14 +77,17 @@ class ModelOutput(Protocol):
     Valid within the loss or hook that it is given to. What a head cannot say raises `ConfigError`.
     """
 
-    def logprobs(self, labels: Tensor, temperature: float = 1.0) -> Tensor:
+    def logprobs(
+        self, labels: Tensor, temperature: float = 1.0, mask: Tensor | None = None
+    ) -> Tensor:
         """[T] float32 log-probability of `labels` [T] under the temperature-scaled distribution.
 
-        Differentiable, and computed without logits for all positions at a time.
+        Differentiable, and computed without logits for all positions at a time. With a `mask` [T] bool
+        only its positions are computed; others are 0.
         """
 
     def logprobs_and_entropy(
-        self, labels: Tensor, temperature: float = 1.0
+        self, labels: Tensor, temperature: float = 1.0, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The same, and [T] float32 entropy of each position's distribution; both differentiable."""
 

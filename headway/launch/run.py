@@ -12,7 +12,7 @@ from headway.contracts.config.launch import LaunchConfig
 from headway.launch.follow import follow, summarise
 from headway.launch.launchers.local import LocalRun
 from headway.launch.progress import Progress
-from headway.runtime.config import load_config, write_resolved
+from headway.runtime.config import load_config
 
 
 def main(argv: Sequence[str]) -> None:
@@ -21,7 +21,6 @@ def main(argv: Sequence[str]) -> None:
     started = time.monotonic()
     run_dir = Path(config.trainer.run_dir).resolve()
     total_steps = config.trainer.trainer.total_steps
-    write_resolved(config, run_dir)
     with Progress(total_steps) as progress, LocalRun(config) as run:
         progress.say(f"run folder: {run_dir}")
         run.start()

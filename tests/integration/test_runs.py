@@ -16,7 +16,7 @@ import pytest
 
 from headway.contracts.config.launch import LaunchConfig
 from headway.launch.launchers.local import LocalRun
-from headway.runtime.config import dump_yaml
+from headway.runtime.config import dump_yaml, load_config
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.journal import read_steps
 from tests.integration.conftest import eventually
@@ -143,7 +143,8 @@ def test_a_run_survives_its_server_and_its_gateway(
 
 def test_the_run_command_prints_its_summary(make_config: MakeConfig, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(dump_yaml(make_config(steps=3)))
+    config = make_config(steps=3)
+    file.write_text(dump_yaml(config))
     done = subprocess.run(
         [sys.executable, "-m", "headway.launch.cli", "run", "--config", str(file)],
         capture_output=True,
@@ -157,6 +158,8 @@ def test_the_run_command_prints_its_summary(make_config: MakeConfig, tmp_path: P
     assert (summary["lost"], summary["duplicated"]) == (0, 0)
     assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
     assert (tmp_path / "run" / "config.resolved.yaml").is_file()
+    whole = tmp_path / "run" / "configs" / "run.yaml"
+    assert load_config(LaunchConfig, ["--config", str(whole)]) == config
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

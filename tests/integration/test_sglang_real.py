@@ -459,7 +459,7 @@ async def test_a_prompt_that_old_weights_read_is_read_again_after_keep(backend, 
 
 
 async def test_a_swap_in_a_pause_is_true_too(backend, policies):
-    asked, progress = request(12, 100), Progress(20)
+    asked, progress = request(12, 240), Progress(20)
     task = asyncio.create_task(backend.generate(asked, progress))
     await ready(progress)
     await backend.pause("in_place")

@@ -77,7 +77,8 @@ def random_batch(seed: int, lengths: Sequence[int] = LENGTHS) -> SequenceBatch:
 
 def token_loss(output: ModelOutput, batch: SequenceBatch) -> LossOutput:
     """Decoupled PPO with a wide clip range, so that random models have gradients."""
-    return LossOutput(*policy_loss(WIDE, batch, output.logprobs(batch["labels"])))
+    logprobs = output.logprobs(batch["labels"], mask=batch["loss_mask"])
+    return LossOutput(*policy_loss(WIDE, batch, logprobs))
 
 
 def tokens_in_loss(batch: SequenceBatch) -> float:

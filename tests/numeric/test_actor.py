@@ -210,9 +210,12 @@ def test_mini_batches_hold_whole_groups_and_take_their_proximal_from_before_the_
     members = [sorted(set(batch["sequence"].tolist())) for batch in seen]
     assert members == [[0, 1, 2], [3, 4], [5, 6, 7, 8]]
     for batch, group in zip(seen, members, strict=True):
-        pieces = torch.split(batch["proximal_logprobs"], list(batch.lengths))
-        for piece, index in zip(pieces, group, strict=True):
+        columns = (batch["proximal_logprobs"], batch["loss_mask"])
+        pieces = (torch.split(column, list(batch.lengths)) for column in columns)
+        for piece, mask, index in zip(*pieces, group, strict=True):
             expected = torch.tensor(token_logprobs_of(before, trajectories[index])).float()
+            assert mask.any()
+            expected = torch.where(mask[:-1], expected, 0.0)
             torch.testing.assert_close(piece[:-1], expected, atol=1e-4, rtol=0)
 
 

@@ -81,6 +81,41 @@ def test_logprobs_and_entropies_are_those_of_the_model_alone(any_model):
     torch.testing.assert_close(got["with"], expected, atol=5e-5, rtol=0)
 
 
+def test_positions_outside_of_the_mask_are_zero_and_change_no_gradient(any_model):
+    batch, engine = random_batch(0), open_engine(any_model)
+    mask = batch["loss_mask"]
+    assert 0 < mask.sum() < len(mask)
+
+    def judge(given):
+        def hook(output, micro_batch):
+            both = output.logprobs_and_entropy(micro_batch["labels"], TEMPERATURE, given)
+            alone = output.logprobs(micro_batch["labels"], TEMPERATURE, given)
+            torch.testing.assert_close(alone, both[0], atol=1e-6, rtol=0)
+            return torch.stack(both, dim=1)
+
+        values = engine._model(lambda output: hook(output, batch), batch)
+        (values[mask] * torch.arange(1.0, 3.0)).sum().backward()
+        gradients = {n: p.grad.clone() for n, p in engine._model.model.named_parameters()}
+        engine._model.zero_grad()
+        return values, gradients
+
+    (whole, expected), (masked, got) = judge(None), judge(mask)
+    torch.testing.assert_close(masked[mask], whole[mask], atol=1e-5, rtol=1e-5)
+    assert not masked[~mask].any()
+    for name, gradient in expected.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(got[name], gradient, atol=1e-5 * max(scale, 1.0), rtol=0)
+
+
+def test_a_micro_batch_with_nothing_in_the_loss_has_gradients_of_zero(any_model):
+    batch, engine = random_batch(0), open_engine(any_model)
+    nothing = torch.zeros_like(batch["loss_mask"])
+    values = engine._model(lambda out: out.logprobs(batch["labels"], 1.0, nothing), batch)
+    values.sum().backward()
+    assert not values.any()
+    assert all(p.grad is not None and not p.grad.any() for p in engine._model.parameters())
+
+
 def test_no_logits_exist_while_a_language_model_trains(llama_dir):
     engine = open_engine(llama_dir)
     called = []

@@ -70,6 +70,39 @@ def test_gradients_equal_finite_differences(with_entropy):
     assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 300, 2000, 1 << 20], ids=["none", "one", "some", "all"])
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])
+def test_kept_logits_change_no_bit(kept_bytes, with_entropy):
+    """Of values and gradients, in two backward passes."""
+    leaves = head_inputs(torch.float32)
+    results = []
+    for kept in (0, kept_bytes):
+        *inputs, labels = leaves
+        hidden, weight, bias = inputs
+        values = chunked_logprobs(hidden, weight, labels, 0.6, 5, bias, with_entropy, kept)
+        loss = sum(value.square().sum() for value in values if value is not None)
+        first, second = (torch.autograd.grad(loss, inputs, retain_graph=True) for _ in range(2))
+        results.append([loss, *first, *second])
+    for plain, kept in zip(*results, strict=True):
+        assert torch.equal(plain, kept)
+
+
+def test_no_more_logits_are_kept_than_there_is_room_for():
+    hidden, weight, _, labels = head_inputs(torch.float32)
+
+    def held_bytes(kept_bytes):
+        held = []
+        with torch.autograd.graph.saved_tensors_hooks(held.append, lambda _: None):
+            chunked_logprobs(hidden, weight, labels, chunk_tokens=5, kept_bytes=kept_bytes)
+        return sum(tensor.nbytes for tensor in held)
+
+    none, whole = held_bytes(0), T * V * 4
+    assert 0 < held_bytes(whole // 2) - none <= whole // 2
+    assert held_bytes(whole) - none == whole
+    with torch.no_grad():
+        assert held_bytes(whole) == 0
+
+
 def test_one_output_alone_may_be_differentiated():
     hidden, weight, _, labels = head_inputs()
     for which in (0, 1):

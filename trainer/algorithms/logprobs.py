@@ -42,14 +42,15 @@ def chunked_logprobs(
     chunk_tokens: int = 1024,
     bias: Tensor | None = None,
     with_entropy: bool = False,
+    kept_bytes: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each label, and entropy, without the logits.
 
     Beside inputs, outputs and gradients it holds a few tiles of `chunk_tokens` x `VOCABULARY_TILE`
-    logits. The backward pass computes them again: it costs one more product with the weight. Sums are
-    in float32 whatever the inputs' type; the gradient of the weight is rounded to the weight's type
-    once per call, after all tokens. What autograd adds to it (other micro-batches, a tied embedding) it
-    adds in that type.
+    logits. The backward pass computes them again, which costs one more product with the weight, save
+    those that `kept_bytes` has room for. Sums are in float32 whatever the inputs' type; the gradient
+    of the weight is rounded to the weight's type once per call, after all tokens. What autograd adds
+    to it (other micro-batches, a tied embedding) it adds in that type.
 
     Args:
         hidden: [T, H], what the head would be applied to.
@@ -59,6 +60,7 @@ def chunked_logprobs(
         chunk_tokens: rows of a tile; larger is faster up to some size and takes more memory.
         bias: [V].
         with_entropy: also the entropy of the temperature-scaled distribution, in nats.
+        kept_bytes: logits that may stay in memory until the backward pass.
     Returns:
         logprobs [T] and entropy [T] (or None) in float32 (float64 for float64 inputs), once
         differentiable in `hidden`, `weight` and `bias`.
@@ -75,7 +77,10 @@ def chunked_logprobs(
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}, wanted at least 1")
     scale = 1.0 if temperature == 0.0 else 1.0 / temperature
-    return _ChunkedLogprobs.apply(hidden, weight, bias, labels, scale, chunk_tokens, with_entropy)
+    room = kept_bytes if torch.is_grad_enabled() else 0
+    return _ChunkedLogprobs.apply(
+        hidden, weight, bias, labels, scale, chunk_tokens, with_entropy, room
+    )
 
 
 class _Head:
@@ -126,26 +131,32 @@ class _ChunkedLogprobs(torch.autograd.Function):
         scale: float,
         chunk_tokens: int,
         with_entropy: bool,
+        room: int,
     ) -> tuple[Tensor, Tensor | None]:
         head = _Head(hidden, weight, bias, scale, chunk_tokens)
         # Of the distribution over the columns seen so far.
         entropies = head.sums(labels)
         log_norms = torch.full_like(entropies, torch.finfo(entropies.dtype).min)
         label_logits = torch.full_like(entropies, float("nan"))
+        kept: list[Tensor] = []
         for columns, tile_weight in head.tiles():
             for rows in head.chunks():
                 logits = head.logits(rows, columns, tile_weight)
+                # The first ones, so that the backward pass knows them by their number.
+                room -= logits.nbytes
+                if room >= 0:
+                    kept.append(logits)
                 at, is_inside = _places(labels[rows], columns)
                 picked = torch.where(is_inside, logits.gather(1, at), label_logits[rows, None])
                 label_logits[rows] = picked.squeeze(1)
                 before = log_norms[rows]
                 after = torch.logaddexp(before, logits.logsumexp(1))
                 if with_entropy:
-                    log_p = logits.sub_(after[:, None])
+                    log_p = logits - after[:, None]
                     seen = (entropies[rows] + after - before) * (before - after).exp()
                     entropies[rows] = seen - torch.einsum("tv,tv->t", log_p.exp(), log_p)
                 log_norms[rows] = after
-        ctx.save_for_backward(hidden, weight, bias, labels, log_norms, entropies)
+        ctx.save_for_backward(hidden, weight, bias, labels, log_norms, entropies, *kept)
         ctx.scale, ctx.chunk_tokens = scale, chunk_tokens
         ctx.set_materialize_grads(False)
         return label_logits - log_norms, entropies if with_entropy else None
@@ -155,20 +166,22 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, of_logprobs: Tensor | None, of_entropies: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, log_norms, entropies = ctx.saved_tensors
+        hidden, weight, bias, labels, log_norms, entropies, *kept = ctx.saved_tensors
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         of_logprobs, of_entropies = (
             None if of is None else (of * ctx.scale)[:, None] for of in (of_logprobs, of_entropies)
         )
         head = _Head(hidden, weight, bias, ctx.scale, ctx.chunk_tokens)
+        known = iter(kept)
         hidden_grad = head.sums(hidden) if for_hidden else None
         weight_grad = torch.empty_like(weight) if for_weight else None
         bias_grad = torch.empty_like(bias) if for_bias else None
         for columns, tile_weight in head.tiles():
             tile_grad, tile_bias_grad = head.sums(tile_weight), head.sums(tile_weight[:, 0])
             for rows in head.chunks():
+                logits = next(known, None)
                 slopes = _slopes(
-                    head.logits(rows, columns, tile_weight),
+                    head.logits(rows, columns, tile_weight) if logits is None else logits,
                     *_places(labels[rows], columns),
                     log_norms[rows, None],
                     entropies[rows, None],
@@ -179,16 +192,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     tile_bias_grad += slopes.sum(0)
                 slopes = slopes.to(head.dtype)
                 if hidden_grad is not None:
-                    hidden_grad[rows] += _product(slopes, tile_weight)
+                    _add_product(hidden_grad[rows], slopes, tile_weight)
                 if for_weight:
-                    tile_grad += _product(slopes.t(), head.hidden[rows])
+                    _add_product(tile_grad, slopes.t(), head.hidden[rows])
             if weight_grad is not None:
                 weight_grad[columns] = tile_grad
             if bias_grad is not None:
                 bias_grad[columns] = tile_bias_grad
         if hidden_grad is not None:
             hidden_grad = hidden_grad.to(hidden.dtype)
-        return hidden_grad, weight_grad, bias_grad, None, None, None, None
+        return hidden_grad, weight_grad, bias_grad, None, None, None, None, None
 
 
 def _slopes(
@@ -200,16 +213,16 @@ def _slopes(
     of_logprobs: Tensor | None,
     of_entropies: Tensor | None,
 ) -> Tensor:
-    """[t, v] derivative of the loss by a tile of logits z, which is overwritten.
+    """[t, v] derivative of the loss by a tile of logits z.
 
     With p = softmax(z) and H its entropy: d logprob / d z = onehot - p and d H / d z = -p · (log p + H).
     All other arguments are [t, 1], the last two the loss's derivatives by a token's logprob and entropy.
     """
-    log_p = logits.sub_(log_norms)
-    slopes = log_p.exp().neg_()
+    log_p = logits - log_norms
     if of_entropies is None:
-        slopes.mul_(0.0 if of_logprobs is None else of_logprobs)
+        slopes = log_p.exp_().mul_(0.0 if of_logprobs is None else -of_logprobs)
     else:
+        slopes = log_p.exp().neg_()
         factor = log_p.add_(entropies).mul_(of_entropies)
         slopes.mul_(factor if of_logprobs is None else factor.add_(of_logprobs))
     if of_logprobs is not None:
@@ -228,6 +241,14 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     if left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left, right, out_dtype=torch.float32)
     return left @ right
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left @ right`, in the type of `total`."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += _product(left, right)
 
 
 def _slices(size: int, step: int) -> Iterator[slice]:

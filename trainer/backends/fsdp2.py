@@ -89,6 +89,7 @@ class FSDP2Engine:
             betas=(config.beta1, config.beta2),
             eps=config.eps,
             weight_decay=config.weight_decay,
+            fused=True,
         )
         factor = lr_factor(config, self._trainer_config.total_steps)
         self._scheduler = LambdaLR(self._optimizer, factor)
@@ -157,7 +158,8 @@ class FSDP2Engine:
         bins = pack_by_tokens(input_.lengths, mb_spec.max_tokens_per_mb)
         hook = self._whole_output if post_hook is None else post_hook
         with torch.no_grad():
-            for indices, micro_batch in self._micro_batches(input_, bins):
+            for indices, on_host in self._micro_batches(input_, bins):
+                micro_batch = on_host.to(self._topology.device)
                 output = self._model(lambda out, batch=micro_batch: hook(out, batch), micro_batch)
                 pieces = torch.split(output.cpu(), [seqlens[i] for i in indices])
                 for index, piece in zip(indices, pieces, strict=True):
@@ -212,7 +214,8 @@ class FSDP2Engine:
         config, is_sharded = self._model_config, self._sharding.is_used
         model = (build_without_parameters if is_sharded else load_trained_model)(config)
         self._lora = self._add_lora(model)
-        self._model = PackedModel(model, config)
+        kept = self._trainer_config.kept_logits_bytes
+        self._model = PackedModel(model, config, kept)
         self._sharding.place(self._model)
         if is_sharded:
             fill(model, partial(self._weights, model), self._topology)
@@ -256,21 +259,23 @@ class FSDP2Engine:
         """Loss and figures as means over the weight of all ranks; gradients of exactly that mean."""
         world = self._topology.world_size
         (total_weight,) = self._topology.sum([loss_weight_fn(input_)])
-        sums: dict[str, float] = {}
+        sums: dict[
+            str, Tensor
+        ] = {}  # on the device: a micro-batch does not wait for the last one's
         bins = pack_by_tokens(input_.lengths, mb_spec.max_tokens_per_mb)
         num_passes = self._topology.max(len(bins))
-        for number, (_, micro_batch) in enumerate(self._micro_batches(input_, bins)):
+        for number, (_, on_host) in enumerate(self._micro_batches(input_, bins)):
             # Ranks with fewer bins repeat one at weight 0, so that all meet in FSDP's collectives.
-            weight = loss_weight_fn(micro_batch) if number < len(bins) else 0.0
-            loss, stats = self._losses(loss_fn, micro_batch)
+            weight = loss_weight_fn(on_host) if number < len(bins) else 0.0
+            loss, stats = self._losses(loss_fn, on_host.to(self._topology.device))
             if is_training:
                 self._sharding.before_backward(self._model, is_last=number == num_passes - 1)
                 # FSDP divides the sum over all ranks, replicas included, by their number.
                 (loss * (weight * world / max(total_weight, 1e-9))).backward()
             for name, value in {"loss": loss, **stats}.items():
-                sums[name] = sums.get(name, 0.0) + float(value.detach()) * weight
+                sums[name] = sums.get(name, 0.0) + value.detach().double() * weight
         names = sorted(sums)
-        totals = self._topology.sum([sums[name] for name in names])
+        totals = self._topology.sum(torch.stack([sums[name] for name in names]).tolist())
         return {n: total / max(total_weight, 1e-9) for n, total in zip(names, totals, strict=True)}
 
     def _losses(
@@ -289,7 +294,7 @@ class FSDP2Engine:
         """The bins of this rank, padded with repeats to the largest number of any rank."""
         for number in range(self._topology.max(len(bins))):
             indices = bins[min(number, len(bins) - 1)]
-            yield indices, input_.select(indices).to(self._topology.device)
+            yield indices, input_.select(indices)
 
     def _whole_output(self, output: ModelOutput, batch: SequenceBatch) -> Tensor:
         return output.logits() if self._model_config.head == "lm" else output.values()

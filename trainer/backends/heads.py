@@ -20,14 +20,18 @@ class LanguageOutput:
     hidden: Tensor  # [T, H]
     head: torch.nn.Module
     """A linear layer of [V, H]."""
+    kept_bytes: int = 0
+    """Of `chunked_logprobs`."""
 
-    def logprobs(self, labels: Tensor, temperature: float = 1.0) -> Tensor:
-        return self._judge(labels, temperature, with_entropy=False)[0]
+    def logprobs(
+        self, labels: Tensor, temperature: float = 1.0, mask: Tensor | None = None
+    ) -> Tensor:
+        return self._judge(labels, temperature, mask, with_entropy=False)[0]
 
     def logprobs_and_entropy(
-        self, labels: Tensor, temperature: float = 1.0
+        self, labels: Tensor, temperature: float = 1.0, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = self._judge(labels, temperature, with_entropy=True)
+        logprobs, entropy = self._judge(labels, temperature, mask, with_entropy=True)
         assert entropy is not None
         return logprobs, entropy
 
@@ -39,16 +43,29 @@ class LanguageOutput:
         raise _no_values()
 
     def _judge(
-        self, labels: Tensor, temperature: float, with_entropy: bool
+        self, labels: Tensor, temperature: float, mask: Tensor | None, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        return chunked_logprobs(
-            self.hidden,
+        hidden, rows = self.hidden, None
+        if mask is not None:
+            rows = mask.nonzero().squeeze(1)
+            hidden, labels = hidden.index_select(0, rows), labels[rows]
+        logprobs, entropy = chunked_logprobs(
+            hidden,
             self.head.weight,  # type: ignore[arg-type] # a parameter
             labels,
             temperature,
             bias=getattr(self.head, "bias", None),
             with_entropy=with_entropy,
+            kept_bytes=self.kept_bytes,
         )
+        if rows is not None:
+            logprobs = self._spread(logprobs, rows)
+            entropy = None if entropy is None else self._spread(entropy, rows)
+        return logprobs, entropy
+
+    def _spread(self, values: Tensor, rows: Tensor) -> Tensor:
+        """[T] the values at their rows, 0 elsewhere."""
+        return values.new_zeros(len(self.hidden)).index_copy(0, rows, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +74,18 @@ class LogitsOutput:
 
     whole: Tensor  # [T, V]
 
-    def logprobs(self, labels: Tensor, temperature: float = 1.0) -> Tensor:
-        return token_logprobs(self.whole, labels, temperature)
+    def logprobs(
+        self, labels: Tensor, temperature: float = 1.0, mask: Tensor | None = None
+    ) -> Tensor:
+        return _masked(token_logprobs(self.whole, labels, temperature), mask)
 
     def logprobs_and_entropy(
-        self, labels: Tensor, temperature: float = 1.0
+        self, labels: Tensor, temperature: float = 1.0, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         scaled = self.whole.float() / (temperature or 1.0)
         table = torch.log_softmax(scaled, dim=-1)
         entropy = -(table.exp() * table).sum(-1)
-        return token_logprobs(self.whole, labels, temperature), entropy
+        return self.logprobs(labels, temperature, mask), _masked(entropy, mask)
 
     def logits(self) -> Tensor:
         return self.whole
@@ -83,11 +102,13 @@ class ValueOutput:
     head: torch.nn.Module
     """A linear layer of [1, H]."""
 
-    def logprobs(self, labels: Tensor, temperature: float = 1.0) -> Tensor:
+    def logprobs(
+        self, labels: Tensor, temperature: float = 1.0, mask: Tensor | None = None
+    ) -> Tensor:
         raise _no_tokens()
 
     def logprobs_and_entropy(
-        self, labels: Tensor, temperature: float = 1.0
+        self, labels: Tensor, temperature: float = 1.0, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         raise _no_tokens()
 
@@ -107,6 +128,10 @@ def sequence_scores(output: ModelOutput, batch: SequenceBatch) -> Tensor:
     ends = torch.tensor(batch.lengths).cumsum(0) - 1
     values = output.values()
     return values[ends.to(values.device)]
+
+
+def _masked(values: Tensor, mask: Tensor | None) -> Tensor:
+    return values if mask is None else torch.where(mask, values, 0.0)
 
 
 def _no_values() -> ConfigError:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 class PackedModel(torch.nn.Module):
     """Body and head of a model."""
 
-    def __init__(self, model: Any, config: TrainedModelConfig) -> None:
+    def __init__(self, model: Any, config: TrainedModelConfig, kept_logits_bytes: int = 0) -> None:
         super().__init__()
         self.model = model
         """What transformers made, with its names of the parameters."""
@@ -38,6 +38,7 @@ class PackedModel(torch.nn.Module):
             register()
             model.set_attn_implementation(NAME)
         self._is_language = config.head == "lm"
+        self._kept_logits_bytes = kept_logits_bytes
         # No dropout: proximal and current logprobs must differ by the update only.
         self.eval()
         self._is_plain = True
@@ -54,8 +55,9 @@ class PackedModel(torch.nn.Module):
         if not self._is_plain:
             return task(LogitsOutput(self.model(**inputs).logits[0]))
         hidden = self.model.base_model(**inputs).last_hidden_state[0]
-        output = LanguageOutput if self._is_language else ValueOutput
-        return task(output(hidden, self._head))
+        if self._is_language:
+            return task(LanguageOutput(hidden, self._head, self._kept_logits_bytes))
+        return task(ValueOutput(hidden, self._head))
 
     @torch.no_grad()
     def try_head(self, device: torch.device) -> None:

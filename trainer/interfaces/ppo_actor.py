@@ -63,12 +63,14 @@ class PPOActor:
         )
 
     def _logprobs(self, output: ModelOutput, batch: SequenceBatch) -> Tensor:
-        return output.logprobs(batch["labels"], self._temperature)
+        return output.logprobs(batch["labels"], self._temperature, batch["loss_mask"])
 
     def _loss(self, output: ModelOutput, batch: SequenceBatch) -> LossOutput:
         entropy = None
         if self._config.entropy_coef > 0:
-            logprobs, entropy = output.logprobs_and_entropy(batch["labels"], self._temperature)
+            logprobs, entropy = output.logprobs_and_entropy(
+                batch["labels"], self._temperature, batch["loss_mask"]
+            )
         else:
             logprobs = self._logprobs(output, batch)
         return LossOutput(*policy_loss(self._config, batch, logprobs, entropy))

@@ -25,4 +25,5 @@ class SFT:
 
 
 def _loss(output: ModelOutput, batch: SequenceBatch) -> LossOutput:
-    return LossOutput(sft_loss(output.logprobs(batch["labels"]), batch["loss_mask"]))
+    mask = batch["loss_mask"]
+    return LossOutput(sft_loss(output.logprobs(batch["labels"], mask=mask), mask))

@@ -3,7 +3,8 @@
 The gateway comes first (its URL goes into the others' configs), then the servers, then the trainer.
 A server or gateway that dies is started again, up to `max_restarts` times; rollouts that were lost
 with it go back to the ledger by themselves. A trainer that dies ends the run: `--resume` goes on
-from its checkpoint. Every process's own configuration lies in `run_dir/configs`.
+from its checkpoint. Every process's own configuration lies in `run_dir/configs`, and that of the whole
+run in `run.yaml` beside them.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class LocalRun:
 
     def start(self) -> None:
         """Start everything; returns once the trainer is running."""
+        self._write_config("run", self._config)
         self.start_gateway()
         self.start_servers()
         self.start_trainer()

@@ -17,7 +17,6 @@ from headway.launch.follow import follow, summarise
 from headway.launch.launchers.local import LocalRun, run_module
 from headway.launch.progress import Progress
 from headway.launch.quickstart import recipe, task
-from headway.runtime.config import write_resolved
 from headway.runtime.process import POLL_S
 
 RUNS_DIR = Path("runs")
@@ -41,7 +40,6 @@ def main(argv: Sequence[str]) -> None:
     )
     if options.lengths == "lognormal":
         config = _with_drawn_lengths(config)
-    write_resolved(config, run_dir)
     with Progress(options.steps) as progress:
         progress.say(f"run folder: {run_dir}")
         _warm_start(run_dir, options, progress)
