@@ -92,7 +92,8 @@ def _steps(config: ExperimentConfig, file: Path) -> list[str]:
     ]
     trainer = ["-m", "trainer", "--config", str(file)]
     return [
-        'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        'nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        "first=${nodes%%$'\\n'*}",
         " ".join([*map(_quoted, [*step, *_container(wanted)]), "\\"]),
         "    " + " ".join([*map(_quoted, torchrun), "\\"]),
         "    " + " ".join([*map(_quoted, trainer), *_resume(config)]),
