@@ -12,7 +12,13 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from headway.contracts.config.experiment import GRPOExperiment, PPOExperiment, SFTExperiment
+from headway.contracts.config.experiment import (
+    DPOExperiment,
+    GRPOExperiment,
+    PPOExperiment,
+    RWExperiment,
+    SFTExperiment,
+)
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.server import BackendConfig, ServerConfig
@@ -33,6 +39,8 @@ PAGES: dict[str, type[BaseModel]] = {
     "Trainer, `type: grpo`: `torchrun … -m trainer`": GRPOExperiment,
     "Trainer, `type: ppo`: `torchrun … -m trainer`": PPOExperiment,
     "Trainer, `type: sft`: `torchrun … -m trainer`": SFTExperiment,
+    "Trainer, `type: rw`: `torchrun … -m trainer`": RWExperiment,
+    "Trainer, `type: dpo`: `torchrun … -m trainer`": DPOExperiment,
     "All on one machine: `headway run`": LaunchConfig,
 }
 NESTED = ("gateway", "server", "trainer")

@@ -20,6 +20,9 @@ class MicroBatchSpec:
     """How a batch is cut for memory; the loss does not depend on it."""
 
     max_tokens_per_mb: int
+    granularity: int = 1
+    """Neighbouring sequences that stay together in one micro-batch: 2 for pairs. It divides the number of
+    sequences of every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,7 @@ class TrainEngine(Protocol):
         ranks and micro-batches, whatever the split.
 
         Raises:
-            DataError: a sequence is longer than the token budget.
+            DataError: a sequence, or a unit of `granularity`, is longer than the token budget.
         """
 
     def eval_batch(
@@ -136,7 +139,7 @@ class TrainEngine(Protocol):
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
     ) -> Tensor | None:
-        """The loss that `train_batch` would see, without a step."""
+        """The loss that `train_batch` would see, without a step; of a loss [K], the mean of each."""
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""Rows -> prompts, in an order that a cursor can resume."""
+"""Rows, in an order that a cursor can resume; and prompts of them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from headway.contracts.config.data import DataConfig
+from headway.contracts.config.data import DataConfig, RowsConfig
 from headway.contracts.errors import DataError
 from headway.contracts.types import Message, Prompt
 
 
-class PromptData:
+class Rows:
     """The rows of a data set; position `cursor` counts over all epochs and never wraps."""
 
-    def __init__(self, config: DataConfig) -> None:
-        self._config = config
+    def __init__(self, config: RowsConfig) -> None:
+        self._settings = config
         self.rows = read_rows(Path(config.path))
         for index in (0, len(self.rows) - 1):  # a template that fails, fails at the start
             self.text_of(index)
@@ -29,62 +29,77 @@ class PromptData:
     def row_index(self, cursor: int) -> int:
         """Which row stands at a position of the (shuffled) order."""
         epoch, position = divmod(cursor, len(self.rows))
-        if not self._config.shuffle:
+        if not self._settings.shuffle:
             return position
         return self._order(epoch)[position]
+
+    def text_of(self, index: int) -> str:
+        """The prompt's text of a row."""
+        return self.fill(self._settings.prompt_template, index)
+
+    def messages_of(self, index: int) -> tuple[Message, ...]:
+        """The prompt of a row as a chat."""
+        system = self._settings.system_prompt
+        user = Message(role="user", content=self.text_of(index))
+        return (user,) if system is None else (Message(role="system", content=system), user)
+
+    def fill(self, template: str, index: int) -> str:
+        """A template with the fields of a row.
+
+        Raises:
+            DataError: a field is missing or null, or the template is none.
+        """
+        row = {name: value for name, value in self.rows[index].items() if value is not None}
+        try:
+            return template.format_map(row)
+        except (LookupError, ValueError, AttributeError, TypeError) as error:
+            raise DataError(
+                f"{self.place(index)}: template {template!r} needs {error}; "
+                f"the row has {sorted(row)}"
+            ) from error
+
+    def place(self, index: int) -> str:
+        """How messages name a row."""
+        return f"{self._settings.path} row {index + 1}"
+
+    @lru_cache(maxsize=2)  # noqa: B019 - one instance per process
+    def _order(self, epoch: int) -> list[int]:
+        order = list(range(len(self.rows)))
+        random.Random(f"{self._settings.seed}:{epoch}").shuffle(order)
+        return order
+
+
+class PromptData(Rows):
+    """Rows as prompt groups."""
+
+    def __init__(self, config: DataConfig) -> None:
+        super().__init__(config)
+        self._limit_key = config.max_new_tokens_key
 
     def prompt(self, cursor: int, group_size: int) -> Prompt:
         """The prompt group at a position."""
         index = self.row_index(cursor)
-        text = self.text_of(index)
         group = {
             "group_id": f"row-{index}.{cursor}",
             "group_size": group_size,
             "data": self.rows[index],
         }
-        if not self._config.chat:
-            return Prompt(text=text, **group)
-        system = self._config.system_prompt
-        messages = [Message(role="user", content=text)]
-        if system is not None:
-            messages.insert(0, Message(role="system", content=system))
-        return Prompt(messages=tuple(messages), **group)
+        if not self._settings.chat:
+            return Prompt(text=self.text_of(index), **group)
+        return Prompt(messages=self.messages_of(index), **group)
 
     def max_new_tokens(self, cursor: int) -> int | None:
         """The row's own limit, if the configuration names a field for it."""
-        key = self._config.max_new_tokens_key
+        key = self._limit_key
         if key is None:
             return None
         row = self.rows[self.row_index(cursor)]
         if not isinstance(row.get(key), int):
             raise DataError(
-                f"{self._config.path}: field {key!r} is {row.get(key)!r}; data.max_new_tokens_key wants "
-                "the name of a field with whole numbers"
+                f"{self._settings.path}: field {key!r} is {row.get(key)!r}; "
+                "data.max_new_tokens_key wants the name of a field with whole numbers"
             )
         return int(row[key])
-
-    def text_of(self, index: int) -> str:
-        """The prompt's text of a row."""
-        return self._fill(self._config.prompt_template, index)
-
-    def completion_of(self, index: int) -> str:
-        """The completion to imitate of a row."""
-        return self._fill(self._config.completion_template, index)
-
-    def _fill(self, template: str, index: int) -> str:
-        try:
-            return template.format_map(self.rows[index])
-        except (LookupError, ValueError, AttributeError, TypeError) as error:
-            raise DataError(
-                f"{self._config.path} row {index + 1}: template {template!r} needs {error}; "
-                f"the row has {sorted(self.rows[index])}"
-            ) from error
-
-    @lru_cache(maxsize=2)  # noqa: B019 - one instance per process
-    def _order(self, epoch: int) -> list[int]:
-        order = list(range(len(self.rows)))
-        random.Random(f"{self._config.seed}:{epoch}").shuffle(order)
-        return order
 
 
 def read_rows(path: Path) -> list[Mapping[str, Any]]:

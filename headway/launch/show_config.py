@@ -7,7 +7,13 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel
 
-from headway.contracts.config.experiment import GRPOExperiment, PPOExperiment, SFTExperiment
+from headway.contracts.config.experiment import (
+    DPOExperiment,
+    GRPOExperiment,
+    PPOExperiment,
+    RWExperiment,
+    SFTExperiment,
+)
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.server import ServerConfig
@@ -21,6 +27,8 @@ MODELS: dict[str, type[BaseModel]] = {
     "grpo": GRPOExperiment,
     "ppo": PPOExperiment,
     "sft": SFTExperiment,
+    "rw": RWExperiment,
+    "dpo": DPOExperiment,
 }
 
 

@@ -21,7 +21,13 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from headway.contracts.config.algorithm import AlgorithmConfig
-from headway.contracts.config.experiment import GRPOExperiment, PPOExperiment, SFTExperiment
+from headway.contracts.config.experiment import (
+    DPOExperiment,
+    GRPOExperiment,
+    PPOExperiment,
+    RWExperiment,
+    SFTExperiment,
+)
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.model import ModelConfig
@@ -127,7 +133,8 @@ def anchors(path: Path) -> set[str]:
 
 def test_configuration_page_names_every_section():
     listed = set(first_column(page("configuration.md"), "## Sections"))
-    models = (GatewayConfig, ServerConfig, GRPOExperiment, PPOExperiment, SFTExperiment)
+    policies = (GRPOExperiment, PPOExperiment)
+    models = (GatewayConfig, ServerConfig, *policies, SFTExperiment, RWExperiment, DPOExperiment)
     assert listed == {name for model in models for name in model.model_fields}
 
 

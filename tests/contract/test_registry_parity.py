@@ -30,6 +30,8 @@ UNION_REGISTRIES: dict[type[Config], Registry | None] = {
     experiment.GRPOExperiment: EXPERIMENTS,
     experiment.PPOExperiment: EXPERIMENTS,
     experiment.SFTExperiment: EXPERIMENTS,
+    experiment.RWExperiment: EXPERIMENTS,
+    experiment.DPOExperiment: EXPERIMENTS,
     weight_sync.DiskSync: TRANSPORTS,
     weight_sync.SharedMemorySync: TRANSPORTS,
     weight_sync.HttpSync: TRANSPORTS,

@@ -14,7 +14,7 @@ from trainer.algorithms.preference import (
     dpo_loss,
     ipo_loss,
     pair_margins,
-    preference_margins,
+    sequence_gains,
     sequence_scores,
 )
 
@@ -35,8 +35,10 @@ def slow_margins(batch) -> list[float]:
 
 def margins_of(batch, logprobs=None) -> torch.Tensor:
     logprobs = batch["logprobs"] if logprobs is None else logprobs
-    return preference_margins(
-        logprobs, batch["reference_logprobs"], batch["loss_mask"], segments_of(batch)
+    return pair_margins(
+        sequence_gains(
+            logprobs, batch["reference_logprobs"], batch["loss_mask"], segments_of(batch)
+        )
     )
 
 

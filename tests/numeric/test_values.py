@@ -20,8 +20,8 @@ from tests.numeric.engines import (
 from tests.numeric.models import load_reference, save_model
 from tests.numeric.ranks import run_ranks
 from trainer.api import LossOutput, MicroBatchSpec, SaveLoadMeta
-from trainer.backends.heads import sequence_scores
 from trainer.batching.balance import partition_by_tokens
+from trainer.interfaces.rw import score_sequences
 from trainer.topology import Topology
 
 SPEC = MicroBatchSpec(25)
@@ -87,7 +87,7 @@ def test_an_exported_critic_is_a_reward_model_for_transformers_and_for_us(tmp_pa
 
     batch = random_batch(7)
     ones = [1] * len(batch.lengths)
-    got = engine.forward(batch, SPEC, ones, sequence_scores)
+    got = engine.forward(batch, SPEC, ones, score_sequences)
     judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
         pieces = torch.split(batch["input_ids"], list(batch.lengths))

@@ -23,29 +23,46 @@ def pair_margins(values: Tensor) -> Tensor:
     return values[0::2] - values[1::2]
 
 
-def preference_margins(
+def pair_figures(rewards: Tensor) -> dict[str, Tensor]:
+    """What is watched of [2P] rewards of sequences, means over pairs.
+
+    Returns:
+        `accuracy` (share of pairs whose chosen answer has the higher reward), `margin`, `chosen_reward`
+        and `rejected_reward`; without gradients.
+    """
+    rewards = rewards.detach()
+    margins = pair_margins(rewards)
+    return {
+        "accuracy": (margins > 0).double().mean(),
+        "margin": margins.mean(),
+        "chosen_reward": rewards[0::2].mean(),
+        "rejected_reward": rewards[1::2].mean(),
+    }
+
+
+def sequence_gains(
     logprobs: Tensor, reference_logprobs: Tensor, loss_mask: Tensor, sequences: Segments
 ) -> Tensor:
-    """[P] how much more than the reference the policy prefers the chosen: sums over the responses.
+    """[2P] how much likelier than under the reference each answer is: sums over its tokens.
+
+    Times beta it is the reward that the policy stands for (DPO, arXiv:2305.18290, section 5.1).
 
     Args:
         logprobs, reference_logprobs: [T]; differentiable in the first.
-        loss_mask: [T] bool, true on the responses.
+        loss_mask: [T] bool, true on the answers.
     """
-    return pair_margins(
-        sequences.sums(logprobs, loss_mask) - sequences.sums(reference_logprobs, loss_mask)
-    )
+    return sequences.sums(logprobs, loss_mask) - sequences.sums(reference_logprobs, loss_mask)
 
 
 def dpo_loss(margins: Tensor, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
     """`-log sigmoid(beta · margin)`.
 
     Args:
-        margins: [P] of `preference_margins`.
+        margins: [P], `pair_margins` of `sequence_gains`.
         label_smoothing: share of labels held to be wrong (conservative DPO).
     Source:
         DPO (arXiv:2305.18290) eq. 7; the smoothing: E. Mitchell, "A note on DPO with noisy
-        preferences" (2023).
+        preferences" (2023). Both as TRL's `loss_type="sigmoid"` has them.
     """
     agree = logsigmoid(beta * margins)
     differ = logsigmoid(-beta * margins)
@@ -56,9 +73,10 @@ def ipo_loss(margins: Tensor, beta: float = 0.1) -> Tensor:
     """`(margin - 1 / (2 · beta))²`: a margin to reach, not one to grow without end.
 
     Args:
-        margins: [P] of `preference_margins`.
+        margins: [P], `pair_margins` of `sequence_gains`.
     Source:
-        IPO (arXiv:2310.12036) eq. 17; sums over the responses, as there.
+        IPO (arXiv:2310.12036) eq. 17, with sums over the answers as there. TRL's `loss_type="ipo"`
+        takes means over their tokens instead, which asks more of long answers.
     """
     return (margins - 1.0 / (2.0 * beta)).square().mean()
 
@@ -80,6 +98,7 @@ def bradley_terry_loss(margins: Tensor, wanted: Tensor | None = None) -> Tensor:
         margins: [P], `pair_margins` of the scores.
         wanted: [P] margin that the label asks for (Llama 2, arXiv:2307.09288, eq. 2); None is 0.
     Source:
-        Bradley and Terry (1952); as a reward model: InstructGPT (arXiv:2203.02155) eq. 1.
+        Bradley and Terry (1952); as a reward model: InstructGPT (arXiv:2203.02155) eq. 1, and TRL's
+        `RewardTrainer`.
     """
     return -logsigmoid(margins if wanted is None else margins - wanted).mean()

@@ -24,6 +24,7 @@ from headway.contracts.types import FinetuneSpec, WeightUpdateMeta
 from trainer.algorithms.averaging import move_towards
 from trainer.api import (
     LossFn,
+    LossOutput,
     LossWeightFn,
     MicroBatchSpec,
     ModelOutput,
@@ -140,10 +141,16 @@ class FSDP2Engine:
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
     ) -> Tensor | None:
+        def each(output: ModelOutput, batch: SequenceBatch) -> LossOutput:
+            loss = loss_fn(output, batch).loss
+            parts = loss.unbind() if loss.ndim else ()
+            return LossOutput(loss.sum(), {f"{n:04}": part for n, part in enumerate(parts)})
+
         with torch.no_grad():
-            stats = self._run_losses(input_, mb_spec, loss_fn, loss_weight_fn, is_training=False)
+            stats = self._run_losses(input_, mb_spec, each, loss_weight_fn, is_training=False)
         self._sharding.after_pass(self._model)
-        return torch.tensor(stats["loss"])
+        whole_loss = stats.pop("loss")
+        return torch.tensor([stats[name] for name in sorted(stats)] or whole_loss)
 
     def forward(
         self,
@@ -155,7 +162,7 @@ class FSDP2Engine:
     ) -> Any:
         seqlens = list(input_.lengths) if output_seqlens is None else output_seqlens
         results: list[Tensor] = [torch.empty(0)] * len(input_.lengths)
-        bins = pack_by_tokens(input_.lengths, mb_spec.max_tokens_per_mb)
+        bins = _bins(input_, mb_spec)
         hook = self._whole_output if post_hook is None else post_hook
         with torch.no_grad():
             for indices, on_host in self._micro_batches(input_, bins):
@@ -259,10 +266,9 @@ class FSDP2Engine:
         """Loss and figures as means over the weight of all ranks; gradients of exactly that mean."""
         world = self._topology.world_size
         (total_weight,) = self._topology.sum([loss_weight_fn(input_)])
-        sums: dict[
-            str, Tensor
-        ] = {}  # on the device: a micro-batch does not wait for the last one's
-        bins = pack_by_tokens(input_.lengths, mb_spec.max_tokens_per_mb)
+        # On the device: a micro-batch does not wait for the last one's.
+        sums: dict[str, Tensor] = {}
+        bins = _bins(input_, mb_spec)
         num_passes = self._topology.max(len(bins))
         for number, (_, on_host) in enumerate(self._micro_batches(input_, bins)):
             # Ranks with fewer bins repeat one at weight 0, so that all meet in FSDP's collectives.
@@ -313,3 +319,9 @@ class FSDP2Engine:
             write_model(self._model.model, weights, source, place)
             if self._lora is not None:
                 self._lora.write(adapter, place / ADAPTER_FOLDER)
+
+
+def _bins(input_: SequenceBatch, mb_spec: MicroBatchSpec) -> list[list[int]]:
+    return pack_by_tokens(
+        input_.lengths, mb_spec.max_tokens_per_mb, granularity=mb_spec.granularity
+    )

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from headway.contracts.errors import ConfigError
 from trainer.algorithms.logprobs import chunked_logprobs, token_logprobs
-from trainer.api import ModelOutput
-from trainer.batching.sequences import SequenceBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +116,6 @@ class ValueOutput:
     def values(self) -> Tensor:
         values: Tensor = self.head(self.hidden)
         return values[:, 0].float()
-
-
-def sequence_scores(output: ModelOutput, batch: SequenceBatch) -> Tensor:
-    """[number of sequences] the value at the end of each: what a reward model says of it.
-
-    As a hook of `TrainEngine.forward` it wants `output_seqlens` of ones.
-    """
-    ends = torch.tensor(batch.lengths).cumsum(0) - 1
-    values = output.values()
-    return values[ends.to(values.device)]
 
 
 def _masked(values: Tensor, mask: Tensor | None) -> Tensor:

@@ -11,7 +11,9 @@ import numpy as np
 from headway.contracts.errors import DataError
 
 
-def pack_by_tokens(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> list[list[int]]:
+def pack_by_tokens(
+    lengths: Sequence[int], max_tokens: int, min_bins: int = 1, granularity: int = 1
+) -> list[list[int]]:
     """Bins of sequence indices, none above `max_tokens`.
 
     First the smallest number that could do, ceil(sum / budget), is tried with even loads: the longest
@@ -22,26 +24,53 @@ def pack_by_tokens(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -
         lengths: tokens of each sequence, at least 1.
         max_tokens: the budget of a bin.
         min_bins: the number of bins wanted if the budget asks for fewer: ranks that pass the largest
-            number of any rank all get that number, save those with fewer sequences, which get as many
-            bins as sequences.
+            number of any rank all get that number, save those with fewer units, which get as many
+            bins as units.
+        granularity: neighbouring sequences that make a unit: they stay together, in their order.
     Raises:
-        DataError: a sequence is longer than the budget.
+        DataError: a unit is longer than the budget, or the last one is not whole.
     """
     if not lengths:
         return []
-    sizes = np.asarray(lengths)
-    order = np.argsort(-sizes, kind="stable").tolist()
-    if lengths[order[0]] > max_tokens:
-        raise DataError(
-            f"sequence {order[0]} of {lengths[order[0]]} tokens exceeds the micro-batch budget of "
-            f"{max_tokens}; raise trainer.max_tokens_per_mb or lower sampling.max_new_tokens"
-        )
-    fewest = -(-int(sizes.sum()) // max_tokens)
-    bins = _even(lengths, order, max_tokens, fewest) or _best_fit(lengths, order, max_tokens)
-    wanted = min(min_bins, len(lengths))
+    sizes = _unit_sizes(lengths, granularity)
+    order = np.argsort(-np.asarray(sizes), kind="stable").tolist()
+    if sizes[order[0]] > max_tokens:
+        raise _too_long(order[0], sizes[order[0]], max_tokens, granularity)
+    fewest = -(-sum(sizes) // max_tokens)
+    bins = _even(sizes, order, max_tokens, fewest) or _best_fit(sizes, order, max_tokens)
+    wanted = min(min_bins, len(sizes))
     if len(bins) < wanted:
-        bins = _even(lengths, order, max_tokens, wanted) or _split(bins, wanted)
-    return bins
+        bins = _even(sizes, order, max_tokens, wanted) or _split(bins, wanted)
+    if granularity == 1:
+        return bins
+    span = range(granularity)
+    return [[unit * granularity + place for unit in units for place in span] for units in bins]
+
+
+def _unit_sizes(lengths: Sequence[int], granularity: int) -> Sequence[int]:
+    """Tokens of each unit."""
+    if granularity == 1:
+        return lengths
+    if len(lengths) % granularity:
+        raise DataError(
+            f"{len(lengths)} sequences are no whole units of {granularity}; a batch wants all members "
+            "of a unit, one after the other"
+        )
+    sizes: list[int] = np.asarray(lengths).reshape(-1, granularity).sum(1).tolist()
+    return sizes
+
+
+def _too_long(unit: int, size: int, max_tokens: int, granularity: int) -> DataError:
+    if granularity == 1:
+        return DataError(
+            f"sequence {unit} of {size} tokens exceeds the micro-batch budget of {max_tokens}; raise "
+            "trainer.max_tokens_per_mb or lower sampling.max_new_tokens"
+        )
+    first, last = unit * granularity, (unit + 1) * granularity - 1
+    return DataError(
+        f"sequences {first} to {last}, which stay together, have {size} tokens, above the micro-batch "
+        f"budget of {max_tokens}; raise trainer.max_tokens_per_mb or shorten these rows"
+    )
 
 
 def _even(

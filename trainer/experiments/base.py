@@ -24,6 +24,8 @@ EXPERIMENTS: Registry[Experiment] = Registry(
         "grpo": "trainer.experiments.grpo:GRPO",
         "ppo": "trainer.experiments.grpo:PPO",
         "sft": "trainer.experiments.sft:SFT_EXPERIMENT",
+        "rw": "trainer.experiments.rw:RW_EXPERIMENT",
+        "dpo": "trainer.experiments.dpo:DPO_EXPERIMENT",
     },
     entry_point_group="headway.experiments",
 )

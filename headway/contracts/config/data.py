@@ -1,4 +1,4 @@
-"""Which prompts, in which order."""
+"""Which rows, as what text, in which order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pydantic import Field
 from headway.contracts.config.base import Config
 
 
-class DataConfig(Config):
+class RowsConfig(Config):
+    """What every data set has."""
+
     path: str = Field(min_length=1)
     """JSON Lines file (or a directory of *.jsonl, read in name order), one prompt per row."""
     prompt_template: str = "{prompt}"
@@ -16,13 +18,49 @@ class DataConfig(Config):
     """Render the text as one user message with the model's chat template."""
     system_prompt: str | None = None
     """System message in front of the chat; needs `chat`."""
-    completion_template: str = "{completion}"
-    """Python format string that gives the completion to imitate (supervised training only)."""
-    max_new_tokens_key: str | None = None
-    """Field of the row with its own `max_new_tokens`; None takes `sampling.max_new_tokens`."""
     batch_size: int = Field(32, ge=1)
     """Prompts per step (B is this times the group size; rows per step in supervised training)."""
     shuffle: bool = True
     """New order in every epoch, drawn from `seed`."""
     seed: int = Field(0, ge=0)
     """Seed of the order."""
+
+
+class DataConfig(RowsConfig):
+    """Prompts, to be answered by rollouts."""
+
+    max_new_tokens_key: str | None = None
+    """Field of the row with its own `max_new_tokens`; None takes `sampling.max_new_tokens`."""
+
+
+class DemonstrationDataConfig(RowsConfig):
+    """Prompts with the completion to imitate."""
+
+    completion_template: str = "{completion}"
+    """Python format string that gives the completion."""
+
+
+class PairDataConfig(RowsConfig):
+    """Prompts with two answers, of which one is preferred."""
+
+    chosen_template: str = "{chosen}"
+    """Python format string that gives the preferred answer."""
+    rejected_template: str = "{rejected}"
+    """Python format string that gives the other one."""
+
+
+class JudgedPairDataConfig(PairDataConfig):
+    """Pairs that may say by how much."""
+
+    margin_key: str | None = None
+    """Field of the row with the margin by which the scores shall differ at least (Llama 2,
+    arXiv:2307.09288, eq. 2); None asks for none."""
+
+
+class HeldOutConfig(Config):
+    """Rows that are not trained on."""
+
+    path: str = Field(min_length=1)
+    """JSON Lines file or directory of rows that are read as those of `data` are."""
+    every_steps: int = Field(50, ge=1)
+    """Steps between evaluations; the last step has one, too."""

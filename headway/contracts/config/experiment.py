@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from headway.contracts.config.algorithm import AlgorithmConfig, PPOAlgorithmConfig
 from headway.contracts.config.base import Config
 from headway.contracts.config.critic import CriticConfig
-from headway.contracts.config.data import DataConfig
+from headway.contracts.config.data import (
+    DataConfig,
+    DemonstrationDataConfig,
+    HeldOutConfig,
+    JudgedPairDataConfig,
+    PairDataConfig,
+    RowsConfig,
+)
 from headway.contracts.config.evaluation import EvaluationConfig
 from headway.contracts.config.model import ModelConfig, TrainedModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
+from headway.contracts.config.preference import PreferenceConfig
 from headway.contracts.config.recovery import RecoveryConfig
 from headway.contracts.config.reference import ReferenceConfig
 from headway.contracts.config.rollout import RolloutConfig
@@ -20,40 +28,76 @@ from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.trainer import TrainerConfig
 from headway.contracts.config.weight_sync import WeightSyncConfig
 
+HEAD_LACKS = {"lm": "gives no value of a sequence", "value": "predicts no tokens"}
+
 
 class ExperimentConfig(Config):
     """What every experiment has."""
 
+    trained_head: ClassVar[Literal["lm", "value"]] = "lm"
+    """What kind of head the experiment trains."""
+
     run_dir: str = Field("runs/default", min_length=1)
     """Folder of metrics, checkpoints and `config.resolved.yaml`."""
     model: TrainedModelConfig
-    data: DataConfig
+    data: RowsConfig
     optimizer: OptimizerConfig = OptimizerConfig()
     trainer: TrainerConfig = TrainerConfig()
 
     @model_validator(mode="after")
     def _check_head(self) -> ExperimentConfig:
-        if self.model.head != "lm":
+        head, wanted = self.model.head, self.trained_head
+        if head != wanted:
             raise ValueError(
-                f"model.head={self.model.head} predicts no tokens, which this experiment trains; "
-                "set model.head=lm"
+                f"model.head={head} {HEAD_LACKS[head]}, which this experiment trains; "
+                f"set model.head={wanted}"
             )
         return self
 
 
-class SFTExperiment(ExperimentConfig):
+class SupervisedExperiment(ExperimentConfig):
+    """What experiments on a fixed data set have."""
+
+    output_dir: str = Field(min_length=1)
+    """Directory for the trained model and its tokenizer, in Hugging Face form."""
+    time_limit_s: float | None = Field(None, gt=0.0)
+    """Stop after this many seconds even if steps are left; None has no limit."""
+    held_out: HeldOutConfig | None = None
+    """Evaluate on rows that are not trained on; None does not."""
+    recovery: RecoveryConfig = RecoveryConfig()
+
+
+class SFTExperiment(SupervisedExperiment):
     """Supervised fine-tuning on prompt and completion."""
 
     type: Literal["sft"] = "sft"
-    output_dir: str = Field(min_length=1)
-    """Directory for the trained model and its tokenizer."""
-    time_limit_s: float | None = Field(None, gt=0.0)
-    """Stop after this many seconds even if steps are left; None has no limit."""
+    data: DemonstrationDataConfig
+
+
+class RWExperiment(SupervisedExperiment):
+    """A reward model, by the Bradley-Terry loss on chosen and rejected answers."""
+
+    trained_head: ClassVar[Literal["lm", "value"]] = "value"
+
+    type: Literal["rw"] = "rw"
+    data: JudgedPairDataConfig
+
+
+class DPOExperiment(SupervisedExperiment):
+    """Direct preference optimisation on chosen and rejected answers."""
+
+    type: Literal["dpo"] = "dpo"
+    data: PairDataConfig
+    algorithm: PreferenceConfig = PreferenceConfig()
+    reference: ModelConfig | None = None
+    """The frozen model that the policy is compared with; None takes the one that the run starts from:
+    with `model.lora` the policy's own base, otherwise a second copy."""
 
 
 class PolicyExperiment(ExperimentConfig):
     """Asynchronous policy optimisation against a rollout service."""
 
+    data: DataConfig
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headway.contracts.config.algorithm import AlgorithmConfig
 from headway.contracts.config.base import PartConfig
-from headway.contracts.config.data import DataConfig
+from headway.contracts.config.data import DataConfig, DemonstrationDataConfig
 from headway.contracts.config.experiment import GRPOExperiment, SFTExperiment
 from headway.contracts.config.gateway import ExecutorConfig, GatewayConfig, ServiceConfig
 from headway.contracts.config.launch import LaunchConfig
@@ -35,7 +35,9 @@ def warm_start(run_dir: Path, seed: int) -> SFTExperiment:
         run_dir=str(run_dir / "warm_start"),
         output_dir=str(run_dir / "base.partial"),
         model=TrainedModelConfig(path=str(run_dir / "scratch"), init_from_scratch=True, seed=seed),
-        data=DataConfig(path=str(run_dir / "data" / "sft.jsonl"), batch_size=SFT_ROWS // SFT_STEPS),
+        data=DemonstrationDataConfig(
+            path=str(run_dir / "data" / "sft.jsonl"), batch_size=SFT_ROWS // SFT_STEPS
+        ),
         optimizer=OptimizerConfig(
             lr=2e-3,
             beta2=0.98,
@@ -47,6 +49,7 @@ def warm_start(run_dir: Path, seed: int) -> SFTExperiment:
         trainer=TrainerConfig(
             total_steps=SFT_STEPS, max_tokens_per_mb=2048, num_threads=2, seed=seed
         ),
+        recovery=RecoveryConfig(every_steps=SFT_STEPS, keep=1, resume=True),
     )
 
 

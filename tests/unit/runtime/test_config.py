@@ -6,7 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.contracts.config.base import Config
-from headway.contracts.config.experiment import GRPOExperiment, SFTExperiment
+from headway.contracts.config.experiment import (
+    DPOExperiment,
+    GRPOExperiment,
+    RWExperiment,
+    SFTExperiment,
+)
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.server import FakeBackendConfig, ServerConfig
 from headway.contracts.errors import ConfigError
@@ -213,6 +218,13 @@ FULL = [
         "{pattern: 'x: #é', list: [1, null]}",
     ),
     SFTExperiment(model={"path": "m"}, data={"path": "1e3"}, output_dir="yes"),
+    RWExperiment(
+        model={"path": "m", "head": "value"},
+        data={"path": "d", "margin_key": "by"},
+        output_dir="o",
+        held_out={"path": "h"},
+    ),
+    DPOExperiment(model={"path": "m"}, data={"path": "d"}, output_dir="o", reference={"path": "r"}),
     load_config(GatewayConfig, ["--tokenizer", "t", "--ledger", ":memory:"]),
     server("--backend", "{type: fake, token_latency_s: 1e-3}"),
     server(),

@@ -54,7 +54,6 @@ def test_a_prompt_carries_its_text_row_and_a_name_of_its_own_in_every_epoch(rows
     assert first.group_size == 4
     assert first.data == {"prompt": "p2", "completion": "c2", "n": 2}
     assert first.group_id != again.group_id
-    assert data.completion_of(2) == "c2"
 
 
 def test_a_chat_prompt_is_a_system_and_a_user_message(rows_file):

@@ -88,6 +88,41 @@ def test_bins_by_hand():
     assert pack_by_tokens([], 10) == pack_by_tokens([], 10, min_bins=2) == []
 
 
+@given(lengths_and_budget, st.integers(1, 50), st.integers(1, 4))
+def test_neighbours_that_make_a_unit_stay_together_in_their_order(case, min_bins, granularity):
+    sizes, budget = case
+    # Units of the given sizes, each cut into members: one long and the others of one token.
+    units = [[max(size - granularity + 1, 1)] + [1] * (granularity - 1) for size in sizes]
+    lengths = [length for unit in units for length in unit]
+    budget = max([budget, *map(sum, units)])
+    bins = pack_by_tokens(lengths, budget, min_bins, granularity)
+    assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
+    for members in bins:
+        assert sum(lengths[index] for index in members) <= budget
+        for start in range(0, len(members), granularity):
+            first = members[start]
+            assert first % granularity == 0
+            together = list(range(first, first + granularity))
+            assert members[start : start + granularity] == together
+    alone = pack_by_tokens([sum(unit) for unit in units], budget, min_bins)
+    assert [[i // granularity for i in members[::granularity]] for members in bins] == alone
+
+
+def test_a_unit_above_the_budget_is_named_with_what_to_do():
+    assert pack_by_tokens([3, 9, 4, 6], 12, granularity=2) == [[0, 1], [2, 3]]
+    with pytest.raises(
+        DataError,
+        match=r"sequences 0 to 1, which stay together, have 12 tokens, above the micro-batch budget "
+        r"of 11; raise trainer\.max_tokens_per_mb or shorten",
+    ):
+        pack_by_tokens([3, 9, 4, 6], 11, granularity=2)
+
+
+def test_a_unit_that_is_not_whole_is_refused():
+    with pytest.raises(DataError, match="3 sequences are no whole units of 2"):
+        pack_by_tokens([1, 1, 1], 10, granularity=2)
+
+
 def test_bins_that_cannot_be_made_even_are_halved():
     assert _split([[0, 1, 2, 3, 4], [5]], 4) == [[0, 1], [5], [4, 3], [2]]
 

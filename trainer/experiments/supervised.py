@@ -1,0 +1,68 @@
+"""What experiments on a fixed data set have in common: parts are built here, the loop is
+`trainer.supervised`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.contracts.config.experiment import SupervisedExperiment
+from headway.contracts.types import FinetuneSpec
+from headway.runtime.config import write_resolved
+from headway.runtime.journal import METRICS_NAME, MetricsJournal
+from trainer.api import SaveLoadMeta, TrainEngine
+from trainer.backends.base import make_engine
+from trainer.checkpoint import Checkpoints, Parts, RunState
+from trainer.data_supervised import Encoder, SupervisedData
+from trainer.interfaces.supervised import Supervised
+from trainer.supervised import train
+from trainer.topology import Topology
+
+Read = Callable[[Any, Encoder], SupervisedData]
+"""`(a section like data, encoder) -> examples`."""
+MakeInterface = Callable[[TrainEngine, Topology], Supervised]
+
+
+def run_supervised(
+    config: SupervisedExperiment, encoder: Encoder, read: Read, make_interface: MakeInterface
+) -> None:
+    """Train, and write a Hugging Face directory to `output_dir`; with `recovery.resume`, from the
+    newest checkpoint of the run folder."""
+    topology = Topology.from_environment()
+    run_dir = Path(config.run_dir)
+    if config.trainer.num_threads is not None:
+        torch.set_num_threads(config.trainer.num_threads)
+    torch.manual_seed(config.trainer.seed)
+    data, held_out = _read(config, encoder, read)
+    engine = make_engine(config, topology, None)
+    engine.initialize(None, FinetuneSpec(1, len(data), config.data.batch_size))
+    interface = make_interface(engine, topology)
+    checkpoints = Checkpoints(run_dir, config.recovery, topology)
+    state = RunState(run_dir.name)
+    if config.recovery.resume:
+        state = checkpoints.load_newest(Parts({"model": engine})) or state
+    else:
+        checkpoints.refuse_leftovers()
+    if topology.is_main:
+        write_resolved(config, run_dir)
+    metrics = MetricsJournal(run_dir / METRICS_NAME if topology.is_main else None)
+    train(state, config, interface, data, held_out, engine, topology, checkpoints, metrics)
+    engine.save(SaveLoadMeta(config.output_dir, weight_format="hf"))
+    metrics.close()
+    engine.destroy()
+
+
+def _read(
+    config: SupervisedExperiment, encoder: Encoder, read: Read
+) -> tuple[SupervisedData, SupervisedData | None]:
+    """What is trained on, and what is not."""
+    data, held_out = read(config.data, encoder), None
+    if config.held_out is not None:
+        section = config.data.model_copy(update={"path": config.held_out.path})
+        held_out = read(section, encoder)
+        held_out.refuse_above(config.trainer.max_tokens_per_mb)
+    data.refuse_above(config.trainer.max_tokens_per_mb)
+    return data, held_out

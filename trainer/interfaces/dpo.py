@@ -1,0 +1,51 @@
+"""Direct preference optimisation: the policy itself is the reward model."""
+
+from __future__ import annotations
+
+from headway.contracts.config.preference import PreferenceConfig
+from trainer.algorithms.preference import (
+    dpo_loss,
+    ipo_loss,
+    pair_figures,
+    pair_margins,
+    sequence_gains,
+)
+from trainer.algorithms.segments import Segments
+from trainer.api import LossOutput, MicroBatchSpec, ModelOutput
+from trainer.batching.sequences import SequenceBatch
+from trainer.interfaces.rw import num_pairs
+from trainer.reference import Reference
+
+
+class DPO:
+    """The mean over pairs of the DPO or IPO loss, with a supervised term if asked for."""
+
+    granularity = 2
+
+    def __init__(self, config: PreferenceConfig, reference: Reference) -> None:
+        self._config = config
+        self._reference = reference
+
+    def prepare(self, batch: SequenceBatch, mb_spec: MicroBatchSpec) -> SequenceBatch:
+        return batch.with_columns(reference_logprobs=self._reference.logprobs(batch, mb_spec))
+
+    def loss(self, output: ModelOutput, batch: SequenceBatch) -> LossOutput:
+        config, mask = self._config, batch["loss_mask"]
+        logprobs = output.logprobs(batch["labels"], mask=batch["loss_mask"])
+        sequences = Segments.of_lengths(batch.lengths, mask.device)
+        gains = sequence_gains(logprobs, batch["reference_logprobs"], mask, sequences)
+        margins = pair_margins(gains)
+        if config.loss == "dpo":
+            loss = dpo_loss(margins, config.beta, config.label_smoothing)
+        else:
+            loss = ipo_loss(margins, config.beta)
+        figures = pair_figures(config.beta * gains)
+        if config.sft_coef > 0:
+            # Per answer, not per token: the mean over pairs stays that of any split.
+            sft_loss = -sequences.means(logprobs, mask)[0::2].mean()
+            loss = loss + config.sft_coef * sft_loss
+            figures["sft_loss"] = sft_loss.detach()
+        return LossOutput(loss, figures)
+
+    def weight(self, batch: SequenceBatch) -> float:
+        return num_pairs(batch)

@@ -1,0 +1,72 @@
+"""The loop of experiments on a fixed data set, on one screen: take rows, train, evaluate, save."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from headway.contracts.config.experiment import SupervisedExperiment
+from headway.runtime.journal import MetricsJournal
+from trainer.api import LossOutput, MicroBatchSpec, ModelOutput, TrainEngine
+from trainer.batching.sequences import SequenceBatch
+from trainer.checkpoint import Checkpoints, Parts, RunState
+from trainer.data_supervised import SupervisedData
+from trainer.interfaces.supervised import Supervised
+from trainer.topology import Topology
+
+
+def train(
+    state: RunState,
+    config: SupervisedExperiment,
+    interface: Supervised,
+    data: SupervisedData,
+    held_out: SupervisedData | None,
+    engine: TrainEngine,
+    topology: Topology,
+    checkpoints: Checkpoints,
+    metrics: MetricsJournal,
+) -> RunState:
+    """Train from `state` until all steps are done or the time is over; every rank runs it."""
+    began, is_over = time.monotonic(), False
+    total_steps, size = config.trainer.total_steps, config.data.batch_size
+    mb_spec = MicroBatchSpec(config.trainer.max_tokens_per_mb, interface.granularity)
+    judged = None
+    if held_out is not None:
+        judged = interface.prepare(held_out.everything(topology), mb_spec)
+    while state.step < total_steps and not is_over:
+        started = time.monotonic()
+        batch = interface.prepare(data.batch(state.cursor, size, topology), mb_spec)
+        stats = {"step": state.step, "time": time.time()}
+        stats |= engine.train_batch(batch, mb_spec, interface.loss, interface.weight)
+        engine.step_lr_scheduler()
+        state = state.after_step(size, state.cursor + size)
+        stats["tokens"] = topology.sum([batch.num_tokens])[0]
+        stats["train_s"] = time.monotonic() - started
+        limit_s = config.time_limit_s
+        is_over = limit_s is not None and bool(topology.max(time.monotonic() - began > limit_s))
+        is_last = is_over or state.step == total_steps
+        every_steps = config.held_out.every_steps if config.held_out else 0
+        if judged is not None and (is_last or state.step % every_steps == 0):
+            stats |= evaluate(engine, judged, mb_spec, interface)
+        metrics.write(stats)
+        if is_last or checkpoints.is_due(state.step, total_steps):
+            checkpoints.save(Parts({"model": engine}), state)
+    checkpoints.finish()
+    return state
+
+
+def evaluate(
+    engine: TrainEngine, batch: SequenceBatch, mb_spec: MicroBatchSpec, interface: Supervised
+) -> dict[str, float]:
+    """The loss and figures of rows that are not trained on, with `eval_` in front of their names."""
+    names: list[str] = []
+
+    def figures(output: ModelOutput, micro_batch: SequenceBatch) -> LossOutput:
+        result = interface.loss(output, micro_batch)
+        names[:] = ["eval_loss", *(f"eval_{name}" for name in result.stats)]
+        return LossOutput(torch.stack([result.loss, *result.stats.values()]))
+
+    means = engine.eval_batch(batch, mb_spec, figures, interface.weight)
+    assert means is not None
+    return dict(zip(names, means.tolist(), strict=True))
