@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from headway.contracts.config.server import ServerConfig, UpdatePolicy
-from headway.contracts.errors import Conflict, ServiceError, StaleVersion
+from headway.contracts.errors import Conflict, ServiceError, StaleVersion, VersionMoved
 from headway.contracts.http.servers import ServerReport, ServerState, ServerStatus
 from headway.contracts.http.weights import (
     Seat,
@@ -71,6 +71,9 @@ class LocalGenerator:
         """The one that serves: a lone server has no other to go back from."""
         return self.version
 
+    def has(self, version: PolicyVersion) -> bool:
+        return version == self.version
+
     @property
     def updates_in_flight(self) -> int:
         return self.gate.updates_in_flight
@@ -110,8 +113,10 @@ class LocalGenerator:
         Raises:
             QueueFull, Conflict, Draining, RequestTimeout: by `Admission.admit`.
             RequestTooLong, DataError, BackendError: by the backend.
+            VersionMoved: another version serves than the one that was asked for.
         """
         try:
+            self._check_version(req)
             with self.metrics.counted(req) as answered:
                 async with self.admission.admit(req.rid):
                     response = await self.backend.generate(req, on_delta)
@@ -120,6 +125,12 @@ class LocalGenerator:
             note_request(rid=req.rid, code=error.code, reason=error.message)
             raise
         return response
+
+    def _check_version(self, req: LLMRequest) -> None:
+        if req.version not in (None, self.version):
+            raise VersionMoved(
+                f"version {self.version} serves here, request {req.rid!r} wants {req.version}"
+            )
 
     async def update_weights(
         self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None

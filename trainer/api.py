@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -33,6 +34,8 @@ class SaveLoadMeta:
     """`hf`: a Hugging Face directory, weights only; `dcp`: sharded, loads on another number of ranks."""
     with_optim: bool = True
     """Also optimizer and schedule (`dcp` only)."""
+    asynchronous: bool = False
+    """Save what there is now, and return once it is copied (`dcp` only); one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +172,8 @@ class TrainEngine(Protocol):
     def step_lr_scheduler(self) -> None:
         """Advance the learning rate, once per version."""
 
-    def save(self, meta: SaveLoadMeta) -> None:
-        """Store the model."""
+    def save(self, meta: SaveLoadMeta) -> Future[None]:
+        """Store the model; the future is done once all ranks' parts are stored durably."""
 
     def load(self, meta: SaveLoadMeta) -> None:
         """Restore what `save` stored."""

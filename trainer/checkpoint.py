@@ -2,7 +2,8 @@
 
     checkpoints/step-00000020/state.json  rng.pt  model/  critic/  reference/
 
-Written into a staging directory that one rename makes visible; a crash leaves the one before.
+Written into a staging directory that one rename makes visible once all of it is durable; a crash leaves
+the one before. While one is written, training goes on (`recovery.asynchronous`).
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from headway.contracts.config.recovery import RecoveryConfig
 from headway.contracts.errors import ConfigError, StateError
@@ -27,6 +30,7 @@ from trainer.topology import Topology
 
 _NAME = re.compile(r"step-(\d{8,})")
 _STAGING = ".staging"
+_DOOMED = ".doomed"
 _DAMAGE = (
     OSError,
     EOFError,
@@ -102,6 +106,10 @@ class Checkpoints:
         self._root = run_dir / "checkpoints"
         self._config = config
         self._topology = topology
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._under_way: Future[None] | None = None
+        self.safe_step = -1
+        """Last step whose consumption a durable checkpoint holds; moved by the first rank alone."""
 
     def refuse_leftovers(self) -> None:
         """Raise if a former run left checkpoints here: a resume could not tell them from new ones.
@@ -121,33 +129,81 @@ class Checkpoints:
         return step % self._config.every_steps == 0 or step == total_steps
 
     def save(self, parts: Parts, state: RunState) -> None:
-        """Store everything; collective."""
-        staging = self._root / _STAGING
+        """Store everything, or begin to; collective.
+
+        Raises:
+            StateError: this checkpoint could not be written, or the one before.
+        """
+        self.finish()
+        staging, is_asynchronous = self._root / _STAGING, self._config.asynchronous
         if self._topology.is_main:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
         self._topology.barrier()
-        for name, engine, with_optim in parts.folders:
-            engine.save(SaveLoadMeta(str(staging / name), with_optim=with_optim))
-        if self._topology.is_main:
-            torch.save(torch.get_rng_state(), staging / "rng.pt")
-            numbers = {name: part.state_dict() for name, part in parts.numbers.items()}
-            content = asdict(state) | {"numbers": numbers}
-            _write_durably(staging / "state.json", json.dumps(content))
-            final = self._root / f"step-{state.step:08d}"
-            shutil.rmtree(final, ignore_errors=True)
-            staging.rename(final)
-            for old in self._steps()[: -self._config.keep]:
-                shutil.rmtree(self._folder(old), ignore_errors=True)
-        self._topology.barrier()
+        written = [
+            engine.save(SaveLoadMeta(str(staging / name), "dcp", with_optim, is_asynchronous))
+            for name, engine, with_optim in parts.folders
+        ]
+        numbers = {name: part.state_dict() for name, part in parts.numbers.items()}
+        content = json.dumps(asdict(state) | {"numbers": numbers})
+        rng = torch.get_rng_state()
+        self._under_way = self._thread.submit(self._complete, written, state.step, content, rng)
+        if not is_asynchronous:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until what is under way is durable; collective, and before the engines are destroyed.
+
+        Raises:
+            StateError: it could not be written; the checkpoint before is as it was. On every rank.
+        """
+        failure = None if self._under_way is None else self._under_way.exception()
+        self._under_way = None
+        if not self._topology.max(int(failure is not None)):
+            return
+        if isinstance(failure, StateError):
+            raise failure
+        what = failure or "another rank failed, see its log"
+        raise StateError(
+            f"a checkpoint in {self._root} could not be written: {what}; mend the cause and resume"
+        ) from failure
+
+    def _complete(self, written: list[Future[None]], step: int, content: str, rng: Tensor) -> None:
+        """Make a checkpoint visible once all of it is durable; then old ones may go."""
+        wait(written)
+        for part in written:
+            part.result()
+        if not self._topology.is_main:
+            return
+        staging = self._root / _STAGING
+        torch.save(rng, staging / "rng.pt")
+        (staging / "state.json").write_text(content)
+        for path in (*staging.rglob("*"), staging):
+            _make_durable(path)
+        final = self._folder(step)
+        self._delete(final)
+        staging.rename(final)
+        _make_durable(self._root)
+        self.safe_step = step - 1
+        for old in self._steps()[: -self._config.keep]:
+            self._delete(self._folder(old))
+
+    def _delete(self, folder: Path) -> None:
+        """By a rename first: a crash leaves no half of a checkpoint under its name."""
+        doomed = self._root / _DOOMED
+        shutil.rmtree(doomed, ignore_errors=True)
+        if folder.exists():
+            folder.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
     def load_newest(self, parts: Parts) -> RunState | None:
         """Restore the newest checkpoint, if there is one; collective.
 
         Raises:
-            StateError: it is damaged.
+            StateError: it is damaged, or one that was under way could not be written.
             ConfigError: it is of an experiment with other models, or of other settings.
         """
+        self.finish()
         steps = self._steps()
         if not steps:
             return None
@@ -167,6 +223,7 @@ class Checkpoints:
         for name, part in parts.numbers.items():
             part.load_state_dict(numbers[name])
         torch.set_rng_state(rng)
+        self.safe_step = state.step - 1
         return state
 
     def _steps(self) -> list[int]:
@@ -190,8 +247,10 @@ def _refuse_others(folder: Path, parts: Parts, numbers: Mapping[str, Any]) -> No
         )
 
 
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def _make_durable(path: Path) -> None:
+    """A file's bytes, or a directory's names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

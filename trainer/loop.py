@@ -10,6 +10,7 @@ import time
 
 from headway.runtime.journal import MetricsJournal
 from trainer.checkpoint import Checkpoints, RunState
+from trainer.evaluation.evaluations import Evaluations
 from trainer.feed import Feed
 from trainer.models import PolicyModels
 from trainer.publication import Publication
@@ -24,9 +25,9 @@ def train(
     publication: Publication,
     checkpoints: Checkpoints,
     metrics: MetricsJournal,
+    evaluations: Evaluations,
 ) -> RunState:
     """Train from `state` until `total_steps` steps are done; every rank runs it."""
-    safe_step = state.step - 1  # the last step whose consumption a checkpoint holds
     while state.step < total_steps:
         started = time.monotonic()
         feed.top_up(state.step)
@@ -39,14 +40,15 @@ def train(
         publication.begin(state.version + 1)
         # The ledger hears of the consumption before the checkpoint holds it: after a crash in
         # between, the batch is given back, and is trained on once.
-        feed.consumed(batch, state.step, safe_step)
+        feed.consumed(batch, state.step, checkpoints.safe_step)
         state = state.after_step(len(batch.trajectories), feed.cursor)
         if checkpoints.is_due(state.step, total_steps):
             checkpoints.save(models.parts, state)
-            safe_step = state.step - 1
         publication.finish()
+        stats |= evaluations.after_step(state, total_steps)
         stats["wait_s"] = received - started
         stats["train_s"] = trained - received
         stats["publish_s"] = time.monotonic() - trained
         metrics.write(stats)
+    checkpoints.finish()
     return state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 
 from headway.contracts.engines import InferenceEngine
@@ -24,7 +25,12 @@ class Publication:
         engine: TrainEngine,
         publisher: WeightPublisher | None,
         rollouts: InferenceEngine | None,
+        pinned: Callable[[], Collection[PolicyVersion]] = tuple,
     ) -> None:
+        """Args:
+        pinned: versions that are needed still, however old.
+        """
+        self._pinned = pinned
         self._engine = engine
         self._publisher = publisher
         self._rollouts = rollouts
@@ -60,7 +66,7 @@ class Publication:
             SyncError: too few servers took it; the old version goes on serving.
         """
         if self._commit is not None and self._publisher is not None:
-            self._publisher.collect(self._commit.result())
+            self._publisher.collect(self._commit.result(), self._pinned())
             self._commit = None
 
     def _stop_uploading(self, version: PolicyVersion, commit: Future[PolicyVersion]) -> None:

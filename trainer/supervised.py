@@ -52,6 +52,7 @@ def train(
         metrics.write(stats)
         if is_last or checkpoints.is_due(state.step, total_steps):
             checkpoints.save(Parts({"model": engine}), state)
+    checkpoints.finish()
     return state
 
 

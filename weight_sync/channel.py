@@ -14,7 +14,7 @@ A `WeightChannel` is one transport with both ends. The scheme of a version's pat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -87,8 +87,10 @@ class WeightPublisher(Protocol):
     def latest(self) -> PolicyVersion | None:
         """The newest published version."""
 
-    def collect(self, committed: PolicyVersion) -> list[PolicyVersion]:
-        """Delete old versions, never `committed` or newer; returns what was deleted."""
+    def collect(
+        self, committed: PolicyVersion, pinned: Collection[PolicyVersion] = ()
+    ) -> list[PolicyVersion]:
+        """Delete old versions, never `committed`, newer or pinned ones; returns what was deleted."""
 
     def close(self) -> None:
         """End what runs in the background."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -53,7 +54,7 @@ def read_model(config: ModelConfig, kind: Any, **settings: Any) -> tuple[Any, se
             return kind.from_config(found, **options), set()
         options |= {"local_files_only": True, "output_loading_info": True}
         model, report = kind.from_pretrained(folder, **options, **settings)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         what = kind.__name__.removeprefix("AutoModelFor")
         raise ConfigError(f"cannot load a model for {what} from {folder}: {error}") from error
     return model, set(report["missing_keys"])

@@ -102,6 +102,9 @@ class Generator(Protocol):
     def head(self) -> PolicyVersion:
         """The newest published version; after a rollback, `version` is older."""
 
+    def has(self, version: PolicyVersion) -> bool:
+        """Whether requests for exactly this version can be sampled: it serves, or is reserved."""
+
     @property
     def updates_in_flight(self) -> int:
         """Committed updates during which at least one sequence was being generated."""

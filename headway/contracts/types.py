@@ -87,6 +87,11 @@ class VersionBounds(Config):
     pin: bool = False
     """One version for all tokens of the group: a rollout that meets a swap is played anew."""
 
+    @property
+    def exact(self) -> PolicyVersion | None:
+        """The one version that they allow, if it is one."""
+        return self.min_version if self.min_version == self.max_version else None
+
     @model_validator(mode="after")
     def _check(self) -> VersionBounds:
         if (
@@ -136,6 +141,9 @@ class LLMRequest(Config):
     logprob_start: int | None = Field(None, ge=0)
     """Report the logprobs of the prompt's tokens from this position on, of the unscaled
     distribution; None reports none."""
+    version: PolicyVersion | None = Field(None, ge=0)
+    """The version that has to serve when the request comes; a server with another one refuses it. None
+    takes any."""
     metadata: dict[str, str] = {}
     """For logs and routing (for example `group_id`); it never changes what is sampled."""
 

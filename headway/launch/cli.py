@@ -16,6 +16,7 @@ COMMANDS = {
     "gateway": ("headway.rollout.gateway", "one gateway"),
     "serve": ("inference_server.main", "one generation server (python -m inference_server)"),
     "train": ("trainer.main", "one trainer rank (python -m trainer)"),
+    "slurm": ("headway.launch.slurm", "a batch script for a trainer's ranks on Slurm"),
     "config": ("headway.launch.show_config", "every setting of a process or experiment"),
     "status": ("headway.launch.status", "what a gateway is doing"),
     "ledger": ("headway.rollout.ledger.commands.main", "look into a ledger, requeue, export"),

@@ -24,7 +24,13 @@ CONNECT_TIMEOUT_S = 5.0
 WATCH_S = 2.0
 USAGE = "usage: headway status URL [--watch] [--json] [--token-env VARIABLE]"
 FLAGS = ("--watch", "--json")
-STYLES = {"ready": "green", "joining": "yellow", "draining": "yellow", "lost": "red"}
+STYLES = {
+    "ready": "green",
+    "reserved": "cyan",
+    "joining": "yellow",
+    "draining": "yellow",
+    "lost": "red",
+}
 """By a server's state; others, which need a look, are red."""
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -91,7 +91,10 @@ class Executor:
         """Leases whose outcome the ledger is being told: it may have ended them already."""
         self._loops: list[asyncio.Task[None]] = []
         self._claim_lock = asyncio.Lock()
-        self._outcomes: deque[str | None] = deque(maxlen=config.error_window)
+        self._outcomes: dict[bool, deque[str | None]] = {
+            is_attached: deque(maxlen=config.error_window) for is_attached in (True, False)
+        }
+        """Of the attached consumer and of all others: none of them spends the other's budget."""
         self._changed = changed
 
     def start(self) -> None:
@@ -124,26 +127,33 @@ class Executor:
 
     @property
     def last_failures(self) -> list[str]:
-        """Reasons of the failures within the window, oldest first."""
-        return [reason for reason in self._outcomes if reason is not None]
+        """Reasons of the failures within the window, those of the attached consumer last."""
+        return [*_failures(self._outcomes[False]), *_failures(self._outcomes[True])]
 
-    def check_budget(self) -> None:
+    def check_budget(self, consumer: str) -> None:
         """Raise once more rollouts failed within the window than the budget tolerates.
+
+        Those of the attached consumer have a budget of their own, and all others share one.
 
         Raises:
             ErrorBudgetExceeded: with the last reasons.
         """
-        failures = self.last_failures
+        outcomes = self._outcomes_with(consumer)
+        failures = _failures(outcomes)
         if len(failures) > self._config.error_budget:
             raise ErrorBudgetExceeded(
-                f"{len(failures)} of the last {len(self._outcomes)} rollouts failed, "
+                f"{len(failures)} of the last {len(outcomes)} rollouts failed, "
                 f"executor.error_budget={self._config.error_budget}; latest: {failures[-1]}"
             )
 
     def forgive(self) -> None:
         """A consumer starts with a full budget."""
-        self._outcomes.clear()
+        for outcomes in self._outcomes.values():
+            outcomes.clear()
         self._changed.notify()
+
+    def _outcomes_with(self, consumer: str) -> deque[str | None]:
+        return self._outcomes[consumer == self._admit(0).consumer]
 
     @asynccontextmanager
     async def unbound(self, consumer: str) -> AsyncIterator[None]:
@@ -262,7 +272,7 @@ class Executor:
         else:
             reason, mean = played.dropped_because, played.group.mean_reward
             await self._report(self._ledger.drop_filtered, lease, reason, mean)
-        self._outcomes.append(None)
+        self._outcomes_with(lease.request.consumer).append(None)
         return played.dropped_because is None
 
     async def _retry_or_fail(self, lease: Lease, error: ServiceError) -> None:
@@ -278,7 +288,7 @@ class Executor:
     async def _fail(self, lease: Lease, reason: str) -> None:
         extra = {"rollout_id": lease.rollout_id, "reason": reason}
         log.warning("rollout failed", extra=extra)
-        self._outcomes.append(reason)
+        self._outcomes_with(lease.request.consumer).append(reason)
         await self._report(self._ledger.fail, lease, reason)
 
     async def _report(
@@ -293,6 +303,10 @@ class Executor:
                 extra = {"rollout_id": lease.rollout_id, "reason": str(error)}
                 log.warning("the ledger does not answer", extra=extra)
                 await asyncio.sleep(OUTAGE_PAUSE_S)
+
+
+def _failures(outcomes: Iterable[str | None]) -> list[str]:
+    return [reason for reason in outcomes if reason is not None]
 
 
 def _is_among(keys: set[str], lease: Lease) -> bool:

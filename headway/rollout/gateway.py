@@ -23,7 +23,14 @@ from headway.contracts.http.servers import (
     ServerReportResponse,
     ServerStatus,
 )
-from headway.contracts.http.weights import WeightPinRequest, WeightRollbackRequest, WeightStatus
+from headway.contracts.http.weights import (
+    ReservationEndRequest,
+    ReservationStatus,
+    WeightPinRequest,
+    WeightReservation,
+    WeightRollbackRequest,
+    WeightStatus,
+)
 from headway.rollout.app import create_app
 from headway.rollout.dashboard.history import INTERVAL_S, History
 from headway.rollout.dashboard.routes import dashboard_routes
@@ -94,6 +101,16 @@ async def pin(body: WeightPinRequest, request: Request) -> WeightStatus:
 @fleet_routes.post(paths.WEIGHTS_ROLLBACK)
 async def rollback(body: WeightRollbackRequest, request: Request) -> WeightStatus:
     return await _fleet(request).rollback(body.version)
+
+
+@fleet_routes.post(paths.WEIGHTS_RESERVATION)
+async def reserve(body: WeightReservation, request: Request) -> ReservationStatus:
+    return await _fleet(request).reserve(body)
+
+
+@fleet_routes.delete(paths.WEIGHTS_RESERVATION, status_code=204)
+async def end_reservation(body: ReservationEndRequest, request: Request) -> None:
+    await _fleet(request).end_reservation(body.name)
 
 
 def _fleet(request: Request) -> Fleet:

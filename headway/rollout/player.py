@@ -101,9 +101,11 @@ class Player:
     async def _until(self, bounds: VersionBounds) -> None:
         changed = self._changed.event()
         while bounds.min_version is not None and self._generator.version < bounds.min_version:
+            if self._generator.has(bounds.min_version):
+                break  # some servers are newer than the others
             await changed.wait()
             changed = self._changed.event()
-        _check_version(self._generator.version, bounds)
+        _check_generator(self._generator, bounds)
 
     def _need_tokenizer(self) -> TextTokenizer:
         if self._tokenizer is None:
@@ -133,11 +135,19 @@ async def _generate_within(
     req: LLMRequest,
 ) -> LLMResponse:
     """Sample, and refuse tokens of versions beyond the bounds."""
-    _check_version(generator.version, bounds)
-    response = await generate(req)
+    _check_generator(generator, bounds)
+    response = await generate(req.model_copy(update={"version": bounds.exact}))
     for version, _, _ in response.version_runs:
+        if bounds.exact is not None and version != bounds.exact:
+            raise VersionMoved(f"a server sampled with version {version}, not {bounds.exact}")
         _check_version(version, bounds)
     return response
+
+
+def _check_generator(generator: Generator, bounds: VersionBounds) -> None:
+    """One that is asked for by its number may be kept by some servers while another one serves."""
+    if bounds.exact is None or not generator.has(bounds.exact):
+        _check_version(generator.version, bounds)
 
 
 def _check_version(version: PolicyVersion, bounds: VersionBounds) -> None:

@@ -170,7 +170,7 @@ class RolloutService:
         deadline = time.monotonic() + request.timeout_s
         count = request.count if request.rollout_ids is None else len(request.rollout_ids)
         while True:
-            self._executor.check_budget()
+            self._executor.check_budget(request.consumer)
             others, kept = self._num_other_changes, self._executor.num_kept
             payloads, num_ready = await self._deliver(request)
             left = deadline - time.monotonic()
@@ -194,7 +194,9 @@ class RolloutService:
         await self._check_term(request.term)
         if request.rollout_ids is not None:
             found = await self.ledger.deliver_exactly(
-                request.delivery_id, request.rollout_ids, self.version
+                request.delivery_id,
+                request.rollout_ids,
+                self.version if request.version is None else request.version,
             )
             return found.payloads, found.num_ready
         is_bounded = request.consumer == self._consumers.name

@@ -45,8 +45,11 @@ from headway.contracts.http.rollouts import (
 from headway.contracts.http.servers import DrainRequest, ScaleResponse
 from headway.contracts.http.status import StatusResponse
 from headway.contracts.http.weights import (
+    ReservationEndRequest,
+    ReservationStatus,
     WeightCancelRequest,
     WeightPinRequest,
+    WeightReservation,
     WeightRollbackRequest,
     WeightStatus,
     WeightUpdateRequest,
@@ -205,6 +208,49 @@ class RemoteInferenceEngine:
         request = WeightRollbackRequest(version=version)
         answer = self._call("POST", paths.WEIGHTS_ROLLBACK, request)
         return WeightStatus.model_validate_json(answer.content)
+
+    def reserve(self, wanted: WeightReservation) -> ReservationStatus:
+        """Let some servers of a gateway stay at a version; to be repeated every few seconds.
+
+        Raises:
+            NotFound: it is not kept, or this is one server alone.
+            Conflict: another name has a reservation.
+        """
+        answer = self._call("POST", paths.WEIGHTS_RESERVATION, wanted)
+        return ReservationStatus.model_validate_json(answer.content)
+
+    def end_reservation(self, name: str) -> None:
+        """Let its servers go on with the newest version."""
+        self._call("DELETE", paths.WEIGHTS_RESERVATION, ReservationEndRequest(name=name))
+
+    def take(
+        self,
+        delivery_id: str,
+        rollout_ids: Sequence[str],
+        timeout: float,
+        version: PolicyVersion | None = None,
+    ) -> TrajectoryBatch | None:
+        """Exactly these groups, or None while some are still in play after `timeout` seconds.
+
+        Args:
+            delivery_id: the same one is answered with the same groups, also after a crash.
+            rollout_ids: of whichever consumer.
+            timeout: at most 60.
+            version: that their staleness counts from; None is the newest.
+        Raises:
+            Fruitless: some of them ended without a result.
+        """
+        request = WaitRequest(
+            delivery_id=delivery_id,
+            count=len(rollout_ids),
+            timeout_s=timeout,
+            rollout_ids=tuple(rollout_ids),
+            version=version,
+        )
+        answer = self._call("POST", paths.ROLLOUTS_WAIT, request)
+        if answer.status_code != 200:
+            return None
+        return TrajectoryBatch(decode_groups(answer.content))
 
     def cancel(self, rollout_ids: Sequence[str], reason: str = "cancelled by its submitter") -> int:
         """End rollouts that are not consumed yet; returns the groups that this call ended."""

@@ -29,13 +29,7 @@ def run_ranks(
         scratch: a directory of this run alone.
         function: of a module, as are what it takes and returns.
     """
-    scratch.mkdir(parents=True, exist_ok=True)
-    processes = [
-        _CONTEXT.Process(target=_rank, args=(rank, world_size, scratch, function, args))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
+    processes = start_ranks(world_size, scratch, function, *args)
     deadline = time.monotonic() + PATIENCE_S
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
@@ -45,6 +39,20 @@ def run_ranks(
         process.join()
     assert codes == [0] * world_size, f"exit codes {codes}; see the output of the ranks"
     return [torch.load(scratch / str(rank), weights_only=False) for rank in range(world_size)]
+
+
+def start_ranks(
+    world_size: int, scratch: Path, function: Callable[..., Any], *args: Any
+) -> list[Any]:
+    """The same, still running."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    processes = [
+        _CONTEXT.Process(target=_rank, args=(rank, world_size, scratch, function, args))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    return processes
 
 
 def _rank(

@@ -93,6 +93,25 @@ def test_adapters_train_as_in_a_plain_loop_with_peft(llama_dir):
     assert_close(merged(engine), expected, atol=1e-6)
 
 
+def test_without_adapters_a_model_is_its_base_and_trains_on_as_before(llama_dir):
+    plain = open_engine(llama_dir)
+    assert_passes(plain, logprobs(plain))
+    asked, never_asked = open_lora(llama_dir), open_lora(llama_dir)
+    for step in range(STEPS):
+        assert_passes(asked, logprobs(plain))
+        train(asked, [step])
+        train(never_asked, [step])
+    assert_passes(asked, logprobs(plain))
+    assert not torch.allclose(logprobs(asked), logprobs(plain))
+    assert_close(parameters_of(asked), parameters_of(never_asked), atol=0.0)
+
+
+def assert_passes(engine, expected):
+    """What it says without adapters, bit by bit."""
+    with engine.without_adapters():
+        assert torch.equal(logprobs(engine), expected)
+
+
 def test_only_adapters_and_a_scalar_head_move(llama_dir):
     engine = open_lora(llama_dir, head="value")
     before = parameters_of(engine)
@@ -244,11 +263,17 @@ def drawn(topology: Topology, folder: Path) -> torch.Tensor:
 
 def train_rank(topology: Topology, folder: Path):
     engine = open_lora(folder, topology=topology)
+    base = logprobs(engine)  # B is 0: adapters change nothing yet
 
     def share(batch):
         return batch.select(partition_by_tokens(batch.lengths, topology.world_size)[topology.rank])
 
-    figures = train(engine, range(STEPS), share)
+    figures = []
+    for step in range(STEPS):
+        with engine.without_adapters():  # also before the first step
+            assert torch.equal(logprobs(engine), base)
+        figures += train(engine, [step], share)
+    assert not torch.allclose(logprobs(engine), base)
     return figures, merged(engine), drawn(topology, folder)
 
 

@@ -82,7 +82,9 @@ def run_rank(topology: Topology, kind: str, folder: Path, teacher: Path, saved: 
     figures = train(models, range(STEPS))
     parameters = all_parameters(models)
     numbers = {name: part.state_dict() for name, part in models.parts.numbers.items()}
-    Checkpoints(saved, RecoveryConfig(), topology).save(models.parts, RunState("run", step=STEPS))
+    checkpoints = Checkpoints(saved, RecoveryConfig(), topology)
+    checkpoints.save(models.parts, RunState("run", step=STEPS))
+    checkpoints.finish()
     models.destroy()  # several engines, one process group
     assert not dist.is_initialized()
     return figures, parameters, numbers

@@ -26,8 +26,8 @@ from trainer.topology import Topology
 TOPOLOGY = Topology(0, 1, torch.device("cpu"))
 
 
-def checkpoints_in(folder: Path, keep: int = 2) -> Checkpoints:
-    return Checkpoints(folder, RecoveryConfig(keep=keep), TOPOLOGY)
+def checkpoints_in(folder: Path, keep: int = 2, asynchronous: bool = False) -> Checkpoints:
+    return Checkpoints(folder, RecoveryConfig(keep=keep, asynchronous=asynchronous), TOPOLOGY)
 
 
 def parts_of(engine) -> Parts:
@@ -40,7 +40,8 @@ def train(engine, steps):
         engine.step_lr_scheduler()
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(llama_dir, tmp_path):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(llama_dir, tmp_path, asynchronous):
     uninterrupted = open_engine(llama_dir)
     train(uninterrupted, range(5))
 
@@ -48,9 +49,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(llama_dir, tmp_pa
     first = open_engine(llama_dir)
     train(first, range(3))
     torch.manual_seed(123)
-    checkpoints_in(tmp_path).save(parts_of(first), state)
+    checkpoints = checkpoints_in(tmp_path, asynchronous=asynchronous)
+    checkpoints.save(parts_of(first), state)
     drawn = torch.rand(3)
     train(first, range(3, 5))  # saving did not disturb the run that saved
+    checkpoints.finish()
 
     resumed = open_engine(llama_dir)
     assert checkpoints_in(tmp_path).load_newest(parts_of(resumed)) == state

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from headway.contracts.config.scheduling import SchedulingConfig
 from tests.numeric.engines import (
     OPTIMIZER,
     TRAINER,
@@ -116,3 +117,11 @@ def test_a_rank_asks_a_launcher_for_its_threads_and_leaves_the_rest_to_it(llama_
     wanted = open_engine(llama_dir, trainer=trainer).get_scheduling_config()
     assert wanted == Scheduling(cpu=3, gpu=0)
     assert (wanted.partition, wanted.time_limit, wanted.env_vars) == (None, None, {})
+
+
+def test_a_rank_asks_a_launcher_for_what_the_configuration_names(llama_dir):
+    asked = {"cpu": 2, "gpu": 1, "mem": 4096, "partition": "long", "time_limit": "1-00:00:00"}
+    scheduling = SchedulingConfig(**asked, env_vars={"A": "b"}, nodes=2)
+    trainer = TRAINER.model_copy(update={"scheduling": scheduling})
+    wanted = open_engine(llama_dir, trainer=trainer).get_scheduling_config()
+    assert wanted == Scheduling(**asked, env_vars={"A": "b"})

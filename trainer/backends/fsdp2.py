@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +34,20 @@ from trainer.api import (
     TrainEngine,
 )
 from trainer.backends.export import whole_directory, write_model
-from trainer.backends.loading import SCORE, load_trained_model
-from trainer.backends.lora import ADAPTER_FOLDER, Lora, add_lora
+from trainer.backends.loading import (
+    SCORE,
+    Weights,
+    build_without_parameters,
+    fill,
+    find_trained_weights,
+    load_trained_model,
+)
+from trainer.backends.lora import ADAPTER_FOLDER, Lora, add_lora, base_name
 from trainer.backends.packed_model import PackedModel
 from trainer.backends.schedule import lr_factor
 from trainer.backends.sharding import Sharding
 from trainer.backends.state import TrainState
+from trainer.backends.state_writer import StateWriter, completed
 from trainer.backends.upload import Upload, whole
 from trainer.batching.packing import pack_by_tokens
 from trainer.batching.sequences import SequenceBatch
@@ -65,18 +75,14 @@ class FSDP2Engine:
         self._publisher = publisher
 
     def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None) -> None:
-        """Load the model on every rank and shard it; the group comes from torchrun, not from `addr`.
+        """Load the model, each rank its shard; the group comes from torchrun, not from `addr`.
 
         Raises:
             ConfigError: no such model, or one that these ranks cannot hold as configured.
         """
         self._sharding = Sharding(self._trainer_config, self._topology)
         self._topology.join(alone=self._sharding.is_used)
-        model = load_trained_model(self._model_config)
-        self._lora = self._add_lora(model)
-        kept = self._trainer_config.kept_logits_bytes
-        self._model = PackedModel(model, self._model_config, kept)
-        self._sharding.place(self._model)
+        self._load()
         config = self._optimizer_config
         self._optimizer = torch.optim.AdamW(
             [p for p in self._model.parameters() if p.requires_grad],
@@ -88,13 +94,18 @@ class FSDP2Engine:
         )
         factor = lr_factor(config, self._trainer_config.total_steps)
         self._scheduler = LambdaLR(self._optimizer, factor)
+        model = self._model.model
         self._upload = Upload(model, self._lora, self._sharding, self._topology, self._publisher)
         self._upload.publish_base()
+        self._writer = StateWriter(self._topology)
 
     def get_scheduling_config(self) -> Scheduling:
+        wanted = self._trainer_config.scheduling
+        is_cuda = self._topology.device.type == "cuda"
         return Scheduling(
-            cpu=self._trainer_config.num_threads or 1,
-            gpu=int(self._topology.device.type == "cuda"),
+            cpu=wanted.cpu or self._trainer_config.num_threads or 1,
+            gpu=int(is_cuda) if wanted.gpu is None else wanted.gpu,
+            **wanted.model_dump(exclude={"cpu", "gpu", "nodes", "ranks_per_node"}),
         )
 
     def train_batch(
@@ -182,12 +193,13 @@ class FSDP2Engine:
     def step_lr_scheduler(self) -> None:
         self._scheduler.step()
 
-    def save(self, meta: SaveLoadMeta) -> None:
-        if meta.weight_format == "hf":
-            self._save_hf(Path(meta.path))
-        else:
-            self._state().save(meta.path, meta.with_optim)
+    def save(self, meta: SaveLoadMeta) -> Future[None]:
+        if meta.weight_format == "dcp":
+            state = self._state().tree(meta.with_optim)
+            return self._writer.write(state, meta.path, meta.asynchronous)
+        self._save_hf(Path(meta.path))
         self._topology.barrier()
+        return completed()
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "hf":
@@ -203,6 +215,30 @@ class FSDP2Engine:
         is_single = self._topology.world_size == 1
         model, notes = self._model.model, self._upload.notes
         return TrainState(model, self._optimizer, self._scheduler, is_single, notes)
+
+    def _load(self) -> None:
+        """The model, its parts where they belong."""
+        config, is_sharded = self._model_config, self._sharding.is_used
+        model = (build_without_parameters if is_sharded else load_trained_model)(config)
+        self._lora = self._add_lora(model)
+        kept = self._trainer_config.kept_logits_bytes
+        self._model = PackedModel(model, config, kept)
+        self._sharding.place(self._model)
+        if is_sharded:
+            fill(model, partial(self._weights, model), self._topology)
+        self._model.try_head(self._topology.device)
+        self._sharding.after_pass(self._model)
+
+    def _weights(self, model: Any) -> Weights:
+        """What the parameters begin with, by their names among adapters."""
+        bare = build_without_parameters(self._model_config)
+        stored = find_trained_weights(self._model_config, bare)
+        names = [name for name, _ in model.named_parameters()]
+        weights = {name: stored[base_name(name)] for name in names if base_name(name) in stored}
+        if self._lora is not None:
+            first = self._lora.first(self._model_config.seed)
+            weights |= {name: partial(torch.Tensor.detach, values) for name, values in first}
+        return weights
 
     def _add_lora(self, model: Any) -> Lora | None:
         config = self._model_config
@@ -230,9 +266,8 @@ class FSDP2Engine:
         """Loss and figures as means over the weight of all ranks; gradients of exactly that mean."""
         world = self._topology.world_size
         (total_weight,) = self._topology.sum([loss_weight_fn(input_)])
-        sums: dict[
-            str, Tensor
-        ] = {}  # on the device: a micro-batch does not wait for the last one's
+        # On the device: a micro-batch does not wait for the last one's.
+        sums: dict[str, Tensor] = {}
         bins = _bins(input_, mb_spec)
         num_passes = self._topology.max(len(bins))
         for number, (_, on_host) in enumerate(self._micro_batches(input_, bins)):

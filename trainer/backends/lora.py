@@ -6,6 +6,7 @@ which merges an adapter holds the bits of the merged model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,11 +61,23 @@ class Lora:
             yield PREFIX + module + LORA_A, whole(parameters[module + _A])
             yield PREFIX + module + LORA_B, whole(parameters[module + _B])
 
+    def first(self, seed: int) -> Iterator[tuple[str, Tensor]]:
+        """Values to begin with, by parameter: A ~ U(-1 / sqrt(in), 1 / sqrt(in)) as `peft` has it, B = 0,
+        so that nothing changes yet."""
+        generator = torch.Generator().manual_seed(seed)
+        parameters = dict(self.model.named_parameters())
+        for module in self.modules:
+            a, b = parameters[module + _A], parameters[module + _B]
+            values = torch.empty(a.shape, dtype=a.dtype)
+            bound = 1.0 / math.sqrt(a.shape[1])
+            yield module + _A, values.uniform_(-bound, bound, generator=generator)
+            yield module + _B, torch.zeros(b.shape, dtype=b.dtype)
+
     def base(self, whole: Whole) -> Iterator[tuple[str, Tensor]]:
         """The model without the adapters."""
         for name, parameter in self.model.named_parameters():
             if _LORA not in name:
-                yield name.replace(_BASE, "."), whole(parameter)
+                yield base_name(name), whole(parameter)
 
     def merged(self, whole: Whole) -> Iterator[tuple[str, Tensor]]:
         """The model with the adapters in it, under the names that it had without."""
@@ -123,6 +136,11 @@ class Lora:
                     layer.eval()
 
 
+def base_name(name: str) -> str:
+    """Of a parameter, before adapters were put in."""
+    return name.replace(_BASE, ".")
+
+
 def add_lora(model: Any, config: LoraConfig, seed: int, trained: tuple[str, ...] = ()) -> Lora:
     """Put adapters that change nothing yet (B = 0) into a model, and train only them.
 
@@ -145,12 +163,16 @@ def add_lora(model: Any, config: LoraConfig, seed: int, trained: tuple[str, ...]
     )
     modules = _targets(model, config.target_modules, {name.rpartition(".")[0] for name in trained})
     with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
         peft.inject_adapter_in_model(options, model)
     for name in trained:
         model.get_parameter(name).requires_grad_(True)
     model.eval()
-    return Lora(model, make_adapter(options.to_dict()), modules, config.dropout)
+    lora = Lora(model, make_adapter(options.to_dict()), modules, config.dropout)
+    for name, values in lora.first(seed):
+        parameter = model.get_parameter(name)
+        if not parameter.is_meta:
+            parameter.data.copy_(values)
+    return lora
 
 
 def _targets(model: Any, ends: tuple[str, ...], heads: set[str]) -> tuple[str, ...]:

@@ -41,9 +41,7 @@ class PackedModel(torch.nn.Module):
         self._kept_logits_bytes = kept_logits_bytes
         # No dropout: proximal and current logprobs must differ by the update only.
         self.eval()
-        self._is_plain = not self._is_language or self._is_head_all()
-        if not self._is_plain:
-            log.info("this model changes what its head gives; whole logits are computed")
+        self._is_plain = True
         if config.gradient_checkpointing:
             _recompute_activations(model)
 
@@ -60,6 +58,20 @@ class PackedModel(torch.nn.Module):
         if self._is_language:
             return task(LanguageOutput(hidden, self._head, self._kept_logits_bytes))
         return task(ValueOutput(hidden, self._head))
+
+    @torch.no_grad()
+    def try_head(self, device: torch.device) -> None:
+        """Learn whether logits are what the head makes of the body's output, by trying: some models
+        scale or cap them, each in its own words. Collective, once parameters have their values."""
+        if not self._is_language:
+            return
+        size, vocabulary = 4, len(next(self._head.parameters()))
+        probe = SequenceBatch((size,), {"input_ids": torch.arange(size) % vocabulary}).to(device)
+        plain = self(lambda output: output.logits(), probe)
+        self._is_plain = False
+        self._is_plain = torch.equal(plain, self(lambda output: output.logits(), probe))
+        if not self._is_plain:
+            log.info("this model changes what its head gives; whole logits are computed")
 
     @property
     def decoder_layers(self) -> list[torch.nn.Module]:
@@ -83,16 +95,6 @@ class PackedModel(torch.nn.Module):
         if self._is_packed:
             inputs["packed_layout"] = PackedLayout.of(batch.lengths, device)
         return inputs
-
-    @torch.no_grad()
-    def _is_head_all(self) -> bool:
-        """Whether logits are what the head makes of the body's output, by trying: some models scale
-        or cap them, each in its own words."""
-        size, vocabulary = 4, len(next(self._head.parameters()))
-        probe = SequenceBatch((size,), {"input_ids": torch.arange(size) % vocabulary})
-        inputs = self._inputs(probe)
-        hidden = self.model.base_model(**inputs).last_hidden_state
-        return torch.equal(self._head(hidden), self.model(**inputs).logits)
 
 
 def _recompute_activations(model: Any) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 
 from headway.contracts.config.trainer import TrainerConfig
 from headway.contracts.errors import ConfigError
+from trainer.backends.loading import materialize
 from trainer.backends.packed_model import PackedModel
 from trainer.topology import Topology
 
@@ -63,15 +64,17 @@ class Sharding:
         return self._topology.rank < self._shape[1]
 
     def place(self, model: PackedModel) -> None:
-        """Bring a whole model from the CPU to where its parts belong."""
+        """Bring a whole model from the CPU to its device; or make room for the parts of one that is
+        sharded, whose parameters are on the meta device."""
         if not self.is_used:
             model.to(self._topology.device)
             return
         mesh, precision = self._mesh(), self._precision()
         offload = CPUOffloadPolicy() if self._config.cpu_offload else OffloadPolicy()
-        # Layer by layer: the device never holds a whole model that it has to share.
         for module in (*model.decoder_layers, model):
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        is_offloaded = self._config.cpu_offload
+        materialize(model, torch.device("cpu") if is_offloaded else self._topology.device)
 
     def before_backward(self, model: PackedModel, is_last: bool) -> None:
         """Rows meet once per step: earlier micro-batches are summed within the row."""

@@ -17,6 +17,8 @@ from headway.runtime.journal import METRICS_NAME, MetricsJournal
 from headway.runtime.secret import read_token
 from trainer.checkpoint import Checkpoints, RunState
 from trainer.data import PromptData
+from trainer.evaluation.evaluations import Evaluations
+from trainer.evaluation.evaluator import Evaluator
 from trainer.experiments.base import Experiment
 from trainer.feed import Feed
 from trainer.loop import train
@@ -55,19 +57,38 @@ def run(config: PolicyExperiment) -> None:
             token=read_token(config.rollout.token_env),
         )
         client.initialize()
-    publication = Publication(models.policy, publisher, client)
+    evaluations = _make_evaluations(config, topology, state.run_id)
+    publication = Publication(models.policy, publisher, client, evaluations.versions)
     state = _attach(config, state, topology, publication, publisher, client)
     metrics = MetricsJournal(run_dir / METRICS_NAME if topology.is_main else None)
     feed = Feed(client, data, topology, config, state)
     total_steps = config.trainer.total_steps
-    train(state, total_steps, feed, models, publication, checkpoints, metrics)
-    models.export(run_dir)
-    metrics.close()
+    with evaluations:
+        evaluations.begin(state)
+        state = train(
+            state, total_steps, feed, models, publication, checkpoints, metrics, evaluations
+        )
+        models.export(run_dir)
+        metrics.close()
+        if client is not None:
+            client.detach()
+        evaluations.finish(state)
     if client is not None and publisher is not None:
-        client.detach()
         client.destroy()
         publisher.close()
     models.destroy()
+
+
+def _make_evaluations(config: PolicyExperiment, topology: Topology, run_id: str) -> Evaluations:
+    evaluator = None
+    if topology.is_main and config.evaluation is not None:
+        client = RemoteInferenceEngine(
+            config.rollout.url,
+            config.rollout.connect_timeout_s,
+            token=read_token(config.rollout.token_env),
+        )
+        evaluator = Evaluator(client, config.evaluation, config)
+    return Evaluations(evaluator, Path(config.run_dir), run_id)
 
 
 def _attach(

@@ -39,10 +39,10 @@ class FrozenModel:
         self._is_base = is_base
 
     def inference(self, batch: SequenceBatch) -> Columns:
-        """Logprobs [T] of `labels`, under the name that was given; collective.
+        """Logprobs [T] of `labels`, 0 outside of the mask, under the name that was given; collective.
 
         Args:
-            batch: whole; columns `input_ids`, `labels`.
+            batch: whole; columns `input_ids`, `labels`, `loss_mask`.
         """
 
         def infer(share: SequenceBatch) -> Tensor:
@@ -53,4 +53,4 @@ class FrozenModel:
             return {self._column: infer_column(batch, self._topology, infer)}
 
     def _logprobs(self, output: ModelOutput, batch: SequenceBatch) -> Tensor:
-        return output.logprobs(batch["labels"], self._temperature)
+        return output.logprobs(batch["labels"], self._temperature, batch["loss_mask"])

@@ -18,7 +18,7 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -101,7 +101,9 @@ class CollectivePublisher:
     def latest(self) -> PolicyVersion | None:
         return self._latest
 
-    def collect(self, committed: PolicyVersion) -> list[PolicyVersion]:
+    def collect(
+        self, committed: PolicyVersion, pinned: Collection[PolicyVersion] = ()
+    ) -> list[PolicyVersion]:
         """Nothing: what was broadcast lies nowhere."""
         return []
 

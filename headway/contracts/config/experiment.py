@@ -17,6 +17,7 @@ from headway.contracts.config.data import (
     PairDataConfig,
     RowsConfig,
 )
+from headway.contracts.config.evaluation import EvaluationConfig
 from headway.contracts.config.model import ModelConfig, TrainedModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
 from headway.contracts.config.preference import PreferenceConfig
@@ -105,6 +106,8 @@ class PolicyExperiment(ExperimentConfig):
     """The model whose logprobs `algorithm.distillation_coef` learns from; it has the policy's tokens."""
     weight_sync: WeightSyncConfig
     recovery: RecoveryConfig = RecoveryConfig()
+    evaluation: EvaluationConfig | None = None
+    """Versions to score beside training; None scores none."""
 
     @property
     def batch_trajectories(self) -> int:
@@ -130,6 +133,8 @@ class PolicyExperiment(ExperimentConfig):
                 f"algorithm.num_minibatches={self.algorithm.num_minibatches} exceeds "
                 f"data.batch_size={self.data.batch_size} prompts; a mini-batch holds whole groups"
             )
+        if self.evaluation is not None:
+            self.evaluation.sampling_over(self.sampling)
         if self.sampling.temperature == 0.0 and self.rollout.group_size > 1:
             raise ValueError(
                 "sampling.temperature=0 gives equal siblings, so every advantage is 0; "

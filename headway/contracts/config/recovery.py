@@ -12,5 +12,9 @@ class RecoveryConfig(Config):
     """Steps between checkpoints."""
     keep: int = Field(2, ge=1)
     """Checkpoints to keep."""
+    asynchronous: bool = True
+    """Train on while a checkpoint is written: the loop stops only until the state is copied, which takes
+    as much memory of the host again as a rank's parameters and optimizer. A checkpoint waits for the one
+    before."""
     resume: bool = False
     """Go on from the newest checkpoint of the run folder, if there is one."""

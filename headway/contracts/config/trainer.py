@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from headway.contracts.config.base import Config
+from headway.contracts.config.scheduling import SchedulingConfig
 
 
 class TrainerConfig(Config):
@@ -31,3 +32,4 @@ class TrainerConfig(Config):
     """Versions to train."""
     seed: int = Field(0, ge=0)
     """Seed of everything the trainer draws."""
+    scheduling: SchedulingConfig = SchedulingConfig()

@@ -48,6 +48,7 @@ WEIGHTS_COMMIT = "/v1/weights/commit"
 WEIGHTS_ABORT = "/v1/weights/abort"
 WEIGHTS_PIN = "/v1/weights/pin"
 WEIGHTS_ROLLBACK = "/v1/weights/rollback"
+WEIGHTS_RESERVATION = "/v1/weights/reservation"
 WEIGHTS_HELD = "/v1/weights/held/{version}/{blob}"
 """What a server holds, laid out as a version directory: peers fetch from `held_root`."""
 SERVERS = "/v1/servers"
@@ -107,7 +108,8 @@ _ROUTES: Mapping[Role, tuple[tuple[str, ...], ...]] = {
     ),
     "consume": (
         ("POST", ROLLOUTS_WAIT, ROLLOUTS_CONSUMED, ROLLOUTS_CANCEL, CONSUMER, WEIGHTS),
-        ("DELETE", CONSUMER, WEIGHTS),
+        ("POST", WEIGHTS_RESERVATION),
+        ("DELETE", CONSUMER, WEIGHTS, WEIGHTS_RESERVATION),
         ("GET", ROLLOUTS_STREAM, WEIGHTS_HELD),
     ),
     "server": (("POST", SERVERS),),
@@ -130,5 +132,5 @@ ACCESS: Mapping[str, Role] = {
     for path in paths
 }
 """`METHOD path` -> the role that it asks for. What is not here asks for `admin`."""
-ROUTINE = frozenset({f"POST {SERVERS}", f"POST {ROLLOUTS_WAIT}"})
+ROUTINE = frozenset({f"POST {SERVERS}", f"POST {ROLLOUTS_WAIT}", f"POST {WEIGHTS_RESERVATION}"})
 """Sent over and over by our own processes: no line of the audit log each."""

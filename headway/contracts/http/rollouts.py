@@ -49,6 +49,9 @@ class WaitRequest(Config):
     """`safetensors` answers with `codec` columns, `json` with a `BatchView`."""
     term: int = Field(0, ge=0)
     """What `POST /v1/consumer` answered: an older incarnation of a consumer is refused. 0 is unknown."""
+    version: PolicyVersion | None = Field(None, ge=0)
+    """The version that the staleness of what is given out by `rollout_ids` counts from: for an evaluation
+    the one that it is of. None takes the newest."""
 
 
 class TurnView(Config):

@@ -9,7 +9,7 @@ from pydantic import Field
 from headway.contracts.config.base import MAX_COUNT, Config
 from headway.contracts.types import Identifier, PolicyVersion
 
-ServerState = Literal["joining", "ready", "fenced", "quarantined", "draining", "lost"]
+ServerState = Literal["joining", "ready", "reserved", "fenced", "quarantined", "draining", "lost"]
 
 
 class DrainRequest(Config):

@@ -125,6 +125,38 @@ class WeightRecord(Config):
     digest: str | None = None
 
 
+class WeightReservation(Config):
+    """`POST /v1/weights/reservation`: some servers stay at a version while others are published.
+
+    They take requests for exactly this version and no others. There is one reservation at a time; it
+    ends unless it is repeated, every few seconds.
+    """
+
+    name: Identifier
+    """Of who asks: repeats have the same."""
+    version: PolicyVersion = Field(ge=0)
+    """What serves, or a kept version."""
+    servers: int = Field(1, ge=1, lt=MAX_COUNT)
+    """Servers to take out of the others' traffic, at most; one is always left to it."""
+
+
+class ReservationStatus(Config):
+    """How a reservation stands."""
+
+    servers: list[str]
+    """Servers that stay at the version, or are being brought to it."""
+    num_ready: int
+    """Servers that take requests for it now, also those that the next version will reach."""
+    failure: str | None = None
+    """Why one of them could not be brought to it; None if none has failed."""
+
+
+class ReservationEndRequest(Config):
+    """`DELETE /v1/weights/reservation`: its servers go on with the newest version."""
+
+    name: Identifier
+
+
 class WeightStatus(Config):
     """`GET /v1/weights`."""
 
@@ -135,6 +167,8 @@ class WeightStatus(Config):
     epoch: int
     """Of the last transaction."""
     pinned: PolicyVersion | None
+    reserved: PolicyVersion | None = None
+    """The version that some servers stay at."""
     publishing: PolicyVersion | None
     """A version whose transaction is under way."""
     kept: list[WeightRecord]

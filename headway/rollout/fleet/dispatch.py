@@ -16,16 +16,16 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 
 import aiohttp
 
 from headway.contracts.config.gateway import FleetConfig
-from headway.contracts.errors import BackendError, Draining, QueueFull
+from headway.contracts.errors import BackendError, Draining, QueueFull, StaleVersion
 from headway.contracts.http.weights import WeightRecord
-from headway.contracts.types import LLMRequest, LLMResponse
+from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
 from headway.rollout.fleet.members import Member, Members
 from headway.rollout.fleet.routing import Lane, Router, choose, load_of
 from headway.rollout.publishing.book import WeightBook
@@ -41,10 +41,20 @@ MAX_LOSSES = 2
 class Dispatch:
     """Chooses a server for each request; used on one event loop."""
 
-    def __init__(self, config: FleetConfig, members: Members, book: WeightBook) -> None:
+    def __init__(
+        self,
+        config: FleetConfig,
+        members: Members,
+        book: WeightBook,
+        has: Callable[[PolicyVersion], bool],
+    ) -> None:
+        """Args:
+        has: whether a version serves, or servers stay at it.
+        """
         self._config = config
         self._members = members
         self._book = book
+        self._has = has
         self._router = Router()
         self._routed: WeightRecord | None = None
         self._mark = uuid.uuid4().hex[:8]
@@ -60,6 +70,7 @@ class Dispatch:
 
         Raises:
             BackendError: a server failed it, or none had room for `server_wait_s`.
+            StaleVersion: the version that it is for serves no more.
             ServiceError: whatever else a server answered.
         """
         deadline = time.monotonic() + self._config.server_wait_s
@@ -120,7 +131,7 @@ class Dispatch:
         """The free server that the router names."""
         while True:
             arrival, now = self._members.arrival.event(), time.monotonic()
-            ready = self._members.ready()
+            ready = self._candidates(req)
             free = {member.name: member for member in ready if member.is_free(now)}
             if free:
                 return free[self._route(req, free.values())]
@@ -135,6 +146,18 @@ class Dispatch:
                 async with asyncio.timeout(min([deadline, *moments]) - now):
                     await arrival.wait()
 
+    def _candidates(self, req: LLMRequest) -> list[Member]:
+        """The servers that take such requests: those that stay at its version, if there are any."""
+        if req.version is None:
+            return self._members.ready()
+        if not self._has(req.version):
+            raise StaleVersion(
+                f"version {req.version} serves no more; {self._book.version} does (no server is "
+                "reserved for it)"
+            )
+        there = self._members.at(req.version)
+        return [one for one in there if one.state == "reserved"] or there
+
     def _route(self, req: LLMRequest, free: Collection[Member]) -> str:
         if self._routed != self._book.committed:
             self._routed = self._book.committed
@@ -144,7 +167,7 @@ class Dispatch:
     def _second(self, req: LLMRequest, first: Member) -> Member | None:
         """The least loaded of the other servers."""
         now = time.monotonic()
-        free = [one for one in self._members.ready() if one.is_free(now) and one is not first]
+        free = [one for one in self._candidates(req) if one.is_free(now) and one is not first]
         if not free:
             return None
         name = choose(_lanes(free), load_of(req))

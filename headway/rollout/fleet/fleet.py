@@ -24,7 +24,7 @@ from headway.contracts.http.servers import (
     ServerReportResponse,
     ServerStatus,
 )
-from headway.contracts.http.weights import WeightStatus
+from headway.contracts.http.weights import ReservationStatus, WeightReservation, WeightStatus
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
 from headway.rollout.fleet.dispatch import Dispatch
 from headway.rollout.fleet.members import Member, Members
@@ -72,7 +72,7 @@ class Fleet:
             config.lease_s,
             book.notes.is_shared,
         )
-        self._dispatch = Dispatch(config, self._members, book)
+        self._dispatch = Dispatch(config, self._members, book, self.has)
         self._scaler = Scaler(config, metrics)
         show_fleet(metrics, self.statuses, lambda: self._members.num_quarantines)
 
@@ -195,6 +195,17 @@ class Fleet:
         """
         await self._publications.pin(version)
         return self.weights()
+
+    def has(self, version: PolicyVersion) -> bool:
+        return self._publications.has(version)
+
+    async def reserve(self, wanted: WeightReservation) -> ReservationStatus:
+        """See `Publications.reserve`."""
+        return await self._publications.reserve(wanted)
+
+    async def end_reservation(self, name: str) -> None:
+        """See `Publications.end_reservation`."""
+        await self._publications.end_reservation(name)
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
         """See `Dispatch.agenerate`."""

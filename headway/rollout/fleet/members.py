@@ -1,11 +1,12 @@
 """The generation servers that reported themselves, and every call to them.
 
-    joining ─► ready ◄─► fenced        draining, lost: nothing more goes there
+    joining ─► ready, reserved ◄─► fenced        draining, lost: nothing more goes there
 
-`ready` takes traffic. Who has another version than the committed one is `joining` or `fenced` until it
-has caught up; `publication` decides that. A server that is silent for `lease_s`, or refuses a
-connection, is `lost`: calls to it fail with `BackendError` at once. It returns by reporting. One that
-is ready and fails requests is shown as `quarantined`: it takes no traffic, but part in publications.
+`ready` takes traffic, `reserved` that of the one version that it stays at. Who has another version than
+it should is `joining` or `fenced` until it has caught up; `publication` decides that. A server that is
+silent for `lease_s`, or refuses a connection, is `lost`: calls to it fail with `BackendError` at once. It
+returns by reporting. One that is ready and fails requests is shown as `quarantined`: it takes no traffic,
+but part in publications.
 
 Some report to this gateway, the others to another one that tells of them (`roll_call`).
 """
@@ -27,7 +28,7 @@ from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.errors import BackendError, Draining, NotFound, ServiceError
 from headway.contracts.http.servers import ServerReport, ServerState, ServerStatus
 from headway.contracts.http.weights import WeightRecord
-from headway.contracts.types import LLMRequest, LLMResponse
+from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
 from headway.rollout.fleet.health import Health
 from headway.rollout.signal import Signal
 from headway.runtime.secret import authorization
@@ -43,6 +44,7 @@ CLIENT_KEEP_ALIVE_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 FORGET_LOST_S = 600.0
 LEAVING: frozenset[ServerState] = frozenset({"draining", "lost"})
+SERVING: frozenset[ServerState] = frozenset({"ready", "reserved"})
 
 
 @dataclass(eq=False)
@@ -83,14 +85,19 @@ class Member:
         return self.state in LEAVING
 
     @property
+    def is_serving(self) -> bool:
+        """It takes requests, if only for one version."""
+        return self.state in SERVING
+
+    @property
     def shown_state(self) -> ServerState:
         """Its state, as others are told."""
-        is_ill = self.state == "ready" and self.health.is_quarantined
+        is_ill = self.is_serving and self.health.is_quarantined
         return "quarantined" if is_ill else self.state
 
     def is_free(self, now: float) -> bool:
         """Whether a request may be sent to it."""
-        return self.state == "ready" and self.busy_until <= now and self.health.admits(now)
+        return self.is_serving and self.busy_until <= now and self.health.admits(now)
 
     def free_at(self) -> float:
         """When it may be, as far as that is known; infinite while a trial goes on."""
@@ -170,6 +177,14 @@ class Members:
         """The servers that take traffic."""
         return [member for member in self._members.values() if member.state == "ready"]
 
+    def serving(self) -> list[Member]:
+        """The servers that take requests, if only for the version that is reserved."""
+        return [member for member in self._members.values() if member.is_serving]
+
+    def at(self, version: PolicyVersion) -> list[Member]:
+        """The servers that take requests for exactly this version."""
+        return [one for one in self.serving() if one.report.version == version]
+
     def get(self, server_id: str) -> Member | None:
         """The server of this name."""
         return self._members.get(server_id)
@@ -225,7 +240,7 @@ class Members:
         member = self._members.get(report.server_id)
         if member is None or member.state == "lost":
             member = self._join(report)
-        elif member.state == "ready" and report.uptime_s < member.report.uptime_s:
+        elif member.is_serving and report.uptime_s < member.report.uptime_s:
             log.warning("server restarted", extra={"server": member.name})
             member.state = "joining"
             self._forgotten_tokens += member.report.generated_tokens
@@ -325,12 +340,18 @@ class Members:
                 self.lose(member, str(error))
             raise
 
-    def set_ready(self, member: Member) -> None:
-        """It has the committed version."""
+    def set_ready(self, member: Member, is_reserved: bool = False) -> None:
+        """It has the committed version, or the reserved one."""
         member.num_deviations = 0
         if not member.is_leaving:
-            member.state = "ready"
+            member.state = "reserved" if is_reserved else "ready"
             self.arrival.notify()
+
+    def set_joining(self, member: Member) -> None:
+        """It is to serve another version than it did."""
+        member.num_deviations = 0
+        if not member.is_leaving:
+            member.state = "joining"
 
     def fence(self, member: Member, reason: str) -> None:
         """It takes no traffic until it has caught up."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from headway.contracts.config.base import Config
 from headway.contracts.errors import Fenced, NotFound
-from headway.contracts.http.weights import WeightRecord
+from headway.contracts.http.weights import WeightRecord, WeightReservation
 from headway.contracts.types import PolicyVersion
 from headway.rollout.signal import Signal
 
@@ -46,6 +46,11 @@ class _Page(Config):
     kept: tuple[WeightRecord, ...] = ()
     swapped: tuple[str, ...] = ()
     """Servers that were to swap to what is committed; the others are to catch up."""
+    reserved: WeightReservation | None = None
+    seats: tuple[str, ...] = ()
+    """Servers that stay at the reserved version."""
+    repeats: int = 0
+    """Times that a reservation was asked for: what does not grow has nobody who wants it."""
 
 
 Edit = Callable[[_Page], dict[str, Any] | None]
@@ -61,6 +66,8 @@ class WeightBook:
         """Raised when another version serves, or is the newest, or is pinned."""
         self.num_expected = 0
         """Servers that a former process had."""
+        self.repeated_at = time.monotonic()
+        """When this process saw the reservation being asked for."""
         self._page = _Page()
         self._text: str | None = None
         self._own_epoch = 0
@@ -101,6 +108,16 @@ class WeightBook:
     def pinned(self) -> PolicyVersion | None:
         """The version that is held."""
         return self._page.pinned
+
+    @property
+    def reserved(self) -> WeightReservation | None:
+        """Who wants servers to stay at which version."""
+        return self._page.reserved
+
+    @property
+    def seats(self) -> tuple[str, ...]:
+        """The servers that do."""
+        return self._page.seats
 
     @property
     def kept(self) -> tuple[WeightRecord, ...]:
@@ -189,6 +206,14 @@ class WeightBook:
         async with self._turning:
             await self._turn(lambda page: {"pinned": pinned})
 
+    async def reserve(self, wanted: WeightReservation | None, seats: Iterable[str] = ()) -> None:
+        """These servers stay at a version from now on; None ends that."""
+        held = tuple(seats)
+        async with self._turning:
+            await self._turn(
+                lambda page: {"reserved": wanted, "seats": held, "repeats": page.repeats + 1}
+            )
+
     async def prove(self, record: WeightRecord, digest: str) -> None:
         """The first server has staged a version that was recorded while there was none."""
 
@@ -240,6 +265,8 @@ class WeightBook:
 
     def _show(self, page: _Page, text: str | None) -> None:
         before, self._page, self._text = self._page, page, text
+        if page.repeats != before.repeats:
+            self.repeated_at = time.monotonic()
         if (before.committed, before.head, before.pinned) != (
             page.committed,
             page.head,
@@ -253,6 +280,7 @@ def _kept_with(
 ) -> tuple[WeightRecord, ...]:
     if any(kept.version == record.version for kept in page.kept):
         return _replaced(page.kept, record)
+    needed = needed | ({page.reserved.version} if page.reserved else set())
     old = [kept for kept in page.kept if kept.version not in needed]
     too_many = {kept.version for kept in old[: max(0, len(page.kept) + 1 - KEEP)]}
     return (*(kept for kept in page.kept if kept.version not in too_many), record)

@@ -1,7 +1,8 @@
 """How a server comes to what is committed beside the publications: who joins, failed, or went astray.
 
 It holds no lock and keeps no publication waiting: it stages what is committed now, and only if that is
-still committed after its swap, it takes traffic. Else it goes on to what came meanwhile.
+still committed after its swap, it takes traffic. Else it goes on to what came meanwhile. A server that
+is reserved for a version is brought to that one in the same way.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import asyncio
 import logging
 
 from headway.contracts.errors import Fenced, ServiceError
+from headway.contracts.http.weights import WeightRecord
 from headway.rollout.fleet.members import Member, Members
 from headway.rollout.publishing.book import WeightBook
 from headway.rollout.publishing.orders import WeightOrders
+from headway.rollout.publishing.reservation import Reservation
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +28,17 @@ than reports, each may be from before the newest one: so they are counted anew f
 class CatchUp:
     """Compares what servers report with what is committed; tries again at each report."""
 
-    def __init__(self, members: Members, book: WeightBook, orders: WeightOrders) -> None:
+    def __init__(
+        self,
+        members: Members,
+        book: WeightBook,
+        orders: WeightOrders,
+        reservation: Reservation,
+    ) -> None:
         self._members = members
         self._book = book
         self._orders = orders
+        self._reservation = reservation
 
     def review(self, member: Member, is_committing: bool) -> None:
         """It reported: see whether it has what is committed, and bring it there if not.
@@ -39,14 +49,16 @@ class CatchUp:
             member: its report is new.
             is_committing: servers are changing their version right now, by whichever gateway.
         """
-        if member.state == "ready" and not is_committing:
+        if not member.is_publishing and not self._reservation.suits(member):
+            self._members.set_joining(member)
+        if member.is_serving and not is_committing:
             self._watch(member)
         if member.is_publishing or member.is_catching_up:
             return
         if member.state in ("joining", "fenced"):
             if self.is_current(member):
-                self._members.set_ready(member)
-            elif self._book.committed is None:
+                self._members.set_ready(member, self._reservation.holds(member))
+            elif self._target(member) is None:
                 self._members.fence(
                     member,
                     f"it has version {member.report.version}, but nothing was published through "
@@ -59,19 +71,26 @@ class CatchUp:
         if self.is_current(member):
             member.num_deviations = 0
             return
-        if member.deviates_from != self._book.committed:
-            member.deviates_from, member.num_deviations = self._book.committed, 0
+        target = self._target(member)
+        if member.deviates_from != target:
+            member.deviates_from, member.num_deviations = target, 0
         member.num_deviations += 1
         if member.num_deviations > MAX_DEVIATIONS + self._book.notes.is_shared:
             self._members.fence(
                 member,
-                f"it reports version {member.report.version} {member.report.digest}, committed is "
-                f"{self._book.committed}",
+                f"it reports version {member.report.version} {member.report.digest}, wanted is "
+                f"{target}",
             )
 
+    def _target(self, member: Member) -> WeightRecord | None:
+        """What it is to serve; None is the model that servers start with."""
+        if self._reservation.holds(member):
+            return self._reservation.record
+        return self._book.committed
+
     def is_current(self, member: Member) -> bool:
-        """Whether its last report tells of what is committed."""
-        record, report = self._book.committed, member.report
+        """Whether its last report tells of what it is to serve."""
+        record, report = self._target(member), member.report
         if record is None:
             return report.version == 0
         is_known = bool(report.digest and record.digest)
@@ -83,9 +102,11 @@ class CatchUp:
             while not await self._bring_once(member):
                 epoch = self._book.epoch
         except ServiceError as error:
-            self._members.fence(member, f"catching up to version {self._book.version}: {error}")
+            self._members.fence(member, f"catching up: {error}")
             if isinstance(error, Fenced):
                 await self._answer_fence(member, epoch)
+            else:
+                self._reservation.note_failure(member, error)
 
     async def _answer_fence(self, member: Member, epoch: int) -> None:
         """A server has heard of a newer epoch than this one."""
@@ -97,16 +118,16 @@ class CatchUp:
 
     async def _bring_once(self, member: Member) -> bool:
         """Whether that was all."""
-        record, epoch = self._book.committed, self._book.epoch
+        record, epoch = self._target(member), self._book.epoch
         if member.is_leaving or record is None:
             return True
         digest = await self._orders.prepare(member, record, epoch)
         if record.digest is None:
             await self._book.prove(record, digest)
             record = record.model_copy(update={"digest": digest})
-        if record == self._book.committed:
+        if record == self._target(member):
             await self._orders.commit(member, record, epoch)
-        if record != self._book.committed:
+        if record != self._target(member):
             return False
-        self._members.set_ready(member)
+        self._members.set_ready(member, self._reservation.holds(member))
         return True

@@ -131,7 +131,7 @@ class WeightOrders:
         """The path of a version, and then the servers that hold it."""
         peers = [
             other.report.url + held_root(record.version)
-            for other in self._members.ready()
+            for other in self._members.serving()
             if other is not member and other.report.version == record.version
         ]
         peers = random.sample(peers, min(MAX_PEERS, len(peers)))

@@ -25,13 +25,19 @@ from prometheus_client import CollectorRegistry
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import Conflict, ServiceError, StaleVersion
-from headway.contracts.http.weights import WeightRecord, WeightStatus
+from headway.contracts.http.weights import (
+    ReservationStatus,
+    WeightRecord,
+    WeightReservation,
+    WeightStatus,
+)
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
 from headway.rollout.fleet.members import Member, Members
 from headway.rollout.publishing.book import WeightBook
 from headway.rollout.publishing.catch_up import CatchUp
 from headway.rollout.publishing.metrics import PublicationMetrics
 from headway.rollout.publishing.orders import WeightOrders, is_group
+from headway.rollout.publishing.reservation import Reservation
 from headway.rollout.publishing.staging import Change, Staged, Staging
 from headway.rollout.publishing.turn import PublicationTurn
 
@@ -57,7 +63,8 @@ class Publications:
         self._book = book
         self._orders = WeightOrders(config, members)
         self._staging = Staging(config, members, book, self._orders)
-        self._catch_up = CatchUp(members, book, self._orders)
+        self._reservation = Reservation(members, book)
+        self._catch_up = CatchUp(members, book, self._orders, self._reservation)
         self._turn = PublicationTurn(book.notes, config.lease_s, place)
         self._publishing: PolicyVersion | None = None
         self._is_committing = False
@@ -79,6 +86,7 @@ class Publications:
             head=book.head,
             epoch=book.epoch,
             pinned=book.pinned,
+            reserved=self._reservation.version,
             publishing=self._publishing,
             kept=list(book.kept),
         )
@@ -122,6 +130,35 @@ class Publications:
             elif self._book.pinned is not None:
                 await self._go_to(self._book.head, pinned=None)
 
+    def has(self, version: PolicyVersion) -> bool:
+        """See `Generator.has`."""
+        return version in (self._book.version, self._reservation.version)
+
+    async def reserve(self, wanted: WeightReservation) -> ReservationStatus:
+        """Let some servers stay at a version while others are published; to be repeated.
+
+        Raises:
+            NotFound: it is not kept.
+            Conflict: another name has a reservation.
+        """
+        self._reservation.check(wanted)
+        if self._reservation.is_settled(wanted):
+            await self._reservation.repeat()
+        else:
+            async with self._alone():
+                await self._reservation.take(wanted)
+        self._seat()
+        return self._reservation.status()
+
+    async def end_reservation(self, name: str) -> None:
+        """Let its servers go on with the newest version."""
+        if await self._reservation.end(name):
+            self._seat()
+
+    def _seat(self) -> None:
+        for member in self._members.present():
+            self.review(member)
+
     async def retract(self, version: PolicyVersion) -> None:
         """See `Generator.cancel_update`."""
         async with self._alone():
@@ -141,8 +178,10 @@ class Publications:
         if not self._book.notes.is_shared:
             return
         await self._turn.look()
-        before = self._book.committed
+        before, seats = self._book.committed, self._book.seats
         await self._book.refresh()
+        if self._book.seats != seats:
+            self._seat()
         if self._book.committed == before or self._publishing is not None:
             return
         for member in self._members.ready():
@@ -156,6 +195,7 @@ class Publications:
         """Nobody else changes what serves; the book shows what others did before."""
         async with self._turn.held():
             await self._book.refresh()
+            self._seat()
             yield
 
     async def _go_to(self, version: PolicyVersion, pinned: PolicyVersion | None) -> None:

@@ -41,6 +41,8 @@ class ScriptedGenerator:
     def __init__(self, answer: Answer = at_once, version: PolicyVersion = 0) -> None:
         self.answer = answer
         self.version = version
+        self.kept: PolicyVersion | None = None
+        """Sampled by those who ask for it, whatever serves."""
         self.publishing: asyncio.Event | None = None
         """Publications wait for it."""
         self.begun: list[PolicyVersion] = []
@@ -57,6 +59,9 @@ class ScriptedGenerator:
     def head(self) -> PolicyVersion:
         return self.version
 
+    def has(self, version: PolicyVersion) -> bool:
+        return version in (self.version, self.kept)
+
     def statuses(self) -> list[ServerStatus]:
         return []
 
@@ -64,7 +69,7 @@ class ScriptedGenerator:
         self.attempts[req.rid] += 1
         self.playing.add(req.rid)
         self.most_playing = max(self.most_playing, len(self.playing))
-        version = self.version
+        version = self.version if req.version is None else req.version
         try:
             tokens = await self.answer(req, self.attempts[req.rid])
             return make_response(req, tokens, self.version if self.stamps_late else version)

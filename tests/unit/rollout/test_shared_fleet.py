@@ -11,7 +11,7 @@ from weight_server import Gateway, WeightServer, until
 
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.errors import Fenced, StateError, SyncError
-from headway.contracts.http.weights import WeightRecord
+from headway.contracts.http.weights import WeightRecord, WeightReservation
 from headway.contracts.types import WeightUpdateMeta
 from headway.rollout.fleet import roll_call
 from headway.rollout.fleet.fleet import Fleet
@@ -315,3 +315,24 @@ async def test_a_store_that_is_away_costs_no_server(store: Store):
         store.notes.is_away = False
         await one.fleet.update_weights(update(1))
         await until_all(one, other, {"a": "ready", "b": "ready"})
+
+
+@pytest.mark.parametrize("seat", ["a", "b"], ids=["own", "of_the_other_gateway"])
+async def test_a_server_that_is_reserved_through_one_stays_for_all(store: Store, seat: str):
+    async with two(store) as (one, other):
+        await one.fleet.update_weights(update(1))
+        await until_all(one, other, {"a": "ready", "b": "ready"})
+        busy = one.fleet._members.find("a" if seat == "b" else "b")
+        busy.outstanding_tokens = 9  # the other one has less to do
+        await one.fleet.reserve(WeightReservation(name="e", version=1))
+        await other.fleet.update_weights(update(2))
+        states = {"a": "ready", "b": "ready", seat: "reserved"}
+        await until_all(one, other, states)
+        versions = {
+            server.name: server.version for gateway in (one, other) for server in gateway.servers
+        }
+        assert versions == {"a": 2, "b": 2, seat: 1}
+        assert other.fleet.has(1)
+        await other.fleet.end_reservation("e")
+        await until_all(one, other, {"a": "ready", "b": "ready"})
+        assert {server.version for gateway in (one, other) for server in gateway.servers} == {2}

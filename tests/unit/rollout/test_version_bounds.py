@@ -8,7 +8,7 @@ import pytest
 from generators import never
 
 from headway.contracts.config.base import PartConfig
-from headway.contracts.errors import Fruitless
+from headway.contracts.errors import ErrorBudgetExceeded, Fruitless
 from headway.contracts.types import VersionBounds
 
 
@@ -90,3 +90,59 @@ async def test_higher_priority_is_played_first(open_service):
     again = await open_service(note, ledger=bench.ledger, max_concurrent=1)
     await again.until_counts(ready=4)
     assert "".join(played) == "bcad"
+
+
+async def test_an_exact_version_is_asked_for_by_its_number(open_service):
+    asked = []
+
+    async def note(req, attempt):
+        asked.append(req.version)
+        return [7]
+
+    bench = await open_service(note, error_budget=9)
+    await bench.publish(2)
+    exactly = VersionBounds(min_version=2, max_version=2, pin=True)
+    await bench.submit("a", versions=exactly)
+    await bench.submit("b", versions=VersionBounds(min_version=1))
+    assert len(await bench.wait(2)) == 2
+    assert asked == [2, None]
+
+
+async def test_a_version_that_some_servers_keep_is_played_although_a_newer_one_serves(open_service):
+    bench = await open_service(error_budget=9)
+    await bench.publish(3)
+    bench.generator.kept = 2
+    exactly = VersionBounds(min_version=2, max_version=2, pin=True)
+    await bench.submit("kept", versions=exactly)
+    (group,) = await bench.wait(1, "d1", rollout_ids=("kept",))
+    assert set(group.trajectories[0].versions) == {-1, 2}
+    bench.generator.kept = None
+    await bench.submit("gone", versions=exactly)
+    with pytest.raises(Fruitless, match=r"version 3 serves, versions\.max_version=2"):
+        await bench.wait(1, "d2", rollout_ids=("gone",))
+
+
+async def test_staleness_counts_from_the_version_that_is_asked_about(open_service):
+    bench = await open_service()
+    await bench.submit("a")
+    await bench.until_counts(ready=1)
+    await bench.publish(5)
+    await bench.wait(1, "d1", rollout_ids=("a",), version=0)
+    assert (await bench.ledger.get("a")).staleness == 0
+
+
+async def test_failures_of_others_do_not_spend_the_attached_consumers_budget(open_service):
+    async def only_mine(req, attempt):
+        if req.rid.startswith("theirs"):
+            raise RuntimeError("no")
+        return [7]
+
+    bench = await open_service(only_mine, error_budget=1)
+    await bench.attach(batch_size=1, max_staleness=9)
+    for number in range(3):
+        await bench.submit(f"theirs-{number}", consumer="evaluation")
+    await bench.until_counts(failed=3)
+    await bench.submit("mine")
+    assert await bench.wait(1, "d1")
+    with pytest.raises(ErrorBudgetExceeded, match="3 of the last 3 rollouts failed"):
+        await bench.wait(1, "d2", consumer="evaluation")

@@ -11,7 +11,12 @@ from pydantic import BaseModel
 
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.errors import Fenced, ServiceError, SyncError
-from headway.contracts.http.paths import WEIGHTS_ABORT, WEIGHTS_COMMIT, WEIGHTS_PREPARE
+from headway.contracts.http.paths import (
+    GENERATE,
+    WEIGHTS_ABORT,
+    WEIGHTS_COMMIT,
+    WEIGHTS_PREPARE,
+)
 from headway.contracts.http.servers import ServerReport
 from headway.contracts.http.weights import (
     WeightAbortRequest,
@@ -20,6 +25,7 @@ from headway.contracts.http.weights import (
     WeightPrepareResponse,
     WeightUpdateResponse,
 )
+from headway.contracts.types import LLMRequest, LLMResponse
 from headway.rollout.fleet.fleet import Fleet
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.publishing.book import WeightBook
@@ -54,6 +60,7 @@ class WeightServer:
         self.prepares: list[WeightPrepareRequest] = []
         self.commits: list[WeightCommitRequest] = []
         self.aborts: list[WeightAbortRequest] = []
+        self.generated: list[LLMRequest] = []
         self.staged: WeightPrepareRequest | None = None
         self._aborted = asyncio.Event()
         self._runner: web.AppRunner | None = None
@@ -63,6 +70,7 @@ class WeightServer:
         app.router.add_post(WEIGHTS_PREPARE, self._prepare)
         app.router.add_post(WEIGHTS_COMMIT, self._commit)
         app.router.add_post(WEIGHTS_ABORT, self._abort)
+        app.router.add_post(GENERATE, self._generate)
         self._runner = web.AppRunner(app, shutdown_timeout=0.05)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
@@ -167,6 +175,20 @@ class WeightServer:
         if not self.answers_aborts:
             await asyncio.Event().wait()
         return web.Response(status=204)
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        req = LLMRequest.model_validate_json(await request.read())
+        self.generated.append(req)
+        response = LLMResponse(
+            rid=req.rid,
+            output_tokens=[7],
+            output_logprobs=[-1.0],
+            version_runs=[(self.version, 0, 1)],
+            stop_reason="stop",
+            latency_s=0.0,
+            ttft_s=0.0,
+        )
+        return web.Response(text=response.model_dump_json())
 
     def _garble(self, request: web.Request) -> web.Response | None:
         return web.Response(text="{}") if request.path == self.garbled else None

@@ -1,0 +1,49 @@
+"""What a trainer asks of the launcher or scheduler that starts it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, StringConstraints
+
+from headway.contracts.config.base import Config
+
+Word = Annotated[str, StringConstraints(pattern=r"^[^\s#'\"]+$", max_length=4096)]
+Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Line = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]*$")]
+TimeLimit = Annotated[
+    str, StringConstraints(pattern=r"^(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2}|UNLIMITED)$")
+]
+
+
+class SchedulingConfig(Config):
+    """Of one rank, where nothing else is said; None leaves it to the scheduler."""
+
+    nodes: int = Field(1, ge=1)
+    """Machines."""
+    ranks_per_node: int = Field(1, ge=1)
+    """Trainer ranks on each machine."""
+    cpu: int | None = Field(None, ge=1)
+    """Cores; None takes `trainer.num_threads`, or 1."""
+    gpu: int | None = Field(None, ge=0, le=1)
+    """Devices: a rank trains on one, or on the CPU. None is what the rank that is asked has; then
+    `headway slurm` asks for none."""
+    mem: int = Field(8192, ge=1)
+    """Memory of the host, in MiB."""
+    nodelist: Word | None = None
+    """Machines to run on, as the scheduler writes a list of them (Slurm: `gpu[01-04]`)."""
+    exclude: Word | None = None
+    """Machines not to run on."""
+    partition: Word | None = None
+    """Queue to wait in."""
+    container_image: Word | None = None
+    """Image to run in (Slurm: by the plugin pyxis)."""
+    env_vars: dict[Variable, Line] = {}
+    """Environment variables to add. They are written into scripts: secrets do not belong here."""
+    time_limit: TimeLimit | None = None
+    """Longest time to run: minutes, `hours:minutes:seconds` or `days-hours:minutes:seconds`; in quotes,
+    since YAML reads `12:00:00` as a number."""
+    begin: Word | None = None
+    """Earliest start (Slurm: `16:00`, `now+1hour`, `2030-01-20T12:34:00`)."""
+    deadline: Word | None = None
+    """Latest end, likewise: a job that cannot make it is not started."""
