@@ -49,6 +49,8 @@ REGIMES = (
         2,
         (
             "--trainer.type=ppo",
+            "--trainer.algorithm.baseline=none",
+            "--trainer.algorithm.advantage_norm=batch",
             "--trainer.critic.optimizer.lr=1e-3",
             "--trainer.critic.optimizer.schedule=linear",
             "--trainer.critic.optimizer.warmup_steps=5",
