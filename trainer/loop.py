@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 
-from headway.runtime.journal import MetricsJournal
 from trainer.api import TrainEngine
 from trainer.checkpoint import Checkpoints, RunState
 from trainer.feed import Feed
 from trainer.interfaces.ppo_actor import PPOActor
+from trainer.meter import Meter
 from trainer.publication import Publication
 from trainer.step_metrics import describe_step
+from trainer.tracking.tracker import Tracker
 
 
 def train(
@@ -25,7 +26,8 @@ def train(
     engine: TrainEngine,
     publication: Publication,
     checkpoints: Checkpoints,
-    metrics: MetricsJournal,
+    meter: Meter,
+    metrics: Tracker,
 ) -> RunState:
     """Train from `state` until `total_steps` steps are done; every rank runs it."""
     safe_step = state.step - 1  # the last step whose consumption a checkpoint holds
@@ -47,8 +49,7 @@ def train(
             checkpoints.save(engine, state)
             safe_step = state.step - 1
         publication.finish()
-        stats["wait_s"] = received - started
-        stats["train_s"] = trained - received
-        stats["publish_s"] = time.monotonic() - trained
+        seconds = (received - started, trained - received, time.monotonic() - trained)
+        stats |= meter.take(stats["tokens"], *seconds)
         metrics.write(stats)
     return state

@@ -63,7 +63,11 @@ class Topology:
 
     def max(self, value: int) -> int:
         """Largest over the ranks."""
-        return int(self._reduce([float(value)], dist.ReduceOp.MAX)[0])
+        return int(self.maxima([float(value)])[0])
+
+    def maxima(self, values: list[float]) -> list[float]:
+        """Element-wise largest over the ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX)
 
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
         """Rank 0's bytes on every rank."""

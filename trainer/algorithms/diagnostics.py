@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.algorithms.moments import SumOverRanks
+from trainer.algorithms.moments import OverRanks
 from trainer.algorithms.ratios import bounded_exp, log_ratios
 
 
@@ -37,12 +37,13 @@ class Mismatch:
             max_distance=float(logs.abs().max()) if len(logs) else 0.0,
         )
 
-    def shared(self, sum_over_ranks: SumOverRanks) -> Mismatch:
-        """Of all ranks, but for the maximum, which stays this rank's; collective."""
+    def shared(self, sum_over_ranks: OverRanks, max_over_ranks: OverRanks) -> Mismatch:
+        """Of all ranks; collective."""
         count, distance, k3, weight, square = sum_over_ranks(
             [self.count, self.distance, self.k3, self.weight, self.square]
         )
-        return Mismatch(count, distance, k3, weight, square, self.max_distance)
+        (max_distance,) = max_over_ranks([self.max_distance])
+        return Mismatch(count, distance, k3, weight, square, max_distance)
 
     @property
     def mean_distance(self) -> float:
@@ -55,7 +56,7 @@ class Mismatch:
         return self.k3 / max(self.count, 1.0)
 
     @property
-    def effective_samples(self) -> float:
+    def effective_sample_size(self) -> float:
         """Share of tokens that the weighted ones are worth, (Σw)² / (n·Σw²) (Kish, 1965); 1 on policy."""
         if self.count == 0:
             return 1.0

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SumOverRanks = Callable[[list[float]], list[float]]
-"""Element-wise sum over the ranks, as `Topology.sum`."""
+OverRanks = Callable[[list[float]], list[float]]
+"""Element-wise sum or maximum over the ranks, as `Topology.sum` and `Topology.maxima`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Moments:
         kept = torch.where(mask, values, 0.0).double()
         return Moments(float(mask.sum()), float(kept.sum()), float(kept.square().sum()))
 
-    def shared(self, sum_over_ranks: SumOverRanks) -> Moments:
+    def shared(self, sum_over_ranks: OverRanks) -> Moments:
         """Of all ranks; collective."""
         count, total, squares = sum_over_ranks([self.count, self.total, self.squares])
         return Moments(count, total, squares)

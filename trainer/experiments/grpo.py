@@ -13,7 +13,6 @@ from headway.contracts.config.experiment import GRPOExperiment
 from headway.contracts.types import ConsumerSpec, FinetuneSpec, PolicyVersion
 from headway.runtime.config import write_resolved
 from headway.runtime.inference_client import RemoteInferenceEngine
-from headway.runtime.journal import METRICS_NAME, MetricsJournal
 from headway.runtime.secret import read_token
 from trainer.api import MicroBatchSpec, SaveLoadMeta
 from trainer.backends.base import make_engine
@@ -23,8 +22,10 @@ from trainer.experiments.base import Experiment
 from trainer.feed import Feed
 from trainer.interfaces.ppo_actor import PPOActor
 from trainer.loop import train
+from trainer.meter import Meter
 from trainer.publication import Publication
 from trainer.topology import Topology
+from trainer.tracking.tracker import open_tracker
 from weight_sync.channel import WeightPublisher
 from weight_sync.transports.base import make_publisher
 
@@ -40,7 +41,8 @@ def run(config: GRPOExperiment) -> None:
     torch.manual_seed(config.trainer.seed)
     data = PromptData(config.data)
     publisher = make_publisher(config.weight_sync) if topology.is_main else None
-    engine = make_engine(config, topology, publisher)
+    meter = Meter(config.metrics, topology)
+    engine = meter.around(make_engine(config, topology, publisher), config.model)
     engine.initialize(None, FinetuneSpec(1, len(data), config.data.batch_size))
     checkpoints = Checkpoints(run_dir, config.recovery, topology)
     state = RunState(_run_id(config, run_dir, topology))
@@ -59,12 +61,12 @@ def run(config: GRPOExperiment) -> None:
         client.initialize()
     publication = Publication(engine, publisher, client)
     state = _attach(config, state, topology, publication, publisher, client)
-    metrics = MetricsJournal(run_dir / METRICS_NAME if topology.is_main else None)
+    metrics = open_tracker(config, topology, state.run_id, state.step)
     feed = Feed(client, data, topology, config, state)
     mb_spec = MicroBatchSpec(config.trainer.max_tokens_per_mb)
     actor = PPOActor(engine, topology, config.algorithm, mb_spec, config.sampling.temperature)
     total_steps = config.trainer.total_steps
-    train(state, total_steps, feed, actor, engine, publication, checkpoints, metrics)
+    train(state, total_steps, feed, actor, engine, publication, checkpoints, meter, metrics)
     engine.save(SaveLoadMeta(str(run_dir / "model"), weight_format="hf"))
     metrics.close()
     if client is not None and publisher is not None:

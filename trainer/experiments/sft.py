@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from pathlib import Path
 
 import torch
@@ -12,7 +13,6 @@ from headway.contracts.config.experiment import SFTExperiment
 from headway.contracts.errors import DataError
 from headway.contracts.types import FinetuneSpec
 from headway.runtime.config import write_resolved
-from headway.runtime.journal import METRICS_NAME, MetricsJournal
 from trainer.api import MicroBatchSpec, SaveLoadMeta
 from trainer.backends.base import make_engine
 from trainer.batching.balance import partition_by_tokens
@@ -20,7 +20,9 @@ from trainer.batching.sequences import SequenceBatch, shift_left
 from trainer.data import PromptData
 from trainer.experiments.base import Experiment
 from trainer.interfaces.sft import SFT
+from trainer.meter import Meter
 from trainer.topology import Topology
+from trainer.tracking.tracker import open_tracker
 
 Row = tuple[list[int], int]
 """Token ids of prompt and completion, and how many of them are the prompt's."""
@@ -35,21 +37,24 @@ def run(config: SFTExperiment) -> None:
     run_dir = Path(config.run_dir)
     data = PromptData(config.data)
     rows = tokenize(data, config.model.path)
-    engine = make_engine(config, topology, None)
+    meter = Meter(config.metrics, topology)
+    engine = meter.around(make_engine(config, topology, None), config.model)
     engine.initialize(None, FinetuneSpec(1, len(data), config.data.batch_size))
     sft = SFT(engine, MicroBatchSpec(config.trainer.max_tokens_per_mb))
-    metrics = MetricsJournal(run_dir / METRICS_NAME if topology.is_main else None)
+    metrics = open_tracker(config, topology, uuid.uuid4().hex[:8])
     if topology.is_main:
         write_resolved(config, run_dir)
     started = time.monotonic()
     size = config.data.batch_size
     for step in range(config.trainer.total_steps):
+        begun = time.monotonic()
         chosen = [rows[data.row_index(step * size + offset)] for offset in range(size)]
         share = partition_by_tokens([len(ids) for ids, _ in chosen], topology.world_size)
         stats = sft.train_step(pack_rows([chosen[i] for i in share[topology.rank]]))
         engine.step_lr_scheduler()
-        elapsed_s = time.monotonic() - started
-        metrics.write({"step": step, "seconds": elapsed_s} | stats)
+        elapsed_s, train_s = time.monotonic() - started, time.monotonic() - begun
+        speed = meter.take(sum(len(ids) for ids, _ in chosen), 0.0, train_s, 0.0)
+        metrics.write({"step": step, "seconds": elapsed_s, **stats, **speed})
         if config.time_limit_s is not None and topology.max(int(elapsed_s > config.time_limit_s)):
             break
     engine.save(SaveLoadMeta(config.output_dir, weight_format="hf"))

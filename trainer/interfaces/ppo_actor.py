@@ -12,6 +12,7 @@ from trainer.algorithms.corrections import proximal_shares, within_second_moment
 from trainer.algorithms.credit import normalized_advantages, token_advantages, trajectory_rewards
 from trainer.algorithms.diagnostics import Mismatch
 from trainer.algorithms.losses import policy_loss, policy_loss_weight
+from trainer.algorithms.moments import Moments
 from trainer.algorithms.ratios import log_ratios
 from trainer.algorithms.segments import Segments
 from trainer.api import LossOutput, MicroBatchSpec, ModelOutput, TrainEngine
@@ -64,7 +65,7 @@ class PPOActor:
         mini_batches = self._mini_batches(self._judged(trajectories), trajectories)
         # All proximal logprobs come before the first update: they belong to the step's first weights.
         prepared = [self._with_proximal(mini_batch, version) for mini_batch in mini_batches]
-        is_known = self._config.proximal == "recompute"
+        is_known = self._config.decoupled and self._config.proximal == "recompute"
         stats = self._mismatch(prepared) if is_known else {}
         for mini_batch in prepared:
             figures = self._engine.train_batch(mini_batch, self._mb_spec, self._loss, self._weight)
@@ -116,8 +117,9 @@ class PPOActor:
         if self._config.proximal == "interpolate":
             shares = proximal_shares(batch["behaviour_versions"], version)
             return batch.with_columns(proximal_shares=shares)
-        proximal = self._engine.forward(batch, self._mb_spec, post_hook=self._logprobs)
-        batch = batch.with_columns(proximal_logprobs=proximal)
+        judged = self._engine.forward(batch, self._mb_spec, post_hook=self._logprobs_and_entropy)
+        proximal, entropy = judged.unbind(-1)
+        batch = batch.with_columns(proximal_logprobs=proximal, entropy=entropy)
         if self._config.m2_threshold is None:
             return batch
         mask = batch["loss_mask"]
@@ -125,14 +127,24 @@ class PPOActor:
         return batch.with_columns(near=within_second_moment(logs, mask, self._config.m2_threshold))
 
     def _mismatch(self, batches: list[SequenceBatch]) -> dict[str, float]:
-        """How far the servers' policy is from the step's first, over all ranks."""
+        """The step's first policy, and how far the servers' is from it, over all ranks."""
         names = ("proximal_logprobs", "behaviour_logprobs", "loss_mask")
         columns = [torch.cat([batch[name] for batch in batches]) for name in names]
-        mismatch = Mismatch.of(*columns).shared(self._topology.sum)
-        return {
-            "behaviour_gap": mismatch.mean_distance,
-            "effective_samples": mismatch.effective_samples,
+        mismatch = Mismatch.of(*columns).shared(self._topology.sum, self._topology.maxima)
+        figures = {
+            "logprob_diff_mean": mismatch.mean_distance,
+            "logprob_diff_max": mismatch.max_distance,
+            "effective_sample_size": mismatch.effective_sample_size,
         }
+        if self._config.entropy_coef == 0:  # else the loss tells
+            entropy = torch.cat([batch["entropy"] for batch in batches])
+            figures["entropy"] = Moments.of(entropy, columns[-1]).shared(self._topology.sum).mean
+        return figures
+
+    def _logprobs_and_entropy(self, output: ModelOutput, batch: SequenceBatch) -> Tensor:
+        """[T, 2]; the entropy is for figures, and costs the pass little."""
+        pair = output.logprobs_and_entropy(batch["labels"], self._temperature)
+        return torch.stack(pair, dim=-1)
 
     def _logprobs(self, output: ModelOutput, batch: SequenceBatch) -> Tensor:
         return output.logprobs(batch["labels"], self._temperature)

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from headway.contracts.config.algorithm import AlgorithmConfig
 from headway.contracts.config.base import Config
 from headway.contracts.config.data import DataConfig
+from headway.contracts.config.metrics import MetricsConfig
 from headway.contracts.config.model import TrainedModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
 from headway.contracts.config.recovery import RecoveryConfig
@@ -27,6 +28,7 @@ class ExperimentConfig(Config):
     data: DataConfig
     optimizer: OptimizerConfig = OptimizerConfig()
     trainer: TrainerConfig = TrainerConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     @model_validator(mode="after")
     def _check_head(self) -> ExperimentConfig:
