@@ -6,10 +6,16 @@ are read from the environment, by the package.
 
 from __future__ import annotations
 
+import logging
+
 import wandb
 
 from trainer.tracking.base import Figures, RunCard
 from trainer.tracking.groups import histograms, scalars
+
+
+FINISH_S = 120.0
+"""Longest wait at the end for what was not sent yet; it stays in the folder, for `wandb sync`."""
 
 
 class WandbSink:
@@ -21,6 +27,7 @@ class WandbSink:
 
     def __init__(self, card: RunCard) -> None:
         settings = card.settings
+        logging.getLogger("wandb").propagate = False  # it has a log of its own in the folder
         self._run = wandb.init(
             project=settings.project,
             name=card.name,
@@ -29,7 +36,14 @@ class WandbSink:
             tags=list(settings.tags),
             dir=str(card.folder),
             config={**card.config, "lineage": dict(card.lineage)},
-            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                disable_git=True,
+                save_code=False,
+                finish_timeout=FINISH_S,
+                finish_timeout_raises=True,
+            ),
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
