@@ -136,9 +136,7 @@ def test_a_step_is_metered_over_all_ranks(llama_dir, tmp_path, world_size):
         "logprob_diff_mean": math.fsum(map(abs, gaps)) / size,
         "logprob_diff_max": max(map(abs, gaps)),
         "behaviour_kl": math.fsum(w - 1 - g for w, g in zip(weights, gaps, strict=True)) / size,
-        "effective_sample_size": math.fsum(weights) ** 2
-        / math.fsum(w * w for w in weights)
-        / size,
+        "effective_sample_size": math.fsum(weights) ** 2 / math.fsum(w * w for w in weights) / size,
     }
     for figures in ranks:
         assert 10e6 < figures.pop("peak_memory_bytes") < 10e9

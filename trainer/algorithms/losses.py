@@ -53,8 +53,8 @@ def policy_loss(
         loss [] and means over the same tokens: `clip_fraction` (of these `clip_fraction_low` with a ratio
         below 1 and `clip_fraction_high` above), `behaviour_weight` (proximal / behaviour, unbounded),
         `capped_fraction` (tokens without weight, or with a bounded one), `behaviour_kl` (k3 estimate of
-        KL(behaviour || proximal)), and, where they are in the loss, `entropy` and `reference_kl`. Averaged
-        by `policy_loss_weight` all are exact over micro-batches and ranks.
+        KL(behaviour || proximal)), and, where they are in the loss, `entropy` and `reference_kl`.
+        Averaged by `policy_loss_weight` all are exact over micro-batches and ranks.
     """
     mask = batch["loss_mask"]
     sequences = Segments.of_lengths(batch.lengths, mask.device)

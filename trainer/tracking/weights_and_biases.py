@@ -13,7 +13,6 @@ import wandb
 from trainer.tracking.base import Figures, RunCard
 from trainer.tracking.groups import histograms, scalars
 
-
 FINISH_S = 120.0
 """Longest wait at the end for what was not sent yet; it stays in the folder, for `wandb sync`."""
 

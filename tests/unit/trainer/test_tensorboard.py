@@ -51,7 +51,9 @@ def test_config_and_lineage_are_shown(tmp_path):
 
 
 def test_a_resumed_run_goes_on_with_the_same_curve(tmp_path):
-    write_steps(tmp_path, 0, [3.0, 2.0, 9.0, 9.0])  # killed after step 3; the checkpoint holds 2 steps
+    write_steps(
+        tmp_path, 0, [3.0, 2.0, 9.0, 9.0]
+    )  # killed after step 3; the checkpoint holds 2 steps
     write_steps(tmp_path, 2, [1.5, 1.0])
     curve = [(e.step, e.value) for e in events_of(tmp_path).Scalars("policy/loss")]
     assert curve == [(0, 3.0), (1, 2.0), (2, 1.5), (3, 1.0)]

@@ -13,8 +13,9 @@ from headway.runtime.journal import METRICS_NAME, MetricsJournal, read_steps
 from tests.unit.trainer.cards import HISTOGRAM, run_card, step
 from trainer.tracking.tracker import Tracker
 
-wandb = pytest.importorskip("wandb")
+pytest.importorskip("wandb")
 
+import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
 from trainer.tracking.weights_and_biases import WandbSink
