@@ -6,6 +6,7 @@ around any train backend.
 
 from __future__ import annotations
 
+import math
 import resource
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -74,7 +75,7 @@ class Meter:
         self._begin()
         train_s, world = max(train_s, 1e-9), self._topology.world_size
         speed = flops / train_s / world
-        is_known = self._peak is not None and speed == speed  # NaN is not itself
+        mfu = None if self._peak is None or math.isnan(speed) else speed / self._peak
         return {
             "wait_s": wait_s,
             "train_s": train_s,
@@ -82,7 +83,7 @@ class Meter:
             "idle_share": wait_s / (wait_s + train_s + publish_s),
             "train_tokens_per_s": tokens / train_s,
             "train_tokens_per_s_per_rank": tokens / train_s / world,
-            "mfu": speed / self._peak if self._peak is not None and is_known else None,
+            "mfu": mfu,
             "padding_share": 1.0 - trained / max(passed, 1.0),
             "micro_batch_fill": trained / max(room, 1.0),
             "peak_memory_bytes": memory,
@@ -173,7 +174,7 @@ class MeteredEngine:
     def _flops(
         self, ask: Callable[[ModelCost, Sequence[int]], float], lengths: Sequence[int]
     ) -> float:
-        return float("nan") if self._cost is None else ask(self._cost, lengths)
+        return math.nan if self._cost is None else ask(self._cost, lengths)
 
     @cached_property
     def _cost(self) -> ModelCost | None:
