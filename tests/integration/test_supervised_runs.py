@@ -28,7 +28,7 @@ from trainer.data_supervised import Encoder, pack_examples, pairs
 from trainer.experiments.base import EXPERIMENTS
 from trainer.interfaces.rw import score_sequences
 
-PAGE = Path(__file__).parents[2] / "docs" / "preferences.md"
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 PATIENCE_S = 90
 LIKED, DISLIKED = "ABCDEFGHIJKLM", "NOPQRSTUVWXYZ"
 PAD = 2  # a space, which no row holds
@@ -118,10 +118,13 @@ def test_a_random_model_learns_to_prefer(kind, lr, algorithm, start, tmp_path):
 
 
 def documented() -> set[str]:
-    """The figures that the page on preferences lists."""
-    rows = re.findall(r"^\| (`[^|]*)\|[^|]*\|[^|]*\|$", PAGE.read_text(), re.MULTILINE)
-    names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    return names - {"sft", "rw", "dpo"}
+    """The figures of pairs that the page lists, and of what all runs have."""
+    names = {"loss", "tokens"}
+    for section in re.split(r"^### ", PAGE.read_text(), flags=re.MULTILINE):
+        if section.split("\n")[0] in ("optimizer", "preference", "speed", "run"):
+            cells = re.findall(r"^\| (`[^|]*)\|", section, re.MULTILINE)
+            names |= {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    return names
 
 
 def test_demonstrations_are_imitated_and_held_out_rows_judged(start, tmp_path):
