@@ -27,6 +27,7 @@ from trainer.api import MicroBatchSpec
 from trainer.data_supervised import Encoder, pack_examples, pairs
 from trainer.experiments.base import EXPERIMENTS
 from trainer.interfaces.rw import score_sequences
+from trainer.tracking.lineage import LINEAGE_NAME
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 PATIENCE_S = 90
@@ -225,6 +226,10 @@ def test_a_killed_run_resumes_to_the_same_bits(kind, start, tmp_path):
     for one, two in zip(expected, resumed, strict=True):
         assert [one[name] for name in names] == [two[name] for name in names]
     assert resumed[-1]["eval_loss"] == expected[-1]["eval_loss"]
+    lineage = (Path(killed["run_dir"]) / LINEAGE_NAME).read_text().splitlines()
+    starts = [json.loads(line) for line in lineage]
+    assert 0 == starts[0]["first_step"] < starts[1]["first_step"]
+    assert starts[0]["run_id"] == starts[1]["run_id"]  # its curves go on
     one, two = (load_file(Path(t["output_dir"]) / "model.safetensors") for t in (whole, killed))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)

@@ -20,6 +20,7 @@ from tests.numeric.engines import (
     tokens_in_loss,
 )
 from tests.numeric.models import save_model
+from tests.numeric.policies import batch_of, experiment, open_models
 from tests.numeric.ranks import run_ranks
 from trainer.api import MicroBatchSpec
 from trainer.batching.balance import partition_by_tokens
@@ -132,6 +133,27 @@ def test_a_step_is_metered_over_all_ranks(llama_dir, tmp_path, world_size):
     for figures in ranks:
         assert 10e6 < figures.pop("peak_memory_bytes") < 10e9
         assert figures == pytest.approx(expected)
+
+
+def test_every_model_of_an_experiment_counts_with_its_own_size(llama_dir):
+    """A policy of adapters, a critic without them, and a reference that is the bare policy."""
+    model = {"path": str(llama_dir), "lora": {"rank": 2}}
+    critic = {"path": str(llama_dir), "head": "value"}
+    config = experiment(
+        llama_dir,
+        model=model,
+        critic={"model": critic},
+        algorithm={"kl_coef": 0.1},
+        metrics={"peak_tflops": PEAK_TFLOPS},
+    )
+    models, rows = open_models(config), batch_of(0)
+    models.learner.train_step(rows, version=0)
+    lengths = [row.num_tokens for row in rows]
+    policy, value = (model_cost(TrainedModelConfig.model_validate(m)) for m in (model, critic))
+    flops = 2 * policy.forward_flops(lengths) + policy.training_flops(lengths)
+    flops += value.forward_flops(lengths) + value.training_flops(lengths)
+    mfu = models.policy._meter.take(sum(lengths), 0.0, TRAIN_S, 0.0)["mfu"]
+    assert mfu == pytest.approx(flops / (TRAIN_S * PEAK_TFLOPS * 1e12))
 
 
 def test_without_a_known_device_there_is_no_mfu(llama_dir):
