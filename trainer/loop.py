@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 
-from headway.runtime.journal import MetricsJournal
 from trainer.checkpoint import Checkpoints, RunState
 from trainer.evaluation.evaluations import Evaluations
 from trainer.feed import Feed
+from trainer.meter import Meter
 from trainer.models import PolicyModels
 from trainer.publication import Publication
 from trainer.step_metrics import describe_step
+from trainer.tracking.tracker import Tracker
 
 
 def train(
@@ -24,12 +25,14 @@ def train(
     models: PolicyModels,
     publication: Publication,
     checkpoints: Checkpoints,
-    metrics: MetricsJournal,
+    meter: Meter,
+    metrics: Tracker,
     evaluations: Evaluations,
 ) -> RunState:
     """Train from `state` until `total_steps` steps are done; every rank runs it."""
     while state.step < total_steps:
         started = time.monotonic()
+        meter.begin()
         feed.top_up(state.step)
         batch = feed.next_batch(state.version)
         received = time.monotonic()
@@ -46,9 +49,8 @@ def train(
             checkpoints.save(models.parts, state)
         publication.finish()
         stats |= evaluations.after_step(state, total_steps)
-        stats["wait_s"] = received - started
-        stats["train_s"] = trained - received
-        stats["publish_s"] = time.monotonic() - trained
+        seconds = (received - started, trained - received, time.monotonic() - trained)
+        stats |= meter.take(stats["tokens"], *seconds)
         metrics.write(stats)
     checkpoints.finish()
     return state

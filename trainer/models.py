@@ -18,6 +18,7 @@ from trainer.interfaces.frozen_model import FrozenModel
 from trainer.interfaces.ppo_actor import PPOActor
 from trainer.interfaces.ppo_critic import PPOCritic
 from trainer.learner import Follower, Learner
+from trainer.meter import Meter
 from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
 
@@ -34,6 +35,7 @@ class PolicyModels:
         topology: Topology,
         publisher: WeightPublisher | None,
         spec: FinetuneSpec,
+        meter: Meter,
     ) -> None:
         """Load them all; collective.
 
@@ -41,13 +43,15 @@ class PolicyModels:
             ConfigError: no such model, or one that these ranks cannot hold as configured.
         """
         self._config = config
+        self._meter = meter
         self._topology = topology
         self._mb_spec = MicroBatchSpec(config.trainer.max_tokens_per_mb)
         warmup_steps = config.critic.warmup_steps if isinstance(config, PPOExperiment) else 0
-        self.policy = make_engine(_shorter(config, warmup_steps), topology, publisher)
+        engine = make_engine(_shorter(config, warmup_steps), topology, publisher)
+        self.policy = meter.around(engine, config.model)
         self.policy.initialize(None, spec)
         self._spec = spec
-        self._trained = {POLICY: self.policy}
+        self._trained: dict[str, TrainEngine] = {POLICY: self.policy}
         self._frozen: dict[str, TrainEngine] = {}
         critic = self._make_critic(config) if isinstance(config, PPOExperiment) else None
         reference = self._make_reference()
@@ -95,7 +99,10 @@ class PolicyModels:
         model = config.critic.model
         if model is None:
             model = ValueModelConfig(**{**config.model.model_dump(), "head": "value"})
-        engine = make_engine(config, self._topology, None, model, config.critic.optimizer)
+        optimizer = config.critic.optimizer
+        engine = self._meter.around(
+            make_engine(config, self._topology, None, model, optimizer), model
+        )
         engine.initialize(None, self._spec)
         self._trained[CRITIC] = engine
         num_minibatches = config.algorithm.num_minibatches
@@ -127,7 +134,9 @@ class PolicyModels:
 
     def _load_frozen(self, name: str, model: TrainedModelConfig) -> TrainEngine:
         # An optimizer that never steps holds nothing.
-        engine = make_engine(self._config, self._topology, None, model, OptimizerConfig())
+        engine = self._meter.around(
+            make_engine(self._config, self._topology, None, model, OptimizerConfig()), model
+        )
         engine.initialize(None, None)
         self._frozen[name] = engine
         return engine

@@ -12,6 +12,7 @@ from headway.contracts.config.optimizer import OptimizerConfig
 from trainer.api import MicroBatchSpec, ModelOutput, TrainEngine
 from trainer.backends.base import make_engine
 from trainer.batching.sequences import SequenceBatch
+from trainer.meter import Meter
 from trainer.topology import Topology
 
 
@@ -33,7 +34,9 @@ class Reference:
         return logprobs
 
 
-def make_reference(config: DPOExperiment, policy: TrainEngine, topology: Topology) -> Reference:
+def make_reference(
+    config: DPOExperiment, policy: TrainEngine, topology: Topology, meter: Meter
+) -> Reference:
     """The model that `reference` names, or the one that the run starts from; collective."""
     if config.reference is not None:
         model = TrainedModelConfig(**config.reference.model_dump())
@@ -42,7 +45,7 @@ def make_reference(config: DPOExperiment, policy: TrainEngine, topology: Topolog
     else:
         model = config.model
     # An optimizer that never steps holds nothing.
-    engine = make_engine(config, topology, None, model, OptimizerConfig())
+    engine = meter.around(make_engine(config, topology, None, model, OptimizerConfig()), model)
     engine.initialize(None, None)
     return Reference(engine)
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
 from headway.contracts.config.experiment import SupervisedExperiment
-from headway.runtime.journal import MetricsJournal
 from trainer.api import LossOutput, MicroBatchSpec, ModelOutput, TrainEngine
 from trainer.batching.sequences import SequenceBatch
 from trainer.checkpoint import Checkpoints, Parts, RunState
 from trainer.data_supervised import SupervisedData
 from trainer.interfaces.supervised import Supervised
+from trainer.meter import Meter
 from trainer.topology import Topology
+from trainer.tracking.tracker import Tracker
 
 
 def train(
@@ -25,7 +27,8 @@ def train(
     engine: TrainEngine,
     topology: Topology,
     checkpoints: Checkpoints,
-    metrics: MetricsJournal,
+    meter: Meter,
+    metrics: Tracker,
 ) -> RunState:
     """Train from `state` until all steps are done or the time is over; every rank runs it."""
     began, is_over = time.monotonic(), False
@@ -36,13 +39,14 @@ def train(
         judged = interface.prepare(held_out.everything(topology), mb_spec)
     while state.step < total_steps and not is_over:
         started = time.monotonic()
+        meter.begin()
         batch = interface.prepare(data.batch(state.cursor, size, topology), mb_spec)
-        stats = {"step": state.step, "time": time.time()}
+        stats: dict[str, Any] = {"step": state.step, "time": time.time()}
         stats |= engine.train_batch(batch, mb_spec, interface.loss, interface.weight)
         engine.step_lr_scheduler()
         state = state.after_step(size, state.cursor + size)
         stats["tokens"] = topology.sum([batch.num_tokens])[0]
-        stats["train_s"] = time.monotonic() - started
+        stats |= meter.take(stats["tokens"], 0.0, time.monotonic() - started, 0.0)
         limit_s = config.time_limit_s
         is_over = limit_s is not None and bool(topology.max(time.monotonic() - began > limit_s))
         is_last = is_over or state.step == total_steps

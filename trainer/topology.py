@@ -65,19 +65,23 @@ class Topology:
 
     def max(self, value: int) -> int:
         """Largest over the ranks."""
-        return int(self._reduce([float(value)], dist.ReduceOp.MAX)[0])
+        return int(self.maxima([float(value)])[0])
+
+    def maxima(self, values: list[float]) -> list[float]:
+        """Element-wise largest over the ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX)
 
     def gather(self, piece: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Every rank's piece, on every rank.
 
         Args:
-            piece: [sizes[rank]] of this rank, on the CPU.
+            piece: [sizes[rank], ...] of this rank, on the CPU.
             sizes: of all ranks' pieces.
         """
         if self.world_size == 1:
             return [piece]
         # gloo gathers pieces of one size.
-        padded = piece.new_zeros(max(sizes))
+        padded = piece.new_zeros(max(sizes), *piece.shape[1:])
         padded[: len(piece)] = piece
         pieces = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(pieces, padded)

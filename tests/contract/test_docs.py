@@ -11,16 +11,13 @@ import sys
 import tomllib
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from fastapi.testclient import TestClient
 from pydantic import BaseModel
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from headway.contracts.config.algorithm import AlgorithmConfig
 from headway.contracts.config.experiment import (
     DPOExperiment,
     GRPOExperiment,
@@ -37,16 +34,12 @@ from headway.contracts.http.ledger import LedgerCounts
 from headway.contracts.http.paths import METRICS
 from headway.contracts.http.servers import ServerStatus
 from headway.contracts.http.status import StatusResponse
-from headway.contracts.types import Trajectory, TrajectoryBatch, TrajectoryGroup
 from headway.rollout.gateway import make_gateway
 from headway.rollout.ledger.transitions import NEXT_STATE
 from headway.rollout.tokenizer import TextTokenizer
 from headway.runtime.config import describe, load_config
 from headway.runtime.metrics import render_metrics
-from trainer.algorithms.losses import policy_loss
-from trainer.batching.sequences import SequenceBatch
-from trainer.checkpoint import RunState
-from trainer.step_metrics import describe_step
+from trainer.tracking.groups import GROUPS
 from weight_sync.model_dir import load_model
 
 ROOT = Path(__file__).parents[2]
@@ -168,25 +161,13 @@ def test_operations_page_lists_every_metric_of_a_gateway(tokenizer_dir: Path):
     assert common | gateways == {name for name in served if not name.endswith("_created")}
 
 
-def test_operations_page_lists_every_figure_of_a_step():
-    columns = {
-        "input_ids": np.zeros(2, np.int32),
-        "loss_mask": np.array([False, True]),
-        "logprobs": np.zeros(2, np.float32),
-        "versions": np.array([-1, 0], np.int32),
+def test_metrics_page_sorts_figures_as_sinks_do():
+    headings = re.findall(r"^### (\w+)$", page("metrics.md"), re.MULTILINE)
+    listed = {name: set(first_column(page("metrics.md"), f"### {name}\n")) for name in headings}
+    assert listed == {
+        group: set(names.split()) | ({"step"} if group == "run" else set())
+        for group, names in GROUPS.items()
     }
-    row = Trajectory("r", "g", 0, reward=0.0, stop_reason="stop", **columns)
-    step = describe_step(RunState("run"), TrajectoryBatch((TrajectoryGroup("r", "g", (row,)),)))
-    names = ("advantages", "proximal_logprobs", "behaviour_logprobs", "reference_logprobs")
-    tokens = dict.fromkeys(names, torch.zeros(2)) | {"loss_mask": torch.ones(2, dtype=torch.bool)}
-    algorithm = AlgorithmConfig(entropy_coef=0.1, kl_coef=0.1)
-    _, stats = policy_loss(algorithm, SequenceBatch((2,), tokens), torch.zeros(2), torch.zeros(2))
-    others = {"loss", "grad_norm", "lr", "skipped_steps", "wait_s", "train_s", "publish_s"}
-    others |= {"behaviour_gap", "effective_samples", "kl_coef", "teacher_kl"}
-    others |= {"value_loss", "value_clip_fraction", "critic_grad_norm", "critic_lr"}
-    others |= {"critic_skipped_steps", "value_mean", "return_mean", "explained_variance"}
-    listed = first_column(page("operations.md"), "`run_dir/metrics.jsonl`")
-    assert set(listed) == step.keys() | stats.keys() | others
 
 
 def test_operations_page_lists_every_error_code():

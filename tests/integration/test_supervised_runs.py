@@ -27,8 +27,9 @@ from trainer.api import MicroBatchSpec
 from trainer.data_supervised import Encoder, pack_examples, pairs
 from trainer.experiments.base import EXPERIMENTS
 from trainer.interfaces.rw import score_sequences
+from trainer.tracking.lineage import LINEAGE_NAME
 
-PAGE = Path(__file__).parents[2] / "docs" / "preferences.md"
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 PATIENCE_S = 90
 LIKED, DISLIKED = "ABCDEFGHIJKLM", "NOPQRSTUVWXYZ"
 PAD = 2  # a space, which no row holds
@@ -118,10 +119,13 @@ def test_a_random_model_learns_to_prefer(kind, lr, algorithm, start, tmp_path):
 
 
 def documented() -> set[str]:
-    """The figures that the page on preferences lists."""
-    rows = re.findall(r"^\| (`[^|]*)\|[^|]*\|[^|]*\|$", PAGE.read_text(), re.MULTILINE)
-    names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    return names - {"sft", "rw", "dpo"}
+    """The figures of pairs that the page lists, and of what all runs have."""
+    names = {"loss", "tokens"}
+    for section in re.split(r"^### ", PAGE.read_text(), flags=re.MULTILINE):
+        if section.split("\n")[0] in ("optimizer", "preference", "speed", "run"):
+            cells = re.findall(r"^\| (`[^|]*)\|", section, re.MULTILINE)
+            names |= {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    return names
 
 
 def test_demonstrations_are_imitated_and_held_out_rows_judged(start, tmp_path):
@@ -222,6 +226,10 @@ def test_a_killed_run_resumes_to_the_same_bits(kind, start, tmp_path):
     for one, two in zip(expected, resumed, strict=True):
         assert [one[name] for name in names] == [two[name] for name in names]
     assert resumed[-1]["eval_loss"] == expected[-1]["eval_loss"]
+    lineage = (Path(killed["run_dir"]) / LINEAGE_NAME).read_text().splitlines()
+    starts = [json.loads(line) for line in lineage]
+    assert 0 == starts[0]["first_step"] < starts[1]["first_step"]
+    assert starts[0]["run_id"] == starts[1]["run_id"]  # its curves go on
     one, two = (load_file(Path(t["output_dir"]) / "model.safetensors") for t in (whole, killed))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)

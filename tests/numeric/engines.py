@@ -16,11 +16,12 @@ from headway.contracts.config.optimizer import OptimizerConfig
 from headway.contracts.config.trainer import TrainerConfig
 from tests.numeric.models import VOCAB_SIZE, reference_logits
 from trainer.algorithms.losses import policy_loss
-from trainer.api import LossOutput, ModelOutput
+from trainer.api import LossOutput, ModelOutput, TrainEngine
 from trainer.backends.fsdp2 import FSDP2Engine
 from trainer.backends.heads import LogitsOutput
 from trainer.backends.upload import whole
 from trainer.batching.sequences import SequenceBatch, shift_left
+from trainer.meter import MeteredEngine
 from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
 
@@ -85,9 +86,16 @@ def tokens_in_loss(batch: SequenceBatch) -> float:
     return float(batch["loss_mask"].sum())
 
 
-def parameters_of(engine: FSDP2Engine) -> dict[str, Tensor]:
+def bare(engine: TrainEngine) -> FSDP2Engine:
+    """Without its meter."""
+    engine = engine._engine if isinstance(engine, MeteredEngine) else engine
+    assert isinstance(engine, FSDP2Engine)
+    return engine
+
+
+def parameters_of(engine: TrainEngine) -> dict[str, Tensor]:
     """Copies of all parameters, whole; collective."""
-    return {name: whole(p).clone() for name, p in engine._model.model.named_parameters()}
+    return {name: whole(p).clone() for name, p in bare(engine)._model.model.named_parameters()}
 
 
 def assert_close(

@@ -12,6 +12,7 @@ from headway.contracts.config.experiment import GRPOExperiment, PPOExperiment
 from headway.contracts.types import FinetuneSpec, Trajectory
 from tests.numeric.engines import OPTIMIZER
 from tests.numeric.models import VOCAB_SIZE
+from trainer.meter import Meter
 from trainer.models import PolicyModels
 from trainer.topology import Topology
 
@@ -64,7 +65,8 @@ def experiment(
 
 def open_models(config: PPOExperiment | GRPOExperiment, topology: Topology = ALONE) -> PolicyModels:
     """Everything that the configuration asks for, loaded."""
-    return PolicyModels(config, topology, None, FinetuneSpec(1, 8, 4))
+    meter = Meter(config.metrics, topology)
+    return PolicyModels(config, topology, None, FinetuneSpec(1, 8, 4), meter)
 
 
 def train(models: PolicyModels, steps: range) -> list[dict[str, float]]:

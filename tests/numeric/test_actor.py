@@ -138,11 +138,27 @@ def test_the_distance_from_the_servers_policy_is_that_of_the_slow_loop(llama_dir
     weights = [math.exp(gap) for gap in gaps]
     config = AlgorithmConfig(num_minibatches=3)
     figures = learner_of(open_engine(llama_dir), config, 64).train_step(trajectories, 0)
-    assert figures["behaviour_gap"] == pytest.approx(
+    assert figures["logprob_diff_mean"] == pytest.approx(
         math.fsum(map(abs, gaps)) / len(gaps), rel=1e-4
     )
+    assert figures["logprob_diff_max"] == pytest.approx(max(map(abs, gaps)), rel=1e-4)
     share = math.fsum(weights) ** 2 / math.fsum(w * w for w in weights) / len(weights)
-    assert figures["effective_samples"] == pytest.approx(share, rel=1e-3)
+    assert figures["effective_sample_size"] == pytest.approx(share, rel=1e-3)
+
+
+def test_the_entropy_without_a_bonus_is_that_of_the_first_policy(llama_dir, trajectories):
+    model, entropies = load_reference(llama_dir), []
+    for row in trajectories:
+        with torch.no_grad():
+            logits = reference_logits(model, row.input_ids.tolist()).double() / TEMPERATURE
+        table = torch.log_softmax(logits, dim=-1)
+        for t in range(row.num_tokens - 1):
+            if row.loss_mask[t + 1]:
+                entropies.append(-math.fsum(math.exp(p) * p for p in table[t].tolist()))
+    mean = math.fsum(entropies) / len(entropies)
+    for config in (AlgorithmConfig(num_minibatches=3), AlgorithmConfig(entropy_coef=0.01)):
+        figures = learner_of(open_engine(llama_dir), config, 16).train_step(trajectories, 0)
+        assert figures["entropy"] == pytest.approx(mean, rel=1e-4)
 
 
 def test_an_interpolated_proximal_needs_no_forward(llama_dir, trajectories):
@@ -166,7 +182,7 @@ def test_an_interpolated_proximal_needs_no_forward(llama_dir, trajectories):
     weights = [math.exp(gap) for gap in gaps]
     assert not seen
     assert figures["behaviour_weight"] == pytest.approx(math.fsum(weights) / len(gaps), rel=1e-4)
-    assert "behaviour_gap" not in figures
+    assert "logprob_diff_mean" not in figures
 
 
 def test_the_penalty_is_of_the_distance_from_the_reference(llama_dir, trajectories):

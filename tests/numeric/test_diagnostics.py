@@ -28,7 +28,7 @@ def test_figures_equal_the_slow_loop():
     k3 = math.fsum(w - 1 - gap for w, gap in zip(weights, inside, strict=True))
     assert got.kl == pytest.approx(k3 / size)
     share = math.fsum(weights) ** 2 / math.fsum(w * w for w in weights) / size
-    assert got.effective_samples == pytest.approx(share)
+    assert got.effective_sample_size == pytest.approx(share)
 
 
 def test_on_policy_nothing_is_lost_and_of_nothing_as_well():
@@ -37,11 +37,11 @@ def test_on_policy_nothing_is_lost_and_of_nothing_as_well():
     nothing = Mismatch.of(logprobs, logprobs, torch.zeros(5, dtype=torch.bool))
     for got in (same, nothing):
         assert (got.mean_distance, got.kl, got.max_distance) == (0.0, 0.0, 0.0)
-        assert got.effective_samples == 1.0
+        assert got.effective_sample_size == 1.0
 
 
 def test_one_token_of_a_huge_weight_is_worth_one():
     gaps = torch.zeros(100)
     gaps[0] = 15.0
     got = Mismatch.of(gaps, torch.zeros(100), torch.ones(100, dtype=torch.bool))
-    assert got.effective_samples == pytest.approx(0.01, rel=1e-3)
+    assert got.effective_sample_size == pytest.approx(0.01, rel=1e-3)

@@ -25,6 +25,7 @@ def told_batch():
     told = {name: batch["behaviour_logprobs"] + 0.5 * noise[name] for name in names}
     # What no action is judged by may be anything.
     mask = batch["loss_mask"]
+    told["entropy"] = torch.rand(batch.num_tokens, generator=generator)
     told["teacher_logprobs"] = torch.where(mask, told["teacher_logprobs"], -torch.inf)
     told["reference_logprobs"] = torch.where(mask, told["reference_logprobs"], torch.nan)
     return rows, batch.with_columns(**told)
@@ -102,6 +103,17 @@ def test_the_threshold_of_the_second_moment_is_of_the_whole_batch():
     assert 0 < num_kept < len(ascending)
     assert int(kept.sum()) == num_kept
     assert squares[kept].max() <= squares[mask & ~kept].min()
+
+
+def test_the_entropy_is_that_of_the_tokens_in_the_loss_unless_the_loss_tells_it():
+    _, batch = told_batch()
+    judged, figures = judge(AlgorithmConfig(mask_truncated=True), batch, version=0, kl_coef=0.0)
+    kept = judged["entropy"][judged["loss_mask"]].tolist()
+    assert len(kept) < batch["loss_mask"].sum()
+    assert figures["entropy"] == pytest.approx(math.fsum(kept) / len(kept), rel=1e-5)
+    config = AlgorithmConfig(mask_truncated=True, entropy_coef=0.01)
+    _, others = judge(config, batch, version=0, kl_coef=0.0)
+    assert figures.keys() - others.keys() == {"entropy"}
 
 
 def test_nothing_is_asked_of_models_that_are_not_there():

@@ -240,7 +240,27 @@ def test_what_the_configuration_leaves_out_is_not_asked_for():
     needed = ("loss_mask", "advantages", "proximal_logprobs", "behaviour_logprobs")
     bare = SequenceBatch(batch.lengths, {name: batch[name] for name in needed})
     _, stats = policy_loss(AlgorithmConfig(), bare, batch["logprobs"])
-    assert stats.keys() == {"clip_fraction", "behaviour_weight", "capped_fraction", "behaviour_kl"}
+    clips = {"clip_fraction", "clip_fraction_low", "clip_fraction_high"}
+    assert stats.keys() == clips | {"behaviour_weight", "capped_fraction", "behaviour_kl"}
+
+
+@pytest.mark.parametrize("objective", ["clip", "cispo"])
+def test_clip_fractions_equal_the_slow_loop(objective):
+    batch = random_batch(2)
+    inside = [t for rows in actions(batch) for t in rows]
+    low, high = [], []
+    for t in inside:
+        ratio = math.exp(batch["logprobs"][t].item() - batch["proximal_logprobs"][t].item())
+        advantage = batch["advantages"][t].item()
+        low.append(ratio < 0.8 and (objective == "cispo" or advantage < 0))
+        high.append(ratio > 1.3 and (objective == "cispo" or advantage > 0))
+    config = AlgorithmConfig(objective=objective, eps_clip=0.2, eps_clip_higher=0.3)
+    _, stats = policy_loss(config, batch, batch["logprobs"])
+    assert min(sum(low), sum(high)) > 0
+    assert stats["clip_fraction_low"].item() == pytest.approx(sum(low) / len(inside))
+    assert stats["clip_fraction_high"].item() == pytest.approx(sum(high) / len(inside))
+    both = stats["clip_fraction_low"] + stats["clip_fraction_high"]
+    torch.testing.assert_close(both, stats["clip_fraction"])
 
 
 def test_an_entropy_bonus_without_entropy_is_refused():

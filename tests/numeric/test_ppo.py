@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.numeric.engines import assert_close, parameters_of
+from tests.numeric.engines import assert_close, bare, parameters_of
 from tests.numeric.models import load_reference, reference_logits, save_model
 from tests.numeric.policies import TEMPERATURE, batch_of, experiment, open_models, train
 from tests.numeric.test_losses import slow_decoupled_loss
@@ -115,7 +115,7 @@ def test_values_are_denormalised_with_what_was_known_before_their_batch(llama_di
     """By hand: a head of zeros says the mean of the returns so far, which is 0 at first."""
     config = experiment(llama_dir, critic={"normalization": "cumulative"})
     models = open_models(config)
-    critic = models.parts.models[CRITIC]
+    critic = bare(models.parts.models[CRITIC])
     with torch.no_grad():
         critic._model.model.score.weight.zero_()
     critic._optimizer.param_groups[0]["lr"] = 0.0
@@ -140,7 +140,7 @@ def test_while_the_critic_warms_up_it_alone_learns(llama_dir):
     assert figures[2]["lr"] == pytest.approx(
         1e-3
     )  # its schedule begins with it, and ends at its end
-    assert again.policy._trainer_config.total_steps == 8
+    assert bare(again.policy)._trainer_config.total_steps == 8
     assert any((parameters_of(policy)[n] != before[n]).any() for n in before)
 
 

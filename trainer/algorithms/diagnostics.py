@@ -47,7 +47,7 @@ class Mismatch:
         return self.k3 / max(self.count, 1.0)
 
     @property
-    def effective_samples(self) -> float:
+    def effective_sample_size(self) -> float:
         """Share of tokens that the weighted ones are worth, (Σw)² / (n·Σw²) (Kish, 1965); 1 on policy."""
         if self.count == 0:
             return 1.0

@@ -29,15 +29,16 @@ def judge(
 
     Args:
         batch: whole prompt groups, with the columns of `batch_of_trajectories`, and of each model that
-            was asked: `proximal_logprobs`, `reference_logprobs`, `teacher_logprobs`; `values` in units
-            of the rewards, with which advantages are generalised (GAE).
+            was asked: `proximal_logprobs` and `entropy`, `reference_logprobs`, `teacher_logprobs`;
+            `values` in units of the rewards, with which advantages are generalised (GAE).
         version: of the weights that the step starts from.
         kl_coef: of the penalty in the rewards; only where `kl_in` is reward.
     Returns:
         The batch with `advantages`; `returns` where there are values; `loss_mask` without what is left
         out; `proximal_logprobs`, or `proximal_shares` where they are interpolated; `near` where
-        `m2_threshold` asks for it. And figures: `behaviour_gap` and `effective_samples` where the
-        proximal logprobs were computed; `reference_kl` (nats per token) and `kl_coef` where it is in the
+        `m2_threshold` asks for it. And figures: `logprob_diff_mean`, `logprob_diff_max` (nats)
+        and `effective_sample_size` where the proximal logprobs were computed, and `entropy` (nats per
+        token), unless the loss tells it; `reference_kl` (nats per token) and `kl_coef` where it is in the
         rewards; `teacher_kl`, minus the mean of teacher - policy.
     """
     sequences = Segments.of_lengths(batch.lengths)
@@ -100,7 +101,11 @@ def _corrected(
     if config.m2_threshold is not None:
         logs = log_ratios(proximal, behaviour, mask)
         batch = batch.with_columns(near=within_second_moment(logs, mask, config.m2_threshold))
-    return batch, {
-        "behaviour_gap": mismatch.mean_distance,
-        "effective_samples": mismatch.effective_samples,
+    figures = {
+        "logprob_diff_mean": mismatch.mean_distance,
+        "logprob_diff_max": mismatch.max_distance,
+        "effective_sample_size": mismatch.effective_sample_size,
     }
+    if config.entropy_coef == 0:  # else the loss tells it
+        figures["entropy"] = float(masked_mean(batch["entropy"], mask))
+    return batch, figures

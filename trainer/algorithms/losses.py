@@ -50,10 +50,11 @@ def policy_loss(
         logprobs: [T] under the current policy, differentiable.
         entropy: [T] of the current policy, differentiable; wanted where `entropy_coef` > 0.
     Returns:
-        loss [] and means over the same tokens: `clip_fraction`, `behaviour_weight` (proximal / behaviour,
-        unbounded), `capped_fraction` (tokens without weight, or with a bounded one), `behaviour_kl` (k3
-        estimate of KL(behaviour || proximal)), and, where they are in the loss, `entropy` and
-        `reference_kl`. Averaged by `policy_loss_weight` all are exact over micro-batches and ranks.
+        loss [] and means over the same tokens: `clip_fraction` (of these `clip_fraction_low` with a ratio
+        below 1 and `clip_fraction_high` above), `behaviour_weight` (proximal / behaviour, unbounded),
+        `capped_fraction` (tokens without weight, or with a bounded one), `behaviour_kl` (k3 estimate of
+        KL(behaviour || proximal)), and, where they are in the loss, `entropy` and `reference_kl`.
+        Averaged by `policy_loss_weight` all are exact over micro-batches and ranks.
     """
     mask = batch["loss_mask"]
     sequences = Segments.of_lengths(batch.lengths, mask.device)
@@ -63,13 +64,15 @@ def policy_loss(
         shares, behaviour = batch["proximal_shares"], batch["behaviour_logprobs"]
         proximal = interpolated_proximal(logprobs, behaviour, shares)
         batch = batch.with_columns(proximal_logprobs=proximal)
-    objective, is_clipped = _objective(config, batch, logprobs, sequences)
+    objective, is_clipped, ratio = _objective(config, batch, logprobs, sequences)
     log_weight = log_ratios(batch["proximal_logprobs"], batch["behaviour_logprobs"], mask)
     weights, is_within = _weights(config, batch, log_weight, sequences)
     penalties, penalty_figures = _penalties(config, batch, logprobs, entropy)
     losses = -weights * objective + penalties
     figures = penalty_figures | {
         "clip_fraction": is_clipped.float(),
+        "clip_fraction_low": (is_clipped & (ratio < 1)).float(),
+        "clip_fraction_high": (is_clipped & (ratio > 1)).float(),
         "behaviour_weight": bounded_exp(log_weight),
         "capped_fraction": (~is_within).float(),
         "behaviour_kl": bounded_exp(log_weight) - 1.0 - log_weight,
@@ -90,8 +93,8 @@ def policy_loss_weight(config: AlgorithmConfig, batch: SequenceBatch) -> float:
 
 def _objective(
     config: AlgorithmConfig, batch: SequenceBatch, logprobs: Tensor, sequences: Segments
-) -> tuple[Tensor, Tensor]:
-    """[T] and whether each token was clipped."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[T], whether each token was clipped, and its ratio, or its sequence's."""
     mask = batch["loss_mask"]
     advantages = torch.where(mask, batch["advantages"], 0.0)
     level: RatioLevel = "geometric" if config.ratio_level == "sequence" else "token"
@@ -102,14 +105,14 @@ def _objective(
     ratio = bounded_exp(logs)
     low, high = config.eps_clip, config.eps_clip_higher
     if config.objective == "clip":
-        return clipped_objective(ratio, advantages, low, high, config.dual_clip)
+        return *clipped_objective(ratio, advantages, low, high, config.dual_clip), ratio
     if config.objective == "cispo":
-        return cispo_objective(ratio, logprobs, advantages, low, high)
+        return *cispo_objective(ratio, logprobs, advantages, low, high), ratio
     nothing = torch.zeros_like(mask)
     if config.objective == "sapo":
         positive, negative = config.sapo_temperature_positive, config.sapo_temperature_negative
-        return sapo_objective(ratio, advantages, positive, negative), nothing
-    return ratio * advantages, nothing
+        return sapo_objective(ratio, advantages, positive, negative), nothing, ratio
+    return ratio * advantages, nothing, ratio
 
 
 def _weights(

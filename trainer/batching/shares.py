@@ -19,11 +19,11 @@ from trainer.topology import Topology
 def infer_column(
     batch: SequenceBatch, topology: Topology, infer: Callable[[SequenceBatch], Tensor]
 ) -> Tensor:
-    """[T] of the whole batch, on every rank; collective.
+    """[T, ...] of the whole batch, on every rank; collective.
 
     Args:
         batch: the same on every rank.
-        infer: of this rank's share, one number per token, on the CPU.
+        infer: of this rank's share, a row per token, on the CPU.
     Raises:
         DataError: fewer sequences than ranks.
     """

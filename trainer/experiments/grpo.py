@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import uuid
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +11,6 @@ from headway.contracts.config.experiment import GRPOExperiment, PolicyExperiment
 from headway.contracts.types import ConsumerSpec, FinetuneSpec, PolicyVersion
 from headway.runtime.config import write_resolved
 from headway.runtime.inference_client import RemoteInferenceEngine
-from headway.runtime.journal import METRICS_NAME, MetricsJournal
 from headway.runtime.secret import read_token
 from trainer.checkpoint import Checkpoints, RunState
 from trainer.data import PromptData
@@ -22,13 +19,14 @@ from trainer.evaluation.evaluator import Evaluator
 from trainer.experiments.base import Experiment
 from trainer.feed import Feed
 from trainer.loop import train
+from trainer.meter import Meter
 from trainer.models import PolicyModels
 from trainer.publication import Publication
+from trainer.run_id import kept_run_id
 from trainer.topology import Topology
+from trainer.tracking.tracker import open_tracker
 from weight_sync.channel import WeightPublisher
 from weight_sync.transports.base import make_publisher
-
-RUN_NAME = "run.json"
 
 
 def run(config: PolicyExperiment) -> None:
@@ -41,9 +39,10 @@ def run(config: PolicyExperiment) -> None:
     data = PromptData(config.data)
     publisher = make_publisher(config.weight_sync) if topology.is_main else None
     spec = FinetuneSpec(1, len(data), config.data.batch_size)
-    models = PolicyModels(config, topology, publisher, spec)
+    meter = Meter(config.metrics, topology)
+    models = PolicyModels(config, topology, publisher, spec, meter)
     checkpoints = Checkpoints(run_dir, config.recovery, topology)
-    state = RunState(_run_id(config, run_dir, topology))
+    state = RunState(kept_run_id(run_dir, config.recovery.resume, topology))
     if config.recovery.resume:
         state = checkpoints.load_newest(models.parts) or state
     else:
@@ -60,13 +59,13 @@ def run(config: PolicyExperiment) -> None:
     evaluations = _make_evaluations(config, topology, state.run_id)
     publication = Publication(models.policy, publisher, client, evaluations.versions)
     state = _attach(config, state, topology, publication, publisher, client)
-    metrics = MetricsJournal(run_dir / METRICS_NAME if topology.is_main else None)
+    metrics = open_tracker(config, topology, state.run_id, state.step)
     feed = Feed(client, data, topology, config, state)
     total_steps = config.trainer.total_steps
     with evaluations:
         evaluations.begin(state)
         state = train(
-            state, total_steps, feed, models, publication, checkpoints, metrics, evaluations
+            state, total_steps, feed, models, publication, checkpoints, meter, metrics, evaluations
         )
         models.export(run_dir)
         metrics.close()
@@ -138,19 +137,6 @@ def first_version(
     """
     newest = max(restored, head, latest or 0)
     return newest + 1 if newest else 0
-
-
-def _run_id(config: PolicyExperiment, run_dir: Path, topology: Topology) -> str:
-    """A name that rollout ids start with; kept in the run folder for a resume without checkpoint."""
-    file = run_dir / RUN_NAME
-    if not topology.is_main:
-        return ""
-    if config.recovery.resume and file.is_file():
-        return str(json.loads(file.read_text())["run_id"])
-    run_id = uuid.uuid4().hex[:8]
-    run_dir.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"run_id": run_id}))
-    return run_id
 
 
 GRPO = Experiment(GRPOExperiment, run)

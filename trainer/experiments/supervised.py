@@ -12,18 +12,20 @@ import torch
 from headway.contracts.config.experiment import SupervisedExperiment
 from headway.contracts.types import FinetuneSpec
 from headway.runtime.config import write_resolved
-from headway.runtime.journal import METRICS_NAME, MetricsJournal
 from trainer.api import SaveLoadMeta, TrainEngine
 from trainer.backends.base import make_engine
 from trainer.checkpoint import Checkpoints, Parts, RunState
 from trainer.data_supervised import Encoder, SupervisedData
 from trainer.interfaces.supervised import Supervised
+from trainer.meter import Meter
+from trainer.run_id import kept_run_id
 from trainer.supervised import train
 from trainer.topology import Topology
+from trainer.tracking.tracker import open_tracker
 
 Read = Callable[[Any, Encoder], SupervisedData]
 """`(a section like data, encoder) -> examples`."""
-MakeInterface = Callable[[TrainEngine, Topology], Supervised]
+MakeInterface = Callable[[TrainEngine, Topology, Meter], Supervised]
 
 
 def run_supervised(
@@ -37,19 +39,20 @@ def run_supervised(
         torch.set_num_threads(config.trainer.num_threads)
     torch.manual_seed(config.trainer.seed)
     data, held_out = _read(config, encoder, read)
-    engine = make_engine(config, topology, None)
+    meter = Meter(config.metrics, topology)
+    engine = meter.around(make_engine(config, topology, None), config.model)
     engine.initialize(None, FinetuneSpec(1, len(data), config.data.batch_size))
-    interface = make_interface(engine, topology)
+    interface = make_interface(engine, topology, meter)
     checkpoints = Checkpoints(run_dir, config.recovery, topology)
-    state = RunState(run_dir.name)
+    state = RunState(kept_run_id(run_dir, config.recovery.resume, topology))
     if config.recovery.resume:
         state = checkpoints.load_newest(Parts({"model": engine})) or state
     else:
         checkpoints.refuse_leftovers()
     if topology.is_main:
         write_resolved(config, run_dir)
-    metrics = MetricsJournal(run_dir / METRICS_NAME if topology.is_main else None)
-    train(state, config, interface, data, held_out, engine, topology, checkpoints, metrics)
+    metrics = open_tracker(config, topology, state.run_id, state.step)
+    train(state, config, interface, data, held_out, engine, topology, checkpoints, meter, metrics)
     engine.save(SaveLoadMeta(config.output_dir, weight_format="hf"))
     metrics.close()
     engine.destroy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from headway.contracts.config.algorithm import AlgorithmConfig
@@ -32,17 +33,18 @@ class PPOActor:
         self._temperature = temperature
 
     def inference(self, batch: SequenceBatch) -> Columns:
-        """`proximal_logprobs` [T]: the policy's before the step's first update.
+        """`proximal_logprobs` [T] and `entropy` [T]: the policy's before the step's first update.
 
         Args:
-            batch: columns `input_ids`, `labels`.
+            batch: columns `input_ids`, `labels`, `loss_mask`; what is off the mask is 0.
         """
 
         def infer(share: SequenceBatch) -> Tensor:
-            logprobs: Tensor = self._engine.forward(share, self._mb_spec, post_hook=self._logprobs)
-            return logprobs
+            both: Tensor = self._engine.forward(share, self._mb_spec, post_hook=self._judged)
+            return both
 
-        return {"proximal_logprobs": infer_column(batch, self._topology, infer)}
+        logprobs, entropy = infer_column(batch, self._topology, infer).unbind(-1)
+        return {"proximal_logprobs": logprobs, "entropy": entropy}
 
     def train_step(self, batch: SequenceBatch) -> dict[str, float]:
         """One version, in as many optimizer steps as there are mini-batches.
@@ -62,17 +64,21 @@ class PPOActor:
             self._weight,
         )
 
-    def _logprobs(self, output: ModelOutput, batch: SequenceBatch) -> Tensor:
-        return output.logprobs(batch["labels"], self._temperature, batch["loss_mask"])
+    def _judged(self, output: ModelOutput, batch: SequenceBatch) -> Tensor:
+        """[T, 2]; the entropy is for figures, and costs the pass little."""
+        return torch.stack(self._logprobs_and_entropy(output, batch), dim=-1)
+
+    def _logprobs_and_entropy(
+        self, output: ModelOutput, batch: SequenceBatch
+    ) -> tuple[Tensor, Tensor]:
+        return output.logprobs_and_entropy(batch["labels"], self._temperature, batch["loss_mask"])
 
     def _loss(self, output: ModelOutput, batch: SequenceBatch) -> LossOutput:
         entropy = None
         if self._config.entropy_coef > 0:
-            logprobs, entropy = output.logprobs_and_entropy(
-                batch["labels"], self._temperature, batch["loss_mask"]
-            )
+            logprobs, entropy = self._logprobs_and_entropy(output, batch)
         else:
-            logprobs = self._logprobs(output, batch)
+            logprobs = output.logprobs(batch["labels"], self._temperature, batch["loss_mask"])
         return LossOutput(*policy_loss(self._config, batch, logprobs, entropy))
 
     def _weight(self, batch: SequenceBatch) -> float:

@@ -18,6 +18,7 @@ from headway.contracts.config.data import (
     RowsConfig,
 )
 from headway.contracts.config.evaluation import EvaluationConfig
+from headway.contracts.config.metrics import MetricsConfig
 from headway.contracts.config.model import ModelConfig, TrainedModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
 from headway.contracts.config.preference import PreferenceConfig
@@ -43,6 +44,7 @@ class ExperimentConfig(Config):
     data: RowsConfig
     optimizer: OptimizerConfig = OptimizerConfig()
     trainer: TrainerConfig = TrainerConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     @model_validator(mode="after")
     def _check_head(self) -> ExperimentConfig:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from headway.contracts.types import TrajectoryBatch, TrajectoryGroup
 from trainer.checkpoint import RunState
-from trainer.step_metrics import describe_step
+from trainer.step_metrics import describe_step, token_staleness
 
 
 def test_staleness_counts_from_the_oldest_token(make_trajectory):
@@ -25,6 +26,23 @@ def test_staleness_counts_from_the_oldest_token(make_trajectory):
     assert figures["truncated"] == 0.5
     assert (figures["step"], figures["version"]) == (9, 4)
     assert (figures["trajectories"], figures["tokens"]) == (2, 12)
+
+
+def test_histograms_of_staleness_equal_the_slow_loop(make_trajectory):
+    rows = [make_trajectory(2, size, sample=size) for size in (1, 4, 6)]
+    unknown = replace(rows[0], versions=np.full_like(rows[0].versions, -1))
+    of_tokens, of_trajectories = [0] * 6, [0] * 6
+    for row in rows:
+        sampled = [int(v) for v, is_in in zip(row.versions, row.loss_mask, strict=True) if is_in]
+        of_trajectories[6 - min(sampled)] += 1
+        for version in sampled:
+            of_tokens[6 - version] += 1
+    batch = TrajectoryBatch((TrajectoryGroup("r0", "g0", tuple(rows)),))
+    figures = describe_step(RunState("run", version=6), batch)
+    assert figures["staleness_trajectories"] == of_trajectories
+    assert figures["staleness_tokens"] == of_tokens
+    assert sum(of_tokens) == 11
+    assert token_staleness([rows[0], unknown], 6).tolist() == [5]
 
 
 def test_the_reward_of_a_sample_counts_once_however_often_it_forked(make_trajectory):

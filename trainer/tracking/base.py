@@ -1,0 +1,58 @@
+"""What a sink is, what it is told when it opens, and sinks by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from headway.contracts.config.metrics import MetricsConfig
+from headway.contracts.registry import Registry
+
+Figures = Mapping[str, Any]
+"""Of one step: `step`, and names -> a number, None (not known), or a list of counts.
+
+A list counts how often the values 0, 1, 2, … were seen: a histogram of whole numbers.
+"""
+
+
+class Sink(Protocol):
+    """Takes one step after the other; what it raises never ends the run."""
+
+    def write(self, figures: Figures) -> None:
+        """Take a step."""
+
+    def close(self) -> None:
+        """Bring what was taken to where it belongs."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunCard:
+    """What is known about a run when it begins, or goes on."""
+
+    run_id: str
+    """The same for a run and all that resume it."""
+    name: str
+    folder: Path
+    first_step: int
+    """The step that is written next; a run that was killed may have written later ones."""
+    settings: MetricsConfig
+    config: Mapping[str, Any]
+    """The resolved one, as JSON."""
+    lineage: Mapping[str, Any]
+
+
+SINKS: Registry[Callable[[RunCard], Sink]] = Registry(
+    "metrics sink",
+    {
+        "tensorboard": "trainer.tracking.tensorboard:TensorBoardSink",
+        "wandb": "trainer.tracking.weights_and_biases:WandbSink",
+    },
+    entry_point_group="headway.metrics_sinks",
+)
+
+
+def register_sink(name: str, target: str | Callable[[RunCard], Sink]) -> None:
+    """Add a sink: a factory, or `"module:attribute"` for a lazy one."""
+    SINKS.register(name, target)

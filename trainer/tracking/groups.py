@@ -1,0 +1,65 @@
+"""The curves of a run, sorted: `loss` is shown as `policy/loss`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from trainer.tracking.base import Figures
+
+GROUPS = {
+    "rollout": (
+        "version reward truncated response_tokens tokens trajectories staleness_max staleness_mean "
+        "mixed_versions staleness_trajectories staleness_tokens"
+    ),
+    "mismatch": (
+        "logprob_diff_mean logprob_diff_max behaviour_kl effective_sample_size behaviour_weight "
+        "capped_fraction"
+    ),
+    "policy": (
+        "loss clip_fraction clip_fraction_low clip_fraction_high entropy reference_kl kl_coef "
+        "teacher_kl"
+    ),
+    "critic": (
+        "value_loss value_clip_fraction critic_grad_norm critic_lr critic_skipped_steps value_mean "
+        "return_mean explained_variance"
+    ),
+    "preference": "accuracy chosen_reward rejected_reward margin sft_loss",
+    "evaluation": "evaluation_* eval_*",
+    "optimizer": "grad_norm lr skipped_steps",
+    "speed": (
+        "wait_s train_s publish_s idle_share train_tokens_per_s train_tokens_per_s_per_rank mfu "
+        "padding_share micro_batch_fill peak_memory_bytes"
+    ),
+    "run": "time sink_failures",
+}
+"""Group -> its figures, `eval_*` for all that begin with `eval_`; one that stands nowhere belongs to
+`other`."""
+
+_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()}
+
+
+def curve_name(figure: str) -> str:
+    """The figure with its group before it."""
+    family = f"{figure.split('_')[0]}_*"
+    group = _GROUP_OF.get(figure) or _GROUP_OF.get(family, "other")
+    return f"{group}/{figure}"
+
+
+def scalars(figures: Figures) -> Iterator[tuple[str, float]]:
+    """Curves and their values; what is not known is left out."""
+    for name, value in figures.items():
+        if name != "step" and isinstance(value, int | float):
+            yield curve_name(name), float(value)
+
+
+def histograms(figures: Figures) -> Iterator[tuple[str, list[int]]]:
+    """Curves and how often the values 0, 1, 2, … were seen; those of nothing are left out."""
+    for name, value in figures.items():
+        if is_histogram(value):
+            yield curve_name(name), value
+
+
+def is_histogram(value: Any) -> bool:
+    """Whether it counts something."""
+    return isinstance(value, list) and sum(value) > 0
