@@ -39,8 +39,9 @@ def _registries() -> list[Registry]:
     from headway.rollout.rewards.base import REWARDS
     from headway.rollout.tools.base import TOOLS
     from headway.rollout.workflows.base import WORKFLOWS
+    from trainer.tracking.base import SINKS
 
-    registries: list[Registry] = [FILTERS, REWARDS, TOOLS, WORKFLOWS]
+    registries: list[Registry] = [FILTERS, REWARDS, SINKS, TOOLS, WORKFLOWS]
     for registry in registries:
         registry.names()
     return registries

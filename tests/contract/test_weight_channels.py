@@ -1,5 +1,6 @@
 """What every transport of weights owes: a version, whole or not at all, or an error that says why."""
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -331,7 +332,15 @@ def test_an_announced_stream_of_another_model_is_refused_by_name(tmp_path):
         expected = shapes_of(given) | {"matrix": torch.Size([24, 16])}
         bad = channel.start(stage, channel.receiver(), metas[0], expected)
         good = channel.start(stage, channel.receiver(), metas[1], shapes_of(given))
-        publishing = channel.start(publisher.publish, VERSION, given.items())
+
+        def until_refused() -> Iterator[tuple[str, torch.Tensor]]:
+            """Not all of it before a server has refused what it is of."""
+            *first, last = given.items()
+            yield from first
+            bad.exception(LIMIT_S)
+            yield last
+
+        publishing = channel.start(publisher.publish, VERSION, until_refused())
         with pytest.raises(SyncError, match=r"matrix has shape \(16, 24\), \(24, 16\)"):
             bad.result(LIMIT_S)
         publisher.cancel(VERSION, "a server refused it")

@@ -48,9 +48,11 @@ class Unreachable:
         raise ConnectionError("no route to host")
 
 
-register_sink("test_full_disk", FullDisk)
-register_sink("test_unreachable", Unreachable)
-register_sink("test_not_installed", "no_such_package_anywhere.sink:Sink")
+@pytest.fixture(scope="module", autouse=True)
+def sinks_of_this_file() -> None:
+    register_sink("test_full_disk", FullDisk)
+    register_sink("test_unreachable", Unreachable)
+    register_sink("test_not_installed", "no_such_package_anywhere.sink:Sink")
 
 
 def test_a_sink_that_fails_is_logged_once_and_counted(tmp_path, caplog):
