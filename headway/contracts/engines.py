@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
+from headway.contracts.config.base import PartConfig
 from headway.contracts.config.server import UpdatePolicy
+from headway.contracts.http.rewards import AnswerToScore
 from headway.contracts.http.servers import ServerStatus
 from headway.contracts.types import (
     ConsumerSpec,
@@ -14,11 +16,14 @@ from headway.contracts.types import (
     LLMRequest,
     LLMResponse,
     PolicyVersion,
+    RewardResult,
     RolloutHandle,
     RolloutRequest,
     TrajectoryBatch,
     WeightUpdateMeta,
 )
+
+SCORE_TIMEOUT_S = 600.0
 
 
 @runtime_checkable
@@ -62,6 +67,28 @@ class InferenceEngine(Protocol):
 
     def rollout(self, requests: Sequence[RolloutRequest], timeout: float) -> TrajectoryBatch:
         """Submit these groups and wait for exactly them."""
+
+    def score(
+        self,
+        reward: PartConfig,
+        answers: Sequence[AnswerToScore],
+        timeout: float = SCORE_TIMEOUT_S,
+        failed_score: float | None = None,
+    ) -> list[RewardResult]:
+        """What a registered reward says of answers, outside of any rollout.
+
+        An outage never becomes a score.
+
+        Args:
+            timeout: seconds for all of them.
+            failed_score: of an answer whose verifier raised or hung, or whose row is wrong; its
+                details then tell the `error`. None raises.
+        Raises:
+            RewardError, DataError: an answer could not be judged.
+            RewardOutage: nor could it later.
+            UnknownName, ConfigError: the reward cannot be made, or cannot judge there.
+            WaitTimeout: not all were judged in time.
+        """
 
     def update_weights(
         self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None

@@ -14,6 +14,7 @@ ServiceError
 ├── QueueFull            try again later                                   429  retryable
 ├── StaleVersion         a version behind the one that was asked for       409
 │   └── VersionMoved     a pinned rollout met a swap, and is played anew   409  retryable
+├── WrongMode            parameters serve training now, or generation      409
 ├── Starved              fewer rollouts are outstanding than waited for    409
 ├── Fruitless            rollouts waited for by id ended without a result   409
 ├── BackendError         a generation server failed or went away           503  retryable
@@ -23,9 +24,12 @@ ServiceError
 ├── RewardError          a verifier raised, hung or returned no number     500
 │   └── RewardOutage     it judged nothing, and is asked again             503  retryable
 ├── SyncError            a weight version is torn, tampered or not staged  409
-│   └── Fenced           from a publisher or an epoch that was superseded   409
+│   ├── Fenced           from a publisher or an epoch that was superseded   409
+│   └── TornHandover     weights reached a generator in part; it serves none 409
+├── WorkerError          a method of a worker of a group raised            500
+│   └── WorkerLost       it died, or did not answer; its group is ended    503  retryable
 ├── StateError           the state store failed                            503  retryable
-└── WaitTimeout          fewer rollouts than asked for within the time     504  retryable
+└── WaitTimeout          fewer rollouts or scores than asked for in time   504  retryable
 
 Every class carries `code`, `http_status` and `retryable`; a server writes an `ErrorBody`, the client
 raises the same class again (`to_body`, `from_body`). A message says what was seen, what was wanted
@@ -154,6 +158,13 @@ class VersionMoved(StaleVersion):
     retryable = True
 
 
+class WrongMode(ServiceError):
+    """Asked of one that trains and generates by turns, out of turn."""
+
+    code = "wrong_mode"
+    http_status = 409
+
+
 class Starved(ServiceError):
     code = "starved"
     http_status = 409
@@ -205,6 +216,27 @@ class SyncError(ServiceError):
 
 class Fenced(SyncError):
     code = "fenced"
+
+
+class TornHandover(SyncError):
+    """A generator in the trainer's process has only a part of a version, and serves nothing."""
+
+    code = "torn_handover"
+
+
+class WorkerError(ServiceError):
+    """A method of a worker raised what is no `ServiceError`."""
+
+    code = "worker"
+    http_status = 500
+
+
+class WorkerLost(WorkerError):
+    """A worker died or did not answer in time; all of its group were ended."""
+
+    code = "worker_lost"
+    http_status = 503
+    retryable = True
 
 
 class StateError(ServiceError):

@@ -132,19 +132,30 @@ class AlgorithmConfig(Config):
     """`batch`: divide by the standard deviation of all rewards instead (LitePPO, arXiv:2508.08221)."""
     advantage_norm: Literal["none", "batch", "group"] = "none"
     """Centre and scale the tokens' advantages once more, over the batch or over each group."""
-    discount: float = Field(1.0, gt=0.0, le=1.0)
-    """Factor per action on the advantage of earlier actions."""
+    discount: float = Field(1.0, ge=0.0, le=1.0)
+    """Factor per action on the advantage of earlier actions; 0 leaves each what it earns itself."""
     gae_lambda: float = Field(1.0, ge=0.0, le=1.0)
     """Generalised advantages (arXiv:1506.02438): 0 trusts the critic after one action, 1 only what was
     earned. Needs a `critic`."""
     num_minibatches: int = Field(1, ge=1)
-    """Optimizer steps per version."""
+    """Optimizer steps per version, or per epoch of one."""
+    num_epochs: int = Field(1, ge=1)
+    """Times that a version learns from its batch, judged once (PPO's epochs)."""
+    early_stop_ratio: float | None = Field(None, gt=0.0)
+    """A micro-batch whose mean ratio is above this gives no gradient; the step is taken nevertheless.
+    What is stopped depends on how ranks and `trainer.max_tokens_per_mb` cut a batch; None stops none."""
+    early_stop_kl: float | None = Field(None, gt=0.0)
+    """The same for the estimate (k3) of KL(proximal || policy), in nats per token."""
     mask_truncated: bool = False
     """Leave trajectories that ran into `max_new_tokens` out of the loss."""
     zero_truncated: bool = False
     """Give trajectories that ran into `max_new_tokens` the reward 0, whatever their score."""
     overlong: OverlongConfig | None = None
     """Penalty on long responses; None has none."""
+    dense_rewards: Literal["none", "score", "gain"] = "none"
+    """In place of the trajectory's reward, each action earns the score of the text that it leads to
+    (`score`), or what that is above the score before it (`gain`), within `reward_clip`. Wants a score
+    after every token, and no baseline."""
     reward_scaling: float = 1.0
     """Factor on the score, after `reward_bias`."""
     reward_bias: float = 0.0
@@ -154,7 +165,12 @@ class AlgorithmConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> AlgorithmConfig:
-        for is_wrong, message in (*self._loss_conflicts(), *self._correction_conflicts()):
+        conflicts = (
+            *self._loss_conflicts(),
+            *self._reward_conflicts(),
+            *self._correction_conflicts(),
+        )
+        for is_wrong, message in conflicts:
             if is_wrong:
                 raise ValueError(message)
         return self
@@ -217,6 +233,22 @@ class AlgorithmConfig(Config):
             (
                 self.scale_level == "batch" and not (self.scale_by_std and self.baseline != "none"),
                 "scale_level=batch needs scale_by_std and a baseline",
+            ),
+        )
+
+    def _reward_conflicts(self) -> tuple[tuple[bool, str], ...]:
+        names = ("zero_truncated", "overlong", "reward_scaling", "reward_bias")
+        chosen = [name for name in names if self._is_set(name)]
+        is_dense = self.dense_rewards != "none"
+        return (
+            (
+                is_dense and bool(chosen),
+                f"{', '.join(chosen)}: shape the score of a trajectory, which dense_rewards replaces",
+            ),
+            (
+                is_dense and self.baseline != "none",
+                f"baseline={self.baseline} is of whole trajectories; with dense_rewards set "
+                "baseline=none",
             ),
         )
 

@@ -38,14 +38,28 @@ class CriticConfig(Config):
     mean of all so far (PopArt's statistics, arXiv:1602.07714)."""
     decay: float = Field(0.99995, gt=0.0, lt=1.0)
     """Of the exponential average, per version."""
+    normalization_eps: float = Field(0.0, ge=0.0, lt=1.0)
+    """The average is divided by the weight of what it has seen, but by no less than this; of
+    `exponential`. Above 0 it leans to 0 at first where `decay` is nearer to 1 than this."""
+    initial_std: float = Field(1.0, gt=0.0)
+    """Spread before the first returns are known: what the critic says is multiplied by it at first."""
+    num_epochs: int = Field(1, ge=1)
+    """Times that the critic learns from each batch, with the same targets."""
     warmup_steps: int = Field(0, ge=0)
     """First versions in which the critic alone learns, and the policy stays as it is."""
 
     @model_validator(mode="after")
     def _check(self) -> CriticConfig:
-        default = type(self).model_fields["decay"].default
-        if self.normalization != "exponential" and self.decay != default:
-            raise ValueError(
-                f"decay={self.decay} belongs to normalization=exponential, not {self.normalization}"
-            )
+        if self.normalization != "exponential":
+            self._refuse(("decay", "normalization_eps"), "exponential")
+        if self.normalization == "none":
+            self._refuse(("initial_std",), "exponential or cumulative")
         return self
+
+    def _refuse(self, names: tuple[str, ...], kinds: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name}={value} belongs to normalization={kinds}, not {self.normalization}"
+                )

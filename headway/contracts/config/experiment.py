@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from headway.contracts.config.algorithm import AlgorithmConfig, PPOAlgorithmConfig
 from headway.contracts.config.base import Config
@@ -17,6 +17,7 @@ from headway.contracts.config.data import (
     PairDataConfig,
     RowsConfig,
 )
+from headway.contracts.config.dataflow import DataflowConfig
 from headway.contracts.config.evaluation import EvaluationConfig
 from headway.contracts.config.metrics import MetricsConfig
 from headway.contracts.config.model import ModelConfig, TrainedModelConfig
@@ -96,13 +97,12 @@ class DPOExperiment(SupervisedExperiment):
     with `model.lora` the policy's own base, otherwise a second copy."""
 
 
-class PolicyExperiment(ExperimentConfig):
-    """Asynchronous policy optimisation against a rollout service."""
+class RolloutExperiment(ExperimentConfig):
+    """What experiments that learn from a rollout service have, whatever they learn by."""
 
     data: DataConfig
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig
-    algorithm: AlgorithmConfig = AlgorithmConfig()
     reference: ReferenceConfig = ReferenceConfig()
     teacher: ModelConfig | None = None
     """The model whose logprobs `algorithm.distillation_coef` learns from; it has the policy's tokens."""
@@ -110,11 +110,29 @@ class PolicyExperiment(ExperimentConfig):
     recovery: RecoveryConfig = RecoveryConfig()
     evaluation: EvaluationConfig | None = None
     """Versions to score beside training; None scores none."""
+    dataflow: DataflowConfig = DataflowConfig()
 
     @property
     def batch_trajectories(self) -> int:
-        """B: trajectories consumed per version."""
+        """B: trajectories that the service samples for a version, and counts as consumed by it."""
         return self.data.batch_size * self.rollout.group_size
+
+    @model_validator(mode="after")
+    def _check_sampling(self) -> RolloutExperiment:
+        if self.evaluation is not None:
+            self.evaluation.sampling_over(self.sampling)
+        if self.sampling.temperature == 0.0 and self.rollout.group_size > 1:
+            raise ValueError(
+                "sampling.temperature=0 gives equal siblings, so every advantage is 0; "
+                "set a temperature above 0 or rollout.group_size=1"
+            )
+        return self
+
+
+class PolicyExperiment(RolloutExperiment):
+    """Asynchronous policy optimisation against a rollout service."""
+
+    algorithm: AlgorithmConfig = AlgorithmConfig()
 
     @model_validator(mode="after")
     def _check_models(self) -> PolicyExperiment:
@@ -134,13 +152,6 @@ class PolicyExperiment(ExperimentConfig):
             raise ValueError(
                 f"algorithm.num_minibatches={self.algorithm.num_minibatches} exceeds "
                 f"data.batch_size={self.data.batch_size} prompts; a mini-batch holds whole groups"
-            )
-        if self.evaluation is not None:
-            self.evaluation.sampling_over(self.sampling)
-        if self.sampling.temperature == 0.0 and self.rollout.group_size > 1:
-            raise ValueError(
-                "sampling.temperature=0 gives equal siblings, so every advantage is 0; "
-                "set a temperature above 0 or rollout.group_size=1"
             )
         return self
 
@@ -174,13 +185,3 @@ class PPOExperiment(PolicyExperiment):
                 f"trainer.total_steps={self.trainer.total_steps} to the policy"
             )
         return self
-
-
-def _grpo_unless_named(given: object) -> object:
-    return {"type": "grpo", **given} if isinstance(given, dict) else given
-
-
-PolicyExperimentConfig = Annotated[
-    Annotated[GRPOExperiment | PPOExperiment, Field(discriminator="type")],
-    BeforeValidator(_grpo_unless_named),
-]

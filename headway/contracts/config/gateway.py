@@ -15,9 +15,9 @@ EnvironmentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-
 
 
 Role = Literal["submit", "consume", "server", "admin"]
-"""`submit` may ask for generation, rollouts and sessions; `consume` may also wait, attach and publish
-weights; `server` may register a generation server, and nothing else; `admin` may do everything, also move
-what serves. `http.ACCESS` says which route asks for which."""
+"""`submit` may ask for generation, rollouts, sessions and scores; `consume` may also wait, attach and
+publish weights; `server` may register a generation server, and nothing else; `admin` may do everything,
+also move what serves. `http.ACCESS` says which route asks for which."""
 ROLES: tuple[Role, ...] = get_args(Role)
 INCLUDED: Mapping[Role, frozenset[Role]] = {
     "submit": frozenset({"submit"}),
@@ -142,6 +142,9 @@ class ExecutorConfig(Config):
     there; then it is judged again."""
     reward_attempts: int = Field(3, ge=1)
     """Times that one answer is judged while the verifier itself fails."""
+    max_scored: int = Field(32, ge=1)
+    """Answers of `POST /v1/rewards/score` that are judged at once; more wait, and those of rollouts do
+    not wait behind them."""
 
 
 class SandboxConfig(Config):

@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from headway.contracts.config.base import Config
-from headway.contracts.config.experiment import PolicyExperimentConfig
 from headway.contracts.config.gateway import GatewayConfig
+from headway.contracts.config.rollout_experiments import RolloutExperimentConfig
 from headway.contracts.config.server import ServerConfig
 
 
@@ -20,7 +20,7 @@ class LaunchConfig(Config):
     """Model directory of every process that names none of its own."""
     gateway: GatewayConfig
     server: ServerConfig
-    trainer: PolicyExperimentConfig
+    trainer: RolloutExperimentConfig
     num_servers: int = Field(1, ge=1, le=64)
     """Generation servers to start."""
     num_trainer_ranks: int = Field(1, ge=1, le=64)

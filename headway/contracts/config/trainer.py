@@ -11,6 +11,9 @@ from headway.contracts.config.scheduling import SchedulingConfig
 
 
 class TrainerConfig(Config):
+    modules: tuple[str, ...] = Field((), max_length=64)
+    """Python modules to import at the start, whose `register_interface` and `register_backend` add
+    parts."""
     backend: str = "fsdp2"
     """Registered train backend."""
     max_tokens_per_mb: int = Field(16384, ge=1)

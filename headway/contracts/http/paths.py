@@ -23,6 +23,7 @@ ROLLOUTS_STREAM = "/v1/rollouts/stream"
 ROLLOUT = "/v1/rollouts/{rollout_id}"
 WORKFLOWS = "/v1/workflows"
 REWARDS = "/v1/rewards"
+REWARDS_SCORE = "/v1/rewards/score"
 FILTERS = "/v1/filters"
 TOOLS = "/v1/tools"
 SESSIONS = "/v1/sessions"
@@ -98,7 +99,7 @@ _ROUTES: Mapping[Role, tuple[tuple[str, ...], ...]] = {
     "submit": (
         ("GET", METRICS, STATUS, SCALE, LEDGER, ROLLOUTS, ROLLOUT, WEIGHTS, DASHBOARD),
         ("GET", WORKFLOWS, REWARDS, FILTERS, TOOLS),
-        ("POST", GENERATE, GENERATE_STREAM, ROLLOUTS, SESSIONS),
+        ("POST", GENERATE, GENERATE_STREAM, ROLLOUTS, SESSIONS, REWARDS_SCORE),
         ("GET", MODELS, MODEL, OPENAPI, *OPENAPI_PAGES),
         ("POST", COMPLETIONS, CHAT_COMPLETIONS),
         ("POST", SGLANG_GENERATE, SGLANG_TOKENIZE, SGLANG_DETOKENIZE),

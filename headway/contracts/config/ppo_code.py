@@ -1,0 +1,364 @@
+"""PPO on verified answers to code and math tasks, in the words of the `ppo-code` experiment.
+
+One section, `ppo`, holds what there is to choose; what actor, critic and reference are told follows
+from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from headway.contracts.config.algorithm import AlgorithmConfig
+from headway.contracts.config.base import Config, PartConfig
+from headway.contracts.config.critic import CriticConfig, ValueModelConfig
+from headway.contracts.config.experiment import RolloutExperiment
+from headway.contracts.config.optimizer import OptimizerConfig
+from headway.contracts.config.rollout import RolloutConfig
+
+WRONG_SCORE = -1.0
+"""What a wrong answer scores, before bias and scaling: no answer scores less."""
+INITIAL_VALUE_STD = 0.1
+"""A normalised critic's first values are a tenth of what it says."""
+
+
+class PPOCodeConfig(Config):
+    group_size: int = Field(1, ge=1, le=1024)
+    """Trajectories per prompt that are learned from."""
+    generation_size: int | None = Field(None, ge=1, le=1024)
+    """Trajectories per prompt that are sampled and scored; the `group_size` best are learned from, the
+    longer among equals, then the earlier. None samples `group_size`."""
+    disable_value: bool = False
+    """No critic: every value is 0, and an advantage the sum of later rewards, each
+    `discount · gae_lambda` times less per action."""
+    kl_ctl: float = Field(0.1, ge=0.0)
+    """Taken off each action's reward, times logprob - reference logprob (nats, between -10 and 10); 0
+    loads no reference."""
+    use_adaptive_kl_ctl: bool = False
+    """Move the coefficient from `kl_ctl` on so that the KL stays near `adaptive_kl_target`: it rises
+    while the KL is above."""
+    adaptive_kl_target: float = Field(6.0, gt=0.0)
+    """Mean of logprob - reference logprob over actions, in nats per token."""
+    adaptive_kl_horizon: int = Field(10_000, ge=1)
+    """Trajectories over which a KL that is off by 20 % or more moves the coefficient by about 20 %."""
+    discount: float = Field(1.0, gt=0.0, le=1.0)
+    """Gamma of generalised advantages (arXiv:1506.02438), per action."""
+    gae_lambda: float = Field(1.0, ge=0.0, le=1.0)
+    """Lambda of the same: 0 trusts the critic after one action, 1 only what was earned."""
+    eps_clip: float = Field(0.2, gt=0.0, le=1.0)
+    """The ratio policy / behaviour is clipped to 1 ± this (PPO, arXiv:1707.06347)."""
+    c_clip: float | None = Field(None, gt=1.0)
+    """Dual clip: bound on the ratio where the advantage is negative (arXiv:1912.09729); None has none."""
+    value_eps_clip: float = Field(0.2, gt=0.0)
+    """Values may move this far from those before the step, normalised; the larger loss of moved and plain
+    counts."""
+    early_stop_imp_ratio: float | None = Field(5.0, gt=0.0)
+    """A micro-batch whose mean ratio policy / behaviour is above this gives the policy no gradient; the
+    optimizer steps nevertheless. None stops nothing."""
+    early_stop_kl: float | None = Field(None, gt=0.0)
+    """The same for the estimate (k3) of KL(behaviour || policy), in nats per token."""
+    ppo_n_minibatches: int = Field(4, ge=1)
+    """Optimizer steps per epoch, of actor and critic; a mini-batch holds whole groups."""
+    actor_sample_reuse: int = Field(1, ge=1)
+    """Epochs: times that the policy learns from a batch, with the same advantages."""
+    critic_sample_reuse: int = Field(1, ge=1)
+    """The same of the critic, with the same returns."""
+    max_reward_clip: float = Field(20.0, gt=0.0)
+    """Bound on the absolute value of a reward, after scaling."""
+    reward_output_scaling: float = Field(1.0, gt=0.0)
+    """A reward is (score - `reward_output_bias`) times this."""
+    reward_output_bias: float = 0.0
+    """Taken off the score, which is 1 of a right and -1 of a wrong answer (`check_xml_format`)."""
+    rw_type: Literal["sparse"] = "sparse"
+    """An answer is scored once, as a whole."""
+    use_dense_reward: bool = False
+    """Reward every action by a score after every token, in place of the answer's own;
+    `mask_no_eos_with_zero`, bias and scaling are of the latter."""
+    reward_delta: bool = True
+    """A dense reward is what an action gained, the score after it less the score before; false: the score
+    after it."""
+    check_xml_format: bool = False
+    """A wrong answer scores -0.8, not -1, if it is `<think>…</think><answer>…</answer>` and nothing else;
+    the first `<think>` may be the prompt's."""
+    check_verifier_status: bool = False
+    """Stop the run at a batch without any score above the lowest, as of a verifier that judges nothing.
+    (One that fails gives no score, and is asked again, whatever this says.)"""
+    mask_no_eos_with_zero: bool = False
+    """Give answers that ran into a limit no score; what the KL costs stays."""
+    mask_too_long: bool = False
+    """Leave answers that ran into a limit out of losses, and of every mean and spread."""
+    adv_norm: bool = True
+    """Centre and scale advantages over all tokens of the batch."""
+    group_adv_norm: bool = False
+    """Centre and scale them over the tokens of each prompt's group instead."""
+    value_norm: bool = True
+    """The critic speaks in units of the returns' running mean and spread."""
+    value_norm_type: Literal["exp", "ma"] = "exp"
+    """`exp` averages them exponentially, `ma` over all so far."""
+    value_norm_beta: float = Field(0.99995, gt=0.0, lt=1.0)
+    """Decay of `exp`, per version."""
+    value_norm_eps: float = Field(1e-5, ge=0.0, lt=1.0)
+    """`exp` is debiased by the weight of what it has seen, or by this if that is less."""
+    ref_ema_eta: float | None = Field(None, ge=0.0, le=1.0)
+    """The reference follows the policy: after each version it is eta · policy + (1 - eta) · reference, so
+    that 1 copies the policy; 0 and None leave it as it is."""
+    dataset_filter_threshold: float = 100.0
+    """At the end of an epoch, prompts leave whose last group's mean reward, before `max_reward_clip`, was
+    above this."""
+    dataset_max_filter_percentage: float = Field(0.0, ge=0.0, le=1.0)
+    """At most this share of the prompts in play leaves at a time, those of the highest rewards first."""
+
+    @property
+    def num_samples(self) -> int:
+        """Trajectories per prompt that are sampled."""
+        return self.group_size if self.generation_size is None else self.generation_size
+
+    @property
+    def lowest_reward(self) -> float:
+        """Of a wrong answer; before `max_reward_clip`."""
+        return (WRONG_SCORE - self.reward_output_bias) * self.reward_output_scaling
+
+    @model_validator(mode="after")
+    def _check(self) -> PPOCodeConfig:
+        if self.num_samples < self.group_size:
+            raise ValueError(
+                f"generation_size={self.generation_size} is less than group_size={self.group_size}, "
+                "which is taken from it; raise it, or leave it out"
+            )
+        if self.group_adv_norm and not self.adv_norm:
+            raise ValueError("group_adv_norm says over what adv_norm is; set adv_norm=true")
+        for is_there, what, names in self._dependents():
+            chosen = [name for name in names if self._is_set(name)]
+            if not is_there and chosen:
+                raise ValueError(f"{', '.join(chosen)}: {what}")
+        return self
+
+    def _dependents(self) -> tuple[tuple[bool, str, tuple[str, ...]], ...]:
+        """`(whether it is there, what is to be done, fields that are without effect otherwise)`."""
+        norm = ("value_norm_type", "value_norm_beta", "value_norm_eps")
+        adaptive = ("adaptive_kl_target", "adaptive_kl_horizon")
+        sparse = ("mask_no_eos_with_zero", "reward_output_scaling", "reward_output_bias")
+        return (
+            (
+                self.kl_ctl > 0,
+                "kl_ctl=0 takes nothing off; set it above 0",
+                ("use_adaptive_kl_ctl", *(("ref_ema_eta",) if self.ref_ema_eta else ())),
+            ),
+            (self.use_adaptive_kl_ctl, "set use_adaptive_kl_ctl=true", adaptive),
+            (
+                not self.disable_value,
+                "disable_value=true leaves out the critic; leave these out as well",
+                ("value_eps_clip", "critic_sample_reuse", "value_norm", *norm),
+            ),
+            (self.value_norm, "value_norm=false scales no values; leave these out as well", norm),
+            (
+                self.value_norm_type == "exp",
+                "these belong to value_norm_type=exp",
+                ("value_norm_beta", "value_norm_eps"),
+            ),
+            (self.use_dense_reward, "set use_dense_reward=true", ("reward_delta",)),
+            (
+                not self.use_dense_reward,
+                "shape the score of an answer, which use_dense_reward=true ignores",
+                (*sparse, "check_xml_format"),
+            ),
+            (
+                self.dataset_max_filter_percentage > 0,
+                "dataset_max_filter_percentage=0 lets no prompt leave; set it above 0",
+                ("dataset_filter_threshold",),
+            ),
+        )
+
+    def _is_set(self, name: str) -> bool:
+        """Whether a field differs from its default: a resolved file spells out every field."""
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
+
+
+class PPOCodeRolloutConfig(RolloutConfig):
+    reward: PartConfig = PartConfig(name="code")
+    """Registered verifier that scores a trajectory: 1 is right, 0 is wrong, and counts as -1."""
+    group_size: int = Field(1, ge=1, le=1024)
+    """Trajectories per prompt that are sampled; follows from `ppo`."""
+    max_staleness: int = Field(0, ge=0)
+    """Versions between sampling and consumption, at most (η); 0 is synchronous. The loss clips around the
+    policy that sampled, and corrects nothing else of its age."""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """Prompts of more tokens are left out; None keeps all."""
+    max_context_tokens: int | None = Field(None, ge=2)
+    """Tokens per sequence that every generation server can hold, prompt included: the longest prompt and
+    `sampling.max_new_tokens` have to fit (limits of rows, `data.max_new_tokens_key`, are not looked at).
+    None leaves it to the servers to refuse what does not."""
+
+
+class VerifiedPPOExperiment(RolloutExperiment):
+    """Proximal policy optimisation on what a verifier says of answers.
+
+    The service samples `ppo.generation_size` trajectories per prompt and counts all of them, at their
+    admission and as consumed: B of its staleness bound is `batch_trajectories`, that many times
+    `data.batch_size`, although a version learns from `trained_trajectories` alone.
+    """
+
+    ppo: PPOCodeConfig = PPOCodeConfig()
+    rollout: PPOCodeRolloutConfig = PPOCodeRolloutConfig()
+    critic_model: ValueModelConfig | None = None
+    """The critic to start from; None takes the policy's model, with a scalar head in place of its own."""
+    critic_optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW of the critic, and its schedule."""
+
+    @property
+    def trained_trajectories(self) -> int:
+        """Trajectories that a version learns from."""
+        return self.data.batch_size * self.ppo.group_size
+
+    @property
+    def algorithm(self) -> AlgorithmConfig:
+        """What the policy learns by."""
+        ppo = self.ppo
+        kl: dict[str, Any] = {}
+        if ppo.kl_ctl > 0:
+            kl = {"kl_in": "reward", "kl_coef": ppo.kl_ctl, "kl_estimator": "k1"}
+        if ppo.use_adaptive_kl_ctl:
+            kl |= {"kl_target": ppo.adaptive_kl_target, "kl_horizon": ppo.adaptive_kl_horizon}
+        # Without values δ is the reward, and both factors only ever stand together.
+        discount, gae_lambda = ppo.discount, ppo.gae_lambda
+        if ppo.disable_value:
+            discount, gae_lambda = discount * gae_lambda, 1.0
+        scope = "group" if ppo.group_adv_norm else "batch"
+        gain = "gain" if ppo.reward_delta else "score"
+        return AlgorithmConfig.model_validate(
+            {
+                **kl,
+                "eps_clip": ppo.eps_clip,
+                "dual_clip": ppo.c_clip,
+                "decoupled": False,
+                "baseline": "none",
+                "advantage_norm": scope if ppo.adv_norm else "none",
+                "discount": discount,
+                "gae_lambda": gae_lambda,
+                "num_minibatches": ppo.ppo_n_minibatches,
+                "num_epochs": ppo.actor_sample_reuse,
+                "early_stop_ratio": ppo.early_stop_imp_ratio,
+                "early_stop_kl": ppo.early_stop_kl,
+                "mask_truncated": ppo.mask_too_long,
+                "zero_truncated": ppo.mask_no_eos_with_zero,
+                "dense_rewards": gain if ppo.use_dense_reward else "none",
+                "reward_scaling": ppo.reward_output_scaling,
+                "reward_bias": 0.0 - ppo.reward_output_bias,
+                "reward_clip": ppo.max_reward_clip,
+            }
+        )
+
+    @property
+    def critic(self) -> CriticConfig | None:
+        """What the critic learns by; None without one."""
+        ppo = self.ppo
+        if ppo.disable_value:
+            return None
+        norm: dict[str, Any] = {}
+        if ppo.value_norm:
+            norm = {"normalization": "cumulative", "initial_std": INITIAL_VALUE_STD}
+        if ppo.value_norm and ppo.value_norm_type == "exp":
+            norm |= {
+                "normalization": "exponential",
+                "decay": ppo.value_norm_beta,
+                "normalization_eps": ppo.value_norm_eps,
+            }
+        return CriticConfig(
+            model=self.critic_model,
+            optimizer=self.critic_optimizer,
+            eps_clip=ppo.value_eps_clip,
+            num_epochs=ppo.critic_sample_reuse,
+            **norm,
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_ppo(cls, tree: Any) -> Any:
+        """Fill in, in other sections, what `ppo` says already."""
+        if not isinstance(tree, dict):
+            return tree
+        try:
+            ppo = PPOCodeConfig.model_validate(tree.get("ppo", {}))
+        except ValidationError:  # told with the section's own path
+            return tree
+        follows: dict[str, dict[str, Any]] = {
+            "rollout": {"group_size": ppo.num_samples},
+            "reference": {"ema_eta": ppo.ref_ema_eta or None},
+        }
+        sections = {name: tree.get(name, {}) for name in follows}
+        filled = {
+            name: {**follows[name], **section}
+            for name, section in sections.items()
+            if isinstance(section, dict)
+        }
+        return {**tree, **filled}
+
+    @model_validator(mode="after")
+    def _check_ppo(self) -> VerifiedPPOExperiment:
+        ppo, seen = self.ppo, self.rollout.group_size
+        if seen != ppo.num_samples:
+            raise ValueError(
+                f"rollout.group_size={seen}, but ppo samples {ppo.num_samples}; leave it out, and set "
+                "ppo.group_size or ppo.generation_size"
+            )
+        if self.reference.ema_eta != (ppo.ref_ema_eta or None):
+            raise ValueError(
+                f"reference.ema_eta={self.reference.ema_eta}, but ppo.ref_ema_eta={ppo.ref_ema_eta}; "
+                "leave it out, and set ppo.ref_ema_eta"
+            )
+        if self.reference.path is not None and ppo.kl_ctl == 0:
+            raise ValueError("reference keeps no policy near while ppo.kl_ctl=0; set it")
+        if self.teacher is not None:
+            raise ValueError("ppo learns nothing of a teacher; leave it out")
+        if ppo.ppo_n_minibatches > self.data.batch_size:
+            raise ValueError(
+                f"ppo.ppo_n_minibatches={ppo.ppo_n_minibatches} exceeds "
+                f"data.batch_size={self.data.batch_size} prompts; a mini-batch holds whole groups"
+            )
+        has_critic_section = self.critic_model is not None or self.critic_optimizer != (
+            OptimizerConfig()
+        )
+        if ppo.disable_value and has_critic_section:
+            raise ValueError(
+                "ppo.disable_value=true leaves out the critic; leave out critic_model and "
+                "critic_optimizer as well"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_context(self) -> VerifiedPPOExperiment:
+        prompt, context = self.rollout.max_prompt_tokens, self.rollout.max_context_tokens
+        if context is None:
+            return self
+        if prompt is None:
+            raise ValueError(
+                f"whether every prompt fits into rollout.max_context_tokens={context} is not known; set "
+                "rollout.max_prompt_tokens, beyond which prompts are left out"
+            )
+        new = self.sampling.max_new_tokens
+        if prompt + new > context:
+            raise ValueError(
+                f"rollout.max_prompt_tokens={prompt} and sampling.max_new_tokens={new} are "
+                f"{prompt + new} tokens, more than rollout.max_context_tokens={context}; lower one of "
+                "the two, or give the servers more"
+            )
+        return self
+
+
+class PPOCodeExperiment(VerifiedPPOExperiment):
+    """Proximal policy optimisation on code tasks."""
+
+    type: Literal["ppo-code"] = "ppo-code"
+
+
+class PPOMathRolloutConfig(PPOCodeRolloutConfig):
+    reward: PartConfig = PartConfig(name="math")
+    """Registered verifier that scores a trajectory: 1 is right, 0 is wrong, and counts as -1."""
+
+
+class PPOMathExperiment(VerifiedPPOExperiment):
+    """The same on math tasks."""
+
+    type: Literal["ppo-math"] = "ppo-math"
+    rollout: PPOMathRolloutConfig = PPOMathRolloutConfig()
