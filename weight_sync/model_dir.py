@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from headway.contracts.config.model import ModelConfig
@@ -27,6 +30,22 @@ def load_model(config: ModelConfig) -> Any:
         raise ConfigError(
             f"{config.path} does not hold {', '.join(sorted(missing)[:3])} of its causal language "
             "model; set model.path to a whole one, or model.init_from_scratch for random weights"
+        )
+    return model
+
+
+def hollow_model(config: ModelConfig) -> Any:
+    """The same model with its buffers, and with parameters on the meta device: nothing is read of them.
+
+    Raises:
+        ConfigError: the directory is missing, or describes no such model.
+    """
+    unread = config.model_copy(update={"init_from_scratch": True})
+    with torch.random.fork_rng([]), parameters_on_meta():
+        model, _ = read_model(unread, AutoModelForCausalLM)
+    if (Path(config.path) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(
+            config.path, local_files_only=True
         )
     return model
 
@@ -58,3 +77,22 @@ def read_model(config: ModelConfig, kind: Any, **settings: Any) -> tuple[Any, se
         what = kind.__name__.removeprefix("AutoModelFor")
         raise ConfigError(f"cannot load a model for {what} from {folder}: {error}") from error
     return model, set(report["missing_keys"])
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules that are made here get parameters without memory, before anything initialises them."""
+
+    def move(
+        module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None
+    ) -> torch.nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None  # as it is: a tied one has to stay the same
+        return torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    # Documented to take what the hook returns; its type says otherwise.
+    handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -12,18 +12,19 @@ from __future__ import annotations
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import aiohttp
 import httpx
 from pydantic import BaseModel
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
 from tenacity.stop import stop_base
 
 from headway.contracts.codec import decode_groups
+from headway.contracts.config.base import PartConfig
 from headway.contracts.config.server import UpdatePolicy
-from headway.contracts.errors import BackendError, ServiceError, WaitTimeout
+from headway.contracts.engines import SCORE_TIMEOUT_S
+from headway.contracts.errors import BackendError, ErrorBody, ServiceError, WaitTimeout
 from headway.contracts.http import paths
 from headway.contracts.http.consumers import (
     ConsumerRequest,
@@ -33,6 +34,13 @@ from headway.contracts.http.consumers import (
 )
 from headway.contracts.http.ledger import LedgerAudit
 from headway.contracts.http.parts import PartList, PartView
+from headway.contracts.http.rewards import (
+    AnswerToScore,
+    ScoreFailure,
+    ScoreRequest,
+    ScoreResponse,
+    ScoreView,
+)
 from headway.contracts.http.rollouts import (
     CancelRequest,
     CancelResponse,
@@ -61,19 +69,29 @@ from headway.contracts.types import (
     LLMRequest,
     LLMResponse,
     PolicyVersion,
+    RewardResult,
     RolloutHandle,
     RolloutRequest,
     TrajectoryBatch,
     WeightUpdateMeta,
 )
+from headway.runtime.connections import Connections
 from headway.runtime.secret import authorization
 from headway.runtime.server_calls import error_of, post_generate
 from headway.runtime.tls import client_context
 
 POLL_S = 20.0
+MAX_CONNECTIONS = 100
+KEEP_ALIVE_S = 15.0
+"""Of what `agenerate` opens."""
 SUBMIT_CHUNK = 256
+SCORE_CHUNK = 64
+"""Answers of one request: what has to be judged again when it breaks off."""
+SCORE_CHUNK_BYTES = 8 << 20
 DEFAULT_CONSUMER = "default"
 MAX_REASON_CHARS = 4096
+CONNECT_S = 5.0
+SHORTEST_S = 0.05
 WORKED_ON_S = 10.0
 """An attempt that lasted longer than it takes to connect had reached the service."""
 
@@ -94,13 +112,9 @@ class RemoteInferenceEngine:
         self._connect_timeout_s = connect_timeout_s
         self._request_timeout_s = request_timeout_s
         self._headers = authorization(token)
-        self._client = httpx.Client(
-            timeout=httpx.Timeout(request_timeout_s, connect=5.0),
-            headers=self._headers,
-            verify=client_context(),
-        )
+        self._client = httpx.Client(headers=self._headers, verify=client_context())
         self._updates = ThreadPoolExecutor(1, thread_name_prefix="weight-update")
-        self._session: aiohttp.ClientSession | None = None
+        self._connections: Connections | None = None
         self._consumer = DEFAULT_CONSUMER
         self._publisher: str | None = None
         self._term = 0
@@ -112,14 +126,15 @@ class RemoteInferenceEngine:
         self.status()
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
-        if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=self._request_timeout_s, sock_connect=5.0)
-            self._session = aiohttp.ClientSession(
-                timeout=timeout,
-                headers=self._headers,
-                connector=aiohttp.TCPConnector(ssl=client_context()),
+        if self._connections is None:
+            self._connections = Connections(
+                client_context(),
+                self._headers,
+                MAX_CONNECTIONS,
+                CONNECT_S,
+                KEEP_ALIVE_S,
             )
-        return await post_generate(self._session, self._url, req)
+        return await post_generate(self._connections, self._url, req, self._request_timeout_s)
 
     def attach(self, spec: ConsumerSpec) -> None:
         request = ConsumerRequest(
@@ -167,6 +182,30 @@ class RemoteInferenceEngine:
     def rollout(self, requests: Sequence[RolloutRequest], timeout: float) -> TrajectoryBatch:
         self.submit(requests)
         return self._wait(len(requests), tuple(r.rollout_id for r in requests), timeout)
+
+    def score(
+        self,
+        reward: PartConfig,
+        answers: Sequence[AnswerToScore],
+        timeout: float = SCORE_TIMEOUT_S,
+        failed_score: float | None = None,
+    ) -> list[RewardResult]:
+        deadline = time.monotonic() + timeout
+        results: list[RewardResult] = []
+        for chunk in _chunks_of(answers):
+            request = ScoreRequest(reward=reward, answers=chunk)
+            try:
+                answer = self._call("POST", paths.REWARDS_SCORE, request, deadline)
+            except ServiceError as error:
+                if error.retryable and time.monotonic() >= deadline:
+                    raise WaitTimeout(
+                        f"{len(results)} of {len(answers)} answers were scored after {timeout:g} s; "
+                        f"the last attempt: {error.message}"
+                    ) from error
+                raise
+            for view in ScoreResponse.model_validate_json(answer.content).results:
+                results.append(settle_score(view, len(results), failed_score))
+        return results
 
     def update_weights(
         self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
@@ -300,15 +339,15 @@ class RemoteInferenceEngine:
         return LedgerAudit.model_validate_json(self._call("GET", paths.LEDGER).content)
 
     def destroy(self) -> None:
-        """Close the connections; an `agenerate` session is closed by `aclose` on its own loop."""
+        """Close the connections; those of `agenerate` are closed by `aclose` on its own loop."""
         self._updates.shutdown(wait=True)
         self._client.close()
 
     async def aclose(self) -> None:
         """Close what `agenerate` opened."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        if self._connections is not None:
+            await self._connections.aclose()
+            self._connections = None
 
     @property
     def _url(self) -> str:
@@ -342,27 +381,38 @@ class RemoteInferenceEngine:
                     f"{ready} of {count} prompt groups were ready after {timeout:g} s"
                 )
 
-    def _call(self, method: str, path: str, body: BaseModel | None = None) -> httpx.Response:
+    def _call(
+        self, method: str, path: str, body: BaseModel | None = None, deadline: float | None = None
+    ) -> httpx.Response:
         retrying = Retrying(
             retry=retry_if_exception(_is_retryable),
             wait=wait_random_exponential(multiplier=0.1, max=2.0),
-            stop=_Outage(self._connect_timeout_s),
+            stop=_Outage(self._connect_timeout_s, deadline),
             reraise=True,
         )
         try:
-            return retrying(self._call_once, method, path, body)
+            return retrying(self._call_once, method, path, body, deadline)
         except httpx.TransportError as error:
+            seen = f"({type(error).__name__}: {error})"
+            if deadline is not None and time.monotonic() >= deadline:
+                raise BackendError(f"{self._url}{path} did not answer in time {seen}") from error
             raise BackendError(
                 f"{self._url}{path} did not answer for {self._connect_timeout_s:g} s "
-                f"({type(error).__name__}: {error}); is the service running?"
+                f"{seen}; is the service running?"
             ) from error
 
-    def _call_once(self, method: str, path: str, body: BaseModel | None) -> httpx.Response:
+    def _call_once(
+        self, method: str, path: str, body: BaseModel | None, deadline: float | None
+    ) -> httpx.Response:
         content = None if body is None else body.model_dump_json()
         headers = {} if body is None else {"content-type": "application/json"}
         try:
             answer = self._client.request(
-                method, self._url + path, content=content, headers=headers
+                method,
+                self._url + path,
+                content=content,
+                headers=headers,
+                timeout=self._patience(deadline),
             )
         except httpx.TransportError:
             self._urls.rotate(-1)
@@ -371,12 +421,58 @@ class RemoteInferenceEngine:
             raise error_of(answer.status_code, answer.content, f"{self._url}{path}")
         return answer
 
+    def _patience(self, deadline: float | None) -> httpx.Timeout:
+        """Of one attempt; the last one before a deadline is not waited for beyond it."""
+        left = self._request_timeout_s
+        if deadline is not None:
+            left = min(left, max(SHORTEST_S, deadline - time.monotonic()))
+        return httpx.Timeout(left, connect=min(left, CONNECT_S))
+
+
+def settle_score(
+    judged: ScoreView | ScoreFailure, place: int, failed_score: float | None
+) -> RewardResult:
+    """The result of an answer.
+
+    Args:
+        place: of the answer, for the message.
+        failed_score: as of `InferenceEngine.score`.
+    Raises:
+        ServiceError: there is none; the error that the service told.
+    """
+    if isinstance(judged, ScoreView):
+        return RewardResult(judged.score, judged.details, judged.verdict)
+    body = judged.error
+    if failed_score is None:
+        told = ErrorBody(
+            code=body.code, message=f"answer {place}: {body.message}", retryable=body.retryable
+        )
+        raise ServiceError.from_body(told)
+    return RewardResult(failed_score, {"error": body.message})
+
+
+def _chunks_of(answers: Sequence[AnswerToScore]) -> Iterator[tuple[AnswerToScore, ...]]:
+    """Bounded in number and, but for an answer that is larger by itself, in bytes."""
+    chunk: list[AnswerToScore] = []
+    size = 0
+    for answer in answers:
+        own = len(answer.model_dump_json())
+        if chunk and (len(chunk) == SCORE_CHUNK or size + own > SCORE_CHUNK_BYTES):
+            yield tuple(chunk)
+            chunk, size = [], 0
+        chunk.append(answer)
+        size += own
+    if chunk:
+        yield tuple(chunk)
+
 
 class _Outage(stop_base):
-    """Ends retries after `timeout_s`; one that broke off a long request begins anew."""
+    """Ends retries after `timeout_s`, or once a deadline has passed; one that broke off a long request
+    begins anew."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, deadline: float | None = None) -> None:
         self._timeout_s = timeout_s
+        self._deadline = deadline
         self._attempt_began = self._since = time.monotonic()
 
     def __call__(self, retry_state: RetryCallState) -> bool:
@@ -385,7 +481,8 @@ class _Outage(stop_base):
             self._since = now
         # The next attempt begins after a pause, which is short beside WORKED_ON_S.
         self._attempt_began = now
-        return now - self._since > self._timeout_s
+        is_late = self._deadline is not None and now >= self._deadline
+        return is_late or now - self._since > self._timeout_s
 
 
 def _is_retryable(error: BaseException) -> bool:

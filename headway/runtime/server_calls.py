@@ -1,15 +1,16 @@
-"""Calls from one of our services to another, over aiohttp: the data plane."""
+"""Calls from one of our services to another: the data plane."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
-import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from headway.contracts.errors import BackendError, ErrorBody, NotFound, ServiceError
 from headway.contracts.http import paths
 from headway.contracts.types import LLMRequest, LLMResponse
+from headway.runtime.connections import Connections
 
 _KINDS: Mapping[int, type[ServiceError]] = {
     404: NotFound,
@@ -21,31 +22,25 @@ _KINDS: Mapping[int, type[ServiceError]] = {
 """For answers without an `ErrorBody`: not of ours, or a path that this process does not serve."""
 
 
-async def post_generate(session: aiohttp.ClientSession, url: str, req: LLMRequest) -> LLMResponse:
+async def post_generate(
+    connections: Connections, url: str, req: LLMRequest, timeout_s: float | None = None
+) -> LLMResponse:
     """One generation on one server.
 
     Raises:
         BackendError: the server did not answer, or answered with something else than a response.
         ServiceError: whatever the server raised.
     """
-    body = req.model_dump_json().encode()
     target = url + paths.GENERATE
+    content = await _post(connections, target, req, timeout_s)
     try:
-        async with session.post(
-            target, data=body, headers={"content-type": "application/json"}
-        ) as answer:
-            content = await answer.read()
-            if answer.status >= 400:
-                raise error_of(answer.status, content, target, answer.headers.get("Retry-After"))
-            return LLMResponse.model_validate_json(content)
+        return LLMResponse.model_validate_json(content)
     except ValidationError as error:
         raise BackendError(f"{target} answered with no generation: {error}") from error
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise BackendError(f"{target} failed: {type(error).__name__}: {error}") from error
 
 
 async def post_order(
-    session: aiohttp.ClientSession, target: str, body: BaseModel, timeout_s: float
+    connections: Connections, target: str, body: BaseModel, timeout_s: float
 ) -> bytes:
     """The answer to one order, as it came.
 
@@ -53,19 +48,23 @@ async def post_order(
         BackendError: no answer within `timeout_s`, or none at all.
         ServiceError: whatever the server raised.
     """
+    return await _post(connections, target, body, timeout_s)
+
+
+async def _post(
+    connections: Connections, target: str, body: BaseModel, timeout_s: float | None
+) -> bytes:
+    post = connections.post(target, body.model_dump_json().encode())
     try:
-        async with session.post(
-            target,
-            data=body.model_dump_json().encode(),
-            headers={"content-type": "application/json"},
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
-        ) as answer:
-            content = await answer.read()
-            if answer.status >= 400:
-                raise error_of(answer.status, content, target)
-            return content
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        answer = await (post if timeout_s is None else asyncio.wait_for(post, timeout_s))
+    except TimeoutError as error:
+        raise BackendError(f"{target} did not answer within {timeout_s} s") from error
+    except OSError as error:
         raise BackendError(f"{target} failed: {type(error).__name__}: {error}") from error
+    if answer.status >= 300:
+        retry_after = answer.headers.get(b"retry-after", b"").decode("latin-1")
+        raise error_of(answer.status, answer.content, target, retry_after)
+    return answer.content
 
 
 def error_of(

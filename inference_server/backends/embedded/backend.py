@@ -47,6 +47,7 @@ from inference_server.backends.embedded.sampler import (
 from inference_server.backends.embedded.scheduler import Scheduler, Work
 from inference_server.backends.embedded.sequence import Caller, Sequence, StopText
 from weight_sync.channel import StagedWeights, WeightReader
+from weight_sync.manifest import Adapter
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +72,15 @@ class EmbeddedTorchBackend:
         model: ModelConfig,
         version: PolicyVersion,
         tokenizer: TextTokenizer | None = None,
+        is_hollow: bool = False,
     ) -> None:
+        """
+        Args:
+            is_hollow: asleep and without weights, until `wake`.
+        """
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        self._model = EmbeddedModel(model, config.pack_weights, config.max_context)
+        self._model = EmbeddedModel(model, config.pack_weights, config.max_context, is_hollow)
         self._tokenizer = tokenizer
         self._version = version
         self._cache = self._model.make_cache(config)
@@ -86,6 +92,7 @@ class EmbeddedTorchBackend:
         self._plan: tuple[list[Sequence], SamplingPlan] | None = None
         self._wake = threading.Condition()
         self._is_paused = False
+        self._is_asleep = is_hollow
         self._is_stopping = False
         self._failure: str | None = None
         self._freeing: threading.Thread | None = None
@@ -172,6 +179,55 @@ class EmbeddedTorchBackend:
             return True
 
         return await asyncio.wrap_future(self._call(drop))
+
+    @property
+    def expected(self) -> Mapping[str, Tensor]:
+        """The parameters that a hollow backend has to be given, on the meta device."""
+        return self._model.expected
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights belong."""
+        return self._model.device
+
+    def wake(
+        self, version: PolicyVersion, weights: Mapping[str, Tensor], adapter: Adapter | None
+    ) -> None:
+        """Give a hollow backend weights, which it uses where they lie; requests that waited are served.
+
+        Args:
+            weights: all parameters, and A and B of the adapter's modules, if there is one.
+        Raises:
+            SyncError, ConfigError, BackendError: they do not fit, or the model does not run on them; it
+                sleeps on.
+        """
+
+        def rise() -> None:
+            try:
+                self._model.fill(weights, adapter)
+                self._model.probe(self._cache)
+            except Exception as error:
+                self._model.hollow()
+                self._cache.clear()
+                if isinstance(error, ServiceError):
+                    raise
+                raise BackendError(f"the model does not run on these weights: {error}") from error
+            self._version = version
+            self._is_asleep = False
+
+        self._call(rise).result()
+
+    def sleep(self) -> None:
+        """End all requests with the tokens so far; then hold neither weights nor keys and values."""
+
+        def rest() -> None:
+            self._is_asleep = True
+            self._interrupt(None)
+            self._plan = None
+            self._cache.clear()
+            self._model.hollow()
+
+        self._call(rest).result()
 
     def stage(self, meta: WeightUpdateMeta, reader: WeightReader) -> Staged:
         if self._freeing is not None:
@@ -309,14 +365,18 @@ class EmbeddedTorchBackend:
     def _is_due(self) -> bool:
         if any(s.is_cancelled for s in self._scheduler.sequences):
             return True
-        return bool(self._swaps) or (not self._is_paused and self._scheduler.has_work)
+        return bool(self._swaps) or (not self._is_still and self._scheduler.has_work)
+
+    @property
+    def _is_still(self) -> bool:
+        return self._is_paused or self._is_asleep
 
     def _step(self) -> None:
         for sequence in self._scheduler.sequences:
             if sequence.is_cancelled:
                 self._scheduler.finish(sequence)
         self._swap_if_due()
-        works = [] if self._is_paused else self._scheduler.schedule()
+        works = [] if self._is_still else self._scheduler.schedule()
         if works:
             self._compute(works)
         self._deliver()

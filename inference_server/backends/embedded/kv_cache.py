@@ -230,6 +230,12 @@ class KVCache:
         while self._kept:
             self._evict(next(reversed(self._kept)))
 
+    def clear(self) -> None:
+        """Give all memory back; no sequence owns a row."""
+        self.drop_kept()
+        for slab in self.slabs:
+            slab.resize(len(slab.rows))
+
     def _evict(self, row: Row) -> None:
         del self._kept[row]
         row.slab.remove(row)

@@ -23,11 +23,14 @@ from headway.contracts.errors import ConfigError, DataError, SyncError
 from headway.contracts.types import PolicyVersion
 from inference_server.backends.base import Limits
 from inference_server.backends.embedded import attention
+from inference_server.backends.embedded.adapted_linear import AdaptedLinears
 from inference_server.backends.embedded.attention import Span, Step
 from inference_server.backends.embedded.kv_cache import KVCache, KVShape
 from inference_server.backends.embedded.packed_linear import PackedLinears, can_pack
+from weight_sync.adapter import adapter_pairs, scale_of
 from weight_sync.channel import StagedWeights
-from weight_sync.model_dir import load_model
+from weight_sync.manifest import Adapter
+from weight_sync.model_dir import hollow_model, load_model
 
 log = logging.getLogger(__name__)
 
@@ -57,16 +60,35 @@ class Fitted:
 class EmbeddedModel:
     """One causal language model on the CPU or one GPU; used by one thread, but for `fit`."""
 
-    def __init__(self, config: ModelConfig, pack_weights: bool, max_context: int | None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        pack_weights: bool,
+        max_context: int | None,
+        is_hollow: bool = False,
+    ) -> None:
+        """
+        Args:
+            is_hollow: without weights, until some are put in by `fill`.
+        """
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.module = _load(config).to(self.device)
-        packs = pack_weights and can_pack(self.device, self.module.dtype)
+        self.module = _load(config, is_hollow)
+        self.expected = {name: p.data for name, p in self.module.named_parameters()}
+        """The parameters of a hollow model, on the meta device."""
+        if is_hollow:
+            _empty(self.module)
+        else:
+            self.expected = {}
+        self.module.to(self.device)
+        packs = pack_weights and not is_hollow and can_pack(self.device, self.module.dtype)
         self._linears = PackedLinears(self.module) if packs else None
         text = self.module.config.get_text_config()
         self.limits = Limits(
             text.vocab_size, min(max_context or 2**31, text.max_position_embeddings)
         )
         self._parameters = dict(self.module.named_parameters())
+        self._adapted = AdaptedLinears(self.module)
+        self._nothing = {name: p.data for name, p in self._parameters.items() if is_hollow}
         self._lent: set[str] = set()
         """Parameters in the memory of the version that they came with."""
         is_cuda = self.device.type == "cuda"
@@ -127,6 +149,26 @@ class EmbeddedModel:
                 parameter.copy_(tensor)
         return replaced
 
+    def fill(self, weights: Mapping[str, Tensor], adapter: Adapter | None) -> None:
+        """Put weights into a hollow model, where they lie.
+
+        Args:
+            weights: all parameters, and A and B of the adapter's modules.
+        Raises:
+            SyncError: the adapter does not fit; the model stays hollow.
+        """
+        if adapter is not None:
+            halves = {n: t for n, t in weights.items() if n not in self._parameters}
+            self._adapted.put_in(adapter_pairs(halves, adapter), scale_of(adapter))
+        for name, parameter in self._parameters.items():
+            parameter.data = weights[name]
+
+    def hollow(self) -> None:
+        """Hold no weights any more."""
+        self._adapted.take_out()
+        for name, nothing in self._nothing.items():
+            self._parameters[name].data = nothing
+
     def _note_memory(self, name: str, tensor: Tensor, held: StagedWeights) -> None:
         if tensor.data_ptr() == held.tensors[name].data_ptr():
             self._lent.add(name)
@@ -167,7 +209,7 @@ class EmbeddedModel:
         return logits
 
     def make_cache(self, config: EmbeddedTorchConfig) -> KVCache:
-        """A cache within the configured memory; proves that the model runs on it.
+        """A cache within the configured memory; proves that the model runs on it, unless it is hollow.
 
         Raises:
             ConfigError: it does not hold one sequence, or the model does not fit this backend.
@@ -183,10 +225,11 @@ class EmbeddedModel:
         cache = KVCache(
             self.kv_shape, self.limits.max_context, budget, max_kept=config.max_sequences
         )
-        self._probe(cache)
+        if not self._nothing:
+            self.probe(cache)
         return cache
 
-    def _probe(self, cache: KVCache) -> None:
+    def probe(self, cache: KVCache) -> None:
         """Find out now, not on the first request, whether the model fits."""
         row = cache.allocate(2)
         if row is None:
@@ -202,14 +245,15 @@ class EmbeddedModel:
         return psutil.virtual_memory().available
 
 
-def _load(config: ModelConfig) -> Any:
+def _load(config: ModelConfig, is_hollow: bool) -> Any:
     if config.attn_implementation != "sdpa":
         raise ConfigError(
             f"model.attn_implementation={config.attn_implementation} is for training; the embedded "
             "torch backend has an attention of its own: leave it out"
         )
     attention.register()
-    model = load_model(config.model_copy(update={"attn_implementation": attention.NAME}))
+    load = hollow_model if is_hollow else load_model
+    model = load(config.model_copy(update={"attn_implementation": attention.NAME}))
     text = model.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     if not kinds <= LAYER_KINDS or not getattr(model, "_supports_attention_backend", False):
@@ -218,6 +262,20 @@ def _load(config: ModelConfig) -> Any:
             f"{sorted(kinds)}; use backend.type: sglang"
         )
     return model.eval().requires_grad_(False)
+
+
+def _empty(model: torch.nn.Module) -> None:
+    """Parameters without elements in place of those on the meta device, which cannot be given values;
+    tied ones stay the same."""
+    empty: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                nothing = torch.empty(0, dtype=parameter.dtype)
+                kept = empty.setdefault(
+                    id(parameter), torch.nn.Parameter(nothing, requires_grad=False)
+                )
+                module._parameters[name] = kept
 
 
 def _eos_ids(model: Any) -> frozenset[int]:
