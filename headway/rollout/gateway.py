@@ -8,13 +8,12 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from importlib import import_module
 
 from fastapi import APIRouter, FastAPI, Request
 from prometheus_client import CollectorRegistry, Gauge
 
 from headway.contracts.config.gateway import GatewayConfig
-from headway.contracts.errors import ConfigError, RewardOutage, StateError
+from headway.contracts.errors import RewardOutage, StateError
 from headway.contracts.http import paths
 from headway.contracts.http.servers import (
     DrainRequest,
@@ -57,6 +56,7 @@ from headway.runtime.config import load_config
 from headway.runtime.json_route import JsonRoute
 from headway.runtime.listener import serve
 from headway.runtime.logging import configure_logging
+from headway.runtime.modules import import_modules
 from headway.runtime.outbound import HttpOutbound
 from headway.runtime.secret import read_token
 
@@ -135,7 +135,7 @@ async def open_gateway(
         address: the URL that this gateway listens on, once it does.
         history: kept for the dashboard.
     """
-    _import_modules(config.modules)
+    import_modules(config.modules)
     metrics = metrics or CollectorRegistry()
     history = history or History()
     tokenizer = TextTokenizer(config.tokenizer)
@@ -172,7 +172,11 @@ async def open_gateway(
             registry=metrics,
         ).set_function(lambda: bound.limit)
         around = Surroundings(
-            Facilities(sandbox, outbound), sessions, lambda: bound.limit, config.retention
+            Facilities(sandbox, outbound),
+            sessions,
+            lambda: bound.limit,
+            config.retention,
+            metrics=metrics,
         )
         service = RolloutService(fleet, ledger, tokenizer, config.executor, around)
         stack.push_async_callback(fleet.aclose)
@@ -245,21 +249,6 @@ async def _end(tasks: Sequence[asyncio.Future[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _import_modules(names: Sequence[str]) -> None:
-    """Import what the operator allows to add workflows, rewards and filters.
-
-    Raises:
-        ConfigError: a module cannot be imported.
-    """
-    for name in names:
-        try:
-            import_module(name)
-        except ImportError as error:
-            raise ConfigError(
-                f"modules names {name!r}, which cannot be imported: {error}"
-            ) from error
 
 
 def make_gateway(

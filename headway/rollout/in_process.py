@@ -11,9 +11,12 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from headway.contracts.codec import decode_groups
+from headway.contracts.config.base import PartConfig
 from headway.contracts.config.server import UpdatePolicy
+from headway.contracts.engines import SCORE_TIMEOUT_S
 from headway.contracts.errors import BackendError, WaitTimeout
 from headway.contracts.http.consumers import ConsumerRequest
+from headway.contracts.http.rewards import AnswerToScore
 from headway.contracts.http.rollouts import WaitRequest
 from headway.contracts.types import (
     ConsumerSpec,
@@ -21,6 +24,7 @@ from headway.contracts.types import (
     LLMRequest,
     LLMResponse,
     PolicyVersion,
+    RewardResult,
     RolloutHandle,
     RolloutRequest,
     TrajectoryBatch,
@@ -29,7 +33,8 @@ from headway.contracts.types import (
 from headway.rollout.app import OpenService
 from headway.rollout.consumers import Publisher
 from headway.rollout.service import RolloutService
-from headway.runtime.inference_client import DEFAULT_CONSUMER, POLL_S
+from headway.rollout.views import score_view
+from headway.runtime.inference_client import DEFAULT_CONSUMER, POLL_S, settle_score
 
 T = TypeVar("T")
 
@@ -87,6 +92,25 @@ class InProcessEngine:
     def rollout(self, requests: Sequence[RolloutRequest], timeout: float) -> TrajectoryBatch:
         self.submit(requests)
         return self._wait(len(requests), tuple(r.rollout_id for r in requests), timeout)
+
+    def score(
+        self,
+        reward: PartConfig,
+        answers: Sequence[AnswerToScore],
+        timeout: float = SCORE_TIMEOUT_S,
+        failed_score: float | None = None,
+    ) -> list[RewardResult]:
+        work = self._schedule(self._running.score(reward, answers))
+        try:
+            judged = work.result(timeout)
+        except TimeoutError as error:
+            work.cancel()
+            raise WaitTimeout(
+                f"not all of {len(answers)} answers were scored after {timeout:g} s"
+            ) from error
+        return [
+            settle_score(score_view(each), place, failed_score) for place, each in enumerate(judged)
+        ]
 
     def update_weights(
         self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None

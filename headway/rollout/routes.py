@@ -21,6 +21,7 @@ from headway.contracts.codec import MEDIA_TYPE, join_payloads
 from headway.contracts.errors import NotFound, ServiceError
 from headway.contracts.http import paths
 from headway.contracts.http.parts import PartList
+from headway.contracts.http.rewards import ScoreRequest, ScoreResponse
 from headway.contracts.http.rollouts import (
     BatchView,
     CancelRequest,
@@ -38,7 +39,7 @@ from headway.contracts.http.rollouts import (
 from headway.contracts.types import Identifier
 from headway.rollout.catalog import filter_views, reward_views, tool_views, workflow_views
 from headway.rollout.service import RolloutService
-from headway.rollout.views import batch_view, rollout_view, summary
+from headway.rollout.views import batch_view, rollout_view, score_view, summary
 from headway.runtime.disconnect import unless_disconnected
 from headway.runtime.json_route import JsonRoute
 
@@ -150,6 +151,13 @@ async def workflows() -> PartList:
 @rollouts.get(paths.REWARDS)
 async def rewards() -> PartList:
     return PartList(parts=reward_views())
+
+
+@rollouts.post(paths.REWARDS_SCORE)
+async def score(body: ScoreRequest, request: Request) -> ScoreResponse:
+    work = service_of(request).score(body.reward, body.answers)
+    judged = await unless_disconnected(request, work)
+    return ScoreResponse(results=[score_view(each) for each in judged])
 
 
 @rollouts.get(paths.FILTERS)

@@ -18,12 +18,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from prometheus_client import CollectorRegistry
+
+from headway.contracts.config.base import PartConfig
 from headway.contracts.config.gateway import ExecutorConfig, RetentionConfig
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.engines import Generator
 from headway.contracts.errors import BackendError, Fenced, NotFound, Starved, StateError
 from headway.contracts.http.consumers import ConsumerRequest
 from headway.contracts.http.ledger import LedgerAudit, LedgerCounts
+from headway.contracts.http.rewards import AnswerToScore
 from headway.contracts.http.rollouts import WaitRequest
 from headway.contracts.http.status import StatusResponse
 from headway.contracts.types import (
@@ -39,6 +43,7 @@ from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox
 from headway.rollout.ledger.base import OPEN_STATES, Admission, Ledger
 from headway.rollout.player import Player
 from headway.rollout.publishing.updates import ABANDON_S, WeightUpdates
+from headway.rollout.rewards.jury import Judgement, Jury
 from headway.rollout.rewards.scoring import Scorer
 from headway.rollout.sessions.sessions import Sessions
 from headway.rollout.signal import Signal
@@ -66,6 +71,8 @@ class Surroundings:
     """Trajectories in play at once, at most; None takes `executor.max_concurrent`."""
     retention: RetentionConfig = field(default_factory=RetentionConfig)
     abandon_s: float = ABANDON_S
+    metrics: CollectorRegistry | None = None
+    """Where figures of the service's own are shown."""
 
 
 class RolloutService:
@@ -88,6 +95,7 @@ class RolloutService:
         self._retention = around.retention
         self._facilities = around.facilities
         self._scorer = Scorer(config, around.facilities)
+        self._jury = Jury(self._scorer, tokenizer, config, around.metrics)
         self._consumers = Consumers(ledger)
         self._changed = changed = Signal()
         self._player = Player(generator, tokenizer, self._stage, changed, config.max_concurrent)
@@ -134,6 +142,10 @@ class RolloutService:
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
         """Generate one sequence, outside the ledger; one that was interrupted comes back as it is."""
         return await self.generator.agenerate(req)
+
+    async def score(self, reward: PartConfig, answers: Sequence[AnswerToScore]) -> list[Judgement]:
+        """Judge answers outside of any rollout; see `Jury.judge`."""
+        return await self._jury.judge(reward, answers)
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> list[bool]:
         """Queue prompt groups; names and arguments are checked before anything is stored."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headway.contracts.codec import decode_groups
+from headway.contracts.errors import ServiceError
+from headway.contracts.http.rewards import ScoreFailure, ScoreView
 from headway.contracts.http.rollouts import (
     BatchView,
     EventView,
@@ -16,6 +18,7 @@ from headway.contracts.http.rollouts import (
 )
 from headway.contracts.types import Trajectory, TrajectoryGroup
 from headway.rollout.ledger.base import Entry, Event, row_of
+from headway.rollout.rewards.jury import Judgement
 from headway.rollout.text import token_texts
 from headway.rollout.tokenizer import TextTokenizer
 
@@ -51,6 +54,13 @@ def rollout_view(
         events=[EventView(event=e.event, detail=e.detail, at=e.at) for e in events],
         group=group_view(groups[0], tokenizer) if groups else None,
     )
+
+
+def score_view(judged: Judgement) -> ScoreView | ScoreFailure:
+    """What became of an answer."""
+    if isinstance(judged, ServiceError):
+        return ScoreFailure(error=judged.to_body())
+    return ScoreView(score=judged.score, verdict=judged.verdict, details=judged.details)
 
 
 def _trajectory_view(row: Trajectory, tokenizer: TextTokenizer | None) -> TrajectoryView:

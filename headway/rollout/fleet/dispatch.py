@@ -16,11 +16,9 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from itertools import count
-
-import aiohttp
 
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.errors import BackendError, Draining, QueueFull, StaleVersion
@@ -29,6 +27,7 @@ from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
 from headway.rollout.fleet.members import Member, Members
 from headway.rollout.fleet.routing import Lane, Router, choose, load_of
 from headway.rollout.publishing.book import WeightBook
+from headway.runtime.connections import NotConnected
 
 JITTER = 0.25
 """Share by which the wait for a full server varies."""
@@ -110,22 +109,24 @@ class Dispatch:
         # An id of its own each time: a server may not have noticed yet that a request sent before
         # was given up.
         rid = f"{req.rid[:RID_CHARS]}.{self._mark}{next(self._numbers):x}"
+        load = load_of(req)
+        member.outstanding_tokens += load
         try:
-            with _outstanding(member, req):
-                response = await self._members.generate(member, req.model_copy(update={"rid": rid}))
+            response = await self._members.generate(member, req.model_copy(update={"rid": rid}))
             self._members.note_room(member)
             return response
         except Draining:
             return None
         except BackendError as error:
-            # Nothing was sent over a connection that was refused.
-            if isinstance(error.__cause__, aiohttp.ClientConnectorError):
+            if isinstance(error.__cause__, NotConnected):
                 return None
             raise
         except QueueFull as error:
             wait_s = error.retry_after_s * random.uniform(1.0, 1.0 + JITTER)
             member.busy_until = time.monotonic() + wait_s
             return None
+        finally:
+            member.outstanding_tokens -= load
 
     async def _choose(self, req: LLMRequest, deadline: float) -> Member:
         """The free server that the router names."""
@@ -194,13 +195,3 @@ async def _first_answer(
 
 def _lanes(members: Collection[Member]) -> dict[str, Lane]:
     return {one.name: Lane(one.outstanding_tokens, one.report.max_running) for one in members}
-
-
-@contextmanager
-def _outstanding(member: Member, req: LLMRequest) -> Iterator[None]:
-    load = load_of(req)
-    member.outstanding_tokens += load
-    try:
-        yield
-    finally:
-        member.outstanding_tokens -= load

@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import aiohttp
 from pydantic import BaseModel
 
 from headway.contracts.config.gateway import FleetConfig
@@ -31,6 +30,7 @@ from headway.contracts.http.weights import WeightRecord
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
 from headway.rollout.fleet.health import Health
 from headway.rollout.signal import Signal
+from headway.runtime.connections import Connections
 from headway.runtime.secret import authorization
 from headway.runtime.server_calls import post_generate, post_order
 from headway.runtime.tls import client_context
@@ -127,21 +127,19 @@ class Members:
         self._token = token
         self._members: dict[str, Member] = {}
         self._forgotten_tokens = 0
-        self._session: aiohttp.ClientSession | None = None
+        self._connections: Connections | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Open connections and begin to watch leases."""
         self.is_open = True
         self._opened_at = time.monotonic()
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=MAX_CONNECTIONS,
-                keepalive_timeout=CLIENT_KEEP_ALIVE_S,
-                ssl=client_context(),
-            ),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-            headers=authorization(self._token),
+        self._connections = Connections(
+            client_context(),
+            authorization(self._token),
+            MAX_CONNECTIONS,
+            CONNECT_TIMEOUT_S,
+            CLIENT_KEEP_ALIVE_S,
         )
         self._watch = asyncio.create_task(self._watch_leases(), name="watch leases")
 
@@ -157,8 +155,8 @@ class Members:
             member.catching_up for member in self._members.values() if member.catching_up
         ]
         await asyncio.gather(*catching_up, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
+        if self._connections is not None:
+            await self._connections.aclose()
 
     @property
     def generated_tokens(self) -> int:
@@ -334,7 +332,7 @@ class Members:
             self.drain(member)
             raise
         except BackendError as error:
-            if isinstance(error.__cause__, aiohttp.ClientConnectionError):
+            if isinstance(error.__cause__, ConnectionError):
                 if member.state != "lost":
                     self._fail(member, str(error))  # one that breaks off and comes back is ill, too
                 self.lose(member, str(error))
@@ -393,7 +391,7 @@ class Members:
                     del self._members[name]
 
     @property
-    def _http(self) -> aiohttp.ClientSession:
-        if self._session is None:
+    def _http(self) -> Connections:
+        if self._connections is None:
             raise BackendError("the fleet is not started")
-        return self._session
+        return self._connections

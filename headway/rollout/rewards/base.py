@@ -66,6 +66,7 @@ REWARDS: Registry[Callable[..., Any]] = Registry(
         "given": "headway.rollout.rewards.given:Given",
         "gsm8k": "headway.rollout.rewards.gsm8k:GSM8K",
         "math": "headway.rollout.rewards.math:Math",
+        "none": "headway.rollout.rewards.unjudged:Unjudged",
         "reward_model": "headway.rollout.rewards.reward_model:RewardModel",
     },
     entry_point_group="headway.rewards",

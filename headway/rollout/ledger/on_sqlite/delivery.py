@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -138,14 +139,14 @@ def _give_out(
     num_ready: int,
     dropped: int = 0,
 ) -> Delivery:
+    moved = transaction.db.execute(
+        "UPDATE rollouts SET state = 'delivered', delivery_id = ?, staleness = ? - oldest_version, "
+        "num_events = num_events + 1, changed_at = ? WHERE seq IN (SELECT value FROM json_each(?)) "
+        "RETURNING seq, consumer, size, num_events, oldest_version",
+        (delivery_id, version, transaction.now, json.dumps([seq for seq, _ in chosen])),
+    ).fetchall()
     given = []
-    for seq, _ in sorted(chosen):
-        consumer, size, number, oldest = transaction.db.execute(
-            "UPDATE rollouts SET state = 'delivered', delivery_id = ?, staleness = ? - oldest_version, "
-            "num_events = num_events + 1, changed_at = ? WHERE seq = ? "
-            "RETURNING consumer, size, num_events, oldest_version",
-            (delivery_id, version, transaction.now, seq),
-        ).fetchone()
+    for seq, consumer, size, number, oldest in sorted(moved):
         transaction.log(seq, number, "deliver", f"version={version} oldest_version={oldest}")
         transaction.shift(consumer, size, "ready", "delivered")
         given.append((version - oldest, size))
@@ -157,7 +158,18 @@ def consume(
     transaction: Transaction, rollout_ids: Sequence[str], step: int, checkpoint_step: int
 ) -> None:
     """Record consumption, and forget the payloads that a checkpoint made needless."""
-    consumers = {_consume(transaction, rollout_id, step) for rollout_id in rollout_ids}
+    moved = transaction.db.execute(
+        "UPDATE rollouts SET state = 'consumed', step = ?, num_events = num_events + 1, "
+        "changed_at = ? WHERE id IN (SELECT value FROM json_each(?)) AND state = 'delivered' "
+        "RETURNING id, seq, consumer, size, num_events",
+        (step, transaction.now, json.dumps(rollout_ids)),
+    ).fetchall()
+    for _, seq, consumer, size, number in moved:
+        transaction.log(seq, number, "consume", f"step={step}")
+        transaction.shift(consumer, size, "delivered", "consumed")
+    others = set(rollout_ids).difference(row[0] for row in moved)
+    consumers = {row[2] for row in moved}
+    consumers |= {_consumer_of(transaction, rollout_id, step) for rollout_id in sorted(others)}
     for consumer in consumers:
         rows = transaction.db.execute(
             "UPDATE rollouts SET has_payload = 0 WHERE state = 'consumed' AND consumer = ? "
@@ -165,22 +177,6 @@ def consume(
             (consumer, checkpoint_step),
         ).fetchall()
         transaction.db.executemany("DELETE FROM payloads WHERE seq = ?", rows)
-
-
-def _consume(transaction: Transaction, rollout_id: str, step: int) -> str:
-    """The consumer whose rollout it was."""
-    moved = transaction.db.execute(
-        "UPDATE rollouts SET state = 'consumed', step = ?, num_events = num_events + 1, "
-        "changed_at = ? WHERE id = ? AND state = 'delivered' "
-        "RETURNING seq, consumer, size, num_events",
-        (step, transaction.now, rollout_id),
-    ).fetchone()
-    if moved is None:
-        return _consumer_of(transaction, rollout_id, step)
-    seq, consumer, size, number = moved
-    transaction.log(seq, number, "consume", f"step={step}")
-    transaction.shift(consumer, size, "delivered", "consumed")
-    return str(consumer)
 
 
 def _consumer_of(transaction: Transaction, rollout_id: str, step: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import json
 from collections.abc import Collection, Sequence
 
 from headway.contracts.http.rollouts import RolloutState
@@ -102,7 +103,7 @@ def lease(transaction: Transaction, admission: Admission) -> list[Lease]:
     if admission.consumer is not None:
         lines.append(_line(transaction, [admission.consumer], admission))
     positions = [0 for _ in lines]
-    leases: list[Lease] = []
+    taken: list[int] = []
     while True:
         heads = []
         for number, (line, position) in enumerate(zip(lines, positions, strict=True)):
@@ -110,12 +111,12 @@ def lease(transaction: Transaction, admission: Admission) -> list[Lease]:
             if position < len(line) and line[position][2] <= room:
                 heads.append((*line[position], number))
         if not heads:
-            return leases
+            return _take(transaction, taken, admission.version)
         _, seq, size, number = min(heads)
         positions[number] += 1
         free -= size
         budget -= size * number
-        leases.append(_take(transaction, seq, admission.version))
+        taken.append(seq)
 
 
 def _budget(transaction: Transaction, admission: Admission) -> int:
@@ -142,19 +143,29 @@ def _line(
     return list(heapq.merge(*rows))[:most]
 
 
-def _take(transaction: Transaction, seq: int, version: PolicyVersion) -> Lease:
-    consumer, size, text, attempt, fence, number, since = transaction.db.execute(
+def _take(transaction: Transaction, seqs: Sequence[int], version: PolicyVersion) -> list[Lease]:
+    """Lease these rollouts, in this order."""
+    moved = transaction.db.execute(
         "UPDATE rollouts SET state = 'leased', attempt = attempt + 1, fence = fence + 1, report = NULL, "
         "owner = ?, expires = ?, admitted = ?, num_events = num_events + 1, changed_at = ? "
-        "WHERE seq = ? RETURNING consumer, size, request, attempt, fence, num_events, since",
-        (transaction.owner, transaction.now + transaction.lease_s, version, transaction.now, seq),
-    ).fetchone()
-    transaction.log(
-        seq, number, "lease", f"attempt={attempt} version={version} owner={transaction.owner}"
-    )
-    transaction.shift(consumer, size, "queued", "leased")
-    request = RolloutRequest.model_validate_json(text)
-    return Lease(request, attempt, transaction.now - since, fence)
+        "WHERE seq IN (SELECT value FROM json_each(?)) "
+        "RETURNING seq, consumer, size, request, attempt, fence, num_events, since",
+        (
+            transaction.owner,
+            transaction.now + transaction.lease_s,
+            version,
+            transaction.now,
+            json.dumps(seqs),
+        ),
+    ).fetchall()
+    leases = {}
+    for seq, consumer, size, text, attempt, fence, number, since in moved:
+        detail = f"attempt={attempt} version={version} owner={transaction.owner}"
+        transaction.log(seq, number, "lease", detail)
+        transaction.shift(consumer, size, "queued", "leased")
+        request = RolloutRequest.model_validate_json(text)
+        leases[seq] = Lease(request, attempt, transaction.now - since, fence)
+    return [leases[seq] for seq in seqs]
 
 
 def renew(transaction: Transaction, keys: Collection[str]) -> set[str]:
