@@ -1,9 +1,11 @@
-"""`headway config NAME`: every setting with its default and meaning."""
+"""`headway config`: what can be set, whether a file is right, and the graph of an experiment."""
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -16,24 +18,80 @@ from headway.contracts.config.experiment import (
 )
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.launch import LaunchConfig
+from headway.contracts.config.ppo_code import PPOCodeExperiment, PPOMathExperiment
 from headway.contracts.config.server import ServerConfig
 from headway.contracts.errors import ConfigError
-from headway.runtime.config import describe
+from headway.runtime.command import import_main
+from headway.runtime.config import describe, merge_sources, validate_config
 
-MODELS: dict[str, type[BaseModel]] = {
-    "run": LaunchConfig,
-    "gateway": GatewayConfig,
-    "server": ServerConfig,
+EXPERIMENTS: dict[str, type[BaseModel]] = {
     "grpo": GRPOExperiment,
     "ppo": PPOExperiment,
+    "ppo-code": PPOCodeExperiment,
+    "ppo-math": PPOMathExperiment,
     "sft": SFTExperiment,
     "rw": RWExperiment,
     "dpo": DPOExperiment,
 }
+MODELS: dict[str, type[BaseModel]] = {
+    "run": LaunchConfig,
+    "gateway": GatewayConfig,
+    "server": ServerConfig,
+    **EXPERIMENTS,
+}
+USAGE = """usage: headway config show NAME      every setting with its default and meaning
+       headway config check FILE     what is wrong with a file, and the nearest right name
+       headway config graph FILE     the calls of its experiment (--svg OUT.svg draws them)
+NAME is one of """
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the settings of one kind of process or experiment."""
-    if len(argv) != 1 or argv[0] not in MODELS:
-        raise ConfigError(f"usage: headway config {{{' | '.join(MODELS)}}}")
-    sys.stdout.write("\n".join(describe(MODELS[argv[0]])) + "\n")
+    """Hand over to the part that was asked for; a name alone is shown."""
+    match list(argv):
+        case ["graph", *rest]:
+            import_main("trainer.dataflow.command")(rest)
+        case ["check", file, *flags]:
+            sys.stdout.write(check(file, flags) + "\n")
+        case ["show", name] | [name] if name in MODELS:
+            sys.stdout.write("\n".join(describe(MODELS[name])) + "\n")
+        case ["show", name]:
+            near = difflib.get_close_matches(name, MODELS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(MODELS)}"
+            raise ConfigError(f"nothing named {name!r} can be configured; {hint}")
+        case _:
+            raise ConfigError(USAGE + ", ".join(MODELS))
+
+
+def check(file: str, flags: Sequence[str] = ()) -> str:
+    """Read a file as what it is meant for.
+
+    Returns:
+        What it is.
+    Raises:
+        ConfigError: every problem, with the nearest right name.
+    """
+    tree = merge_sources(["--config", file, *flags])
+    name = kind_of(tree)
+    validate_config(MODELS[name], tree)
+    return f"{file}: right, as a configuration of `{name}`"
+
+
+def kind_of(tree: Mapping[str, Any]) -> str:
+    """Which of `MODELS` a tree is meant for: by its `type`, else by the sections that it has."""
+    kind = tree.get("type")
+    if kind is not None:
+        if kind not in EXPERIMENTS:
+            near = difflib.get_close_matches(str(kind), EXPERIMENTS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(EXPERIMENTS)}"
+            raise ConfigError(f"type: no experiment named {kind!r}; {hint}")
+        return str(kind)
+    candidates = {
+        name: m for name, m in MODELS.items() if name not in EXPERIMENTS or name == "grpo"
+    }
+    shared = {name: len(tree.keys() & m.model_fields.keys()) for name, m in candidates.items()}
+    best = max(shared, key=lambda name: shared[name])
+    if shared[best] == 0:
+        raise ConfigError(
+            f"none of the keys {sorted(map(str, tree))} is a setting of {', '.join(candidates)}"
+        )
+    return best
