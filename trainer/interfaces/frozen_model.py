@@ -9,7 +9,8 @@ from torch import Tensor
 from trainer.api import MicroBatchSpec, ModelOutput, TrainEngine
 from trainer.batching.sequences import SequenceBatch
 from trainer.batching.shares import infer_column
-from trainer.interfaces.base import Columns
+from trainer.dataflow.policy import is_base_reference
+from trainer.interfaces.base import Columns, InterfaceContext
 from trainer.topology import Topology
 
 
@@ -38,19 +39,36 @@ class FrozenModel:
         self._column = column
         self._is_base = is_base
 
-    def inference(self, batch: SequenceBatch) -> Columns:
-        """Logprobs [T] of `labels`, 0 outside of the mask, under the name that was given; collective.
+    def infer(self, share: SequenceBatch) -> Tensor:
+        """[T] logprobs of `labels`, 0 outside of the mask, of what this rank has of a batch; collective.
 
         Args:
-            batch: whole; columns `input_ids`, `labels`, `loss_mask`.
+            share: columns `input_ids`, `labels`, `action_mask`.
         """
-
-        def infer(share: SequenceBatch) -> Tensor:
-            logprobs: Tensor = self._engine.forward(share, self._mb_spec, post_hook=self._logprobs)
-            return logprobs
-
         with self._engine.without_adapters() if self._is_base else nullcontext():
-            return {self._column: infer_column(batch, self._topology, infer)}
+            logprobs: Tensor = self._engine.forward(share, self._mb_spec, post_hook=self._logprobs)
+        return logprobs
+
+    def inference(self, batch: SequenceBatch) -> Columns:
+        """The same of a whole batch, under the name that was given."""
+        return {self._column: infer_column(batch, self._topology, self.infer)}
 
     def _logprobs(self, output: ModelOutput, batch: SequenceBatch) -> Tensor:
-        return output.logprobs(batch["labels"], self._temperature, batch["loss_mask"])
+        return output.logprobs(batch["labels"], self._temperature, batch["action_mask"])
+
+
+def make_reference(context: InterfaceContext) -> FrozenModel:
+    """The model that the policy is kept near."""
+    return _make(context, "reference_logprobs", is_base_reference(context.config))
+
+
+def make_teacher(context: InterfaceContext) -> FrozenModel:
+    """The model that the policy learns from."""
+    return _make(context, "teacher_logprobs", is_base=False)
+
+
+def _make(context: InterfaceContext, column: str, is_base: bool) -> FrozenModel:
+    temperature = context.config.sampling.temperature
+    return FrozenModel(
+        context.model, context.topology, context.mb_spec, temperature, column, is_base
+    )

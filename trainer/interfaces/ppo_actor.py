@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,14 +11,15 @@ from headway.contracts.config.algorithm import AlgorithmConfig
 from trainer.algorithms.losses import policy_loss, policy_loss_weight
 from trainer.api import LossOutput, MicroBatchSpec, ModelOutput, TrainEngine
 from trainer.batching.sequences import SequenceBatch
-from trainer.batching.shares import infer_column
-from trainer.interfaces.base import Columns
+from trainer.batching.shares import infer_column, mini_batches
+from trainer.interfaces.base import Columns, InterfaceContext
 from trainer.interfaces.updates import update
 from trainer.topology import Topology
 
 
 class PPOActor:
-    """The policy that learns. Batches are whole, the same on every rank; every call is collective."""
+    """The policy that learns. Batches are whole, the same on every rank, unless a method says
+    otherwise; every call is collective."""
 
     def __init__(
         self,
@@ -32,54 +35,64 @@ class PPOActor:
         self._mb_spec = mb_spec
         self._temperature = temperature
 
+    def infer(self, share: SequenceBatch) -> Tensor:
+        """[T, 2] logprob and entropy of what this rank has of a batch; collective.
+
+        Args:
+            share: columns `input_ids`, `labels`, `action_mask`; what is off the mask is 0.
+        """
+        both: Tensor = self._engine.forward(share, self._mb_spec, post_hook=self._judged)
+        return both
+
     def inference(self, batch: SequenceBatch) -> Columns:
         """`proximal_logprobs` [T] and `entropy` [T]: the policy's before the step's first update.
 
         Args:
-            batch: columns `input_ids`, `labels`, `loss_mask`; what is off the mask is 0.
+            batch: whole, as that of `infer`.
         """
-
-        def infer(share: SequenceBatch) -> Tensor:
-            both: Tensor = self._engine.forward(share, self._mb_spec, post_hook=self._judged)
-            return both
-
-        logprobs, entropy = infer_column(batch, self._topology, infer).unbind(-1)
+        logprobs, entropy = infer_column(batch, self._topology, self.infer).unbind(-1)
         return {"proximal_logprobs": logprobs, "entropy": entropy}
 
     def train_step(self, batch: SequenceBatch) -> dict[str, float]:
-        """One version, in as many optimizer steps as there are mini-batches.
+        """One version, in as many optimizer steps as there are mini-batches, times epochs.
 
         Args:
             batch: columns `input_ids`, `labels`, `group`, and those of `policy_loss`.
         Returns:
             Figures of the step, means over the tokens in the loss.
         """
-        return update(
-            self._engine,
-            batch,
-            self._config.num_minibatches,
-            self._topology,
-            self._mb_spec,
-            self._loss,
-            self._weight,
-        )
+        parts = mini_batches(batch, self._config.num_minibatches, self._topology)
+        return self.train_parts(parts * self._config.num_epochs)
+
+    def train_parts(self, parts: Sequence[SequenceBatch]) -> dict[str, float]:
+        """The same, of mini-batches that were cut already.
+
+        Args:
+            parts: this rank's share of each, as often as it is learned from.
+        """
+        return update(self._engine, parts, self._mb_spec, self._loss, self._weight)
 
     def _judged(self, output: ModelOutput, batch: SequenceBatch) -> Tensor:
         """[T, 2]; the entropy is for figures, and costs the pass little."""
-        return torch.stack(self._logprobs_and_entropy(output, batch), dim=-1)
-
-    def _logprobs_and_entropy(
-        self, output: ModelOutput, batch: SequenceBatch
-    ) -> tuple[Tensor, Tensor]:
-        return output.logprobs_and_entropy(batch["labels"], self._temperature, batch["loss_mask"])
+        mask = batch["action_mask"]
+        both = output.logprobs_and_entropy(batch["labels"], self._temperature, mask)
+        return torch.stack(both, dim=-1)
 
     def _loss(self, output: ModelOutput, batch: SequenceBatch) -> LossOutput:
         entropy = None
+        asked = (batch["labels"], self._temperature, batch["loss_mask"])
         if self._config.entropy_coef > 0:
-            logprobs, entropy = self._logprobs_and_entropy(output, batch)
+            logprobs, entropy = output.logprobs_and_entropy(*asked)
         else:
-            logprobs = output.logprobs(batch["labels"], self._temperature, batch["loss_mask"])
+            logprobs = output.logprobs(*asked)
         return LossOutput(*policy_loss(self._config, batch, logprobs, entropy))
 
     def _weight(self, batch: SequenceBatch) -> float:
         return policy_loss_weight(self._config, batch)
+
+
+def make(context: InterfaceContext) -> PPOActor:
+    """As the experiment says."""
+    config = context.config
+    temperature = config.sampling.temperature
+    return PPOActor(context.model, context.topology, config.algorithm, context.mb_spec, temperature)

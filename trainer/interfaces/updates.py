@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trainer.api import LossFn, LossWeightFn, MicroBatchSpec, TrainEngine
 from trainer.batching.sequences import SequenceBatch
-from trainer.batching.shares import mini_batches
-from trainer.topology import Topology
 
 
 def update(
     engine: TrainEngine,
-    batch: SequenceBatch,
-    num_minibatches: int,
-    topology: Topology,
+    parts: Sequence[SequenceBatch],
     mb_spec: MicroBatchSpec,
     loss: LossFn,
     weight: LossWeightFn,
 ) -> dict[str, float]:
-    """One step per mini-batch of whole groups; collective.
+    """One step per part; collective.
 
     Args:
-        batch: the same on every rank.
+        parts: this rank's share of each mini-batch.
     Returns:
         The engine's figures, means over the steps.
     """
     figures: dict[str, float] = {}
-    for part in mini_batches(batch, num_minibatches, topology):
+    for part in parts:
         for name, value in engine.train_batch(part, mb_spec, loss, weight).items():
-            figures[name] = figures.get(name, 0.0) + value / num_minibatches
+            figures[name] = figures.get(name, 0.0) + value / len(parts)
     return figures
 
 

@@ -1,0 +1,44 @@
+"""`headway config graph`: the dataflow of an experiment, as text and as a picture."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from headway.contracts.config.rollout_experiments import PolicyLearner
+from headway.contracts.errors import ConfigError
+from headway.runtime.config import merge_sources, validate_config
+from trainer.dataflow.drawing import as_svg, as_text
+from trainer.dataflow.policy import policy_flow
+from trainer.experiments.base import EXPERIMENTS
+
+USAGE = "usage: headway config graph FILE [--svg OUT.svg] [--section.key value …]"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the graph of a file's experiment, and draw it where `--svg` says."""
+    if not argv or argv[0].startswith("-"):
+        raise ConfigError(USAGE)
+    file, *flags = argv
+    flags, picture = _take_svg(flags)
+    tree = merge_sources(["--config", file, *flags])
+    if isinstance(tree.get("trainer"), dict) and "rollout" in tree["trainer"]:
+        tree = tree["trainer"]  # of a whole run
+    kind = str(tree.get("type", "grpo"))
+    model = EXPERIMENTS.get(kind).config
+    if not issubclass(model, PolicyLearner):
+        raise ConfigError(f"type={kind} trains one model on fixed rows; it has no graph of calls")
+    flow = policy_flow(validate_config(model, tree))
+    sys.stdout.write(as_text(flow))
+    if picture is not None:
+        picture.write_text(as_svg(flow), encoding="utf-8")
+
+
+def _take_svg(flags: Sequence[str]) -> tuple[list[str], Path | None]:
+    if "--svg" not in flags:
+        return list(flags), None
+    at = flags.index("--svg")
+    if at + 1 == len(flags):
+        raise ConfigError(f"--svg has no value; {USAGE}")
+    return [*flags[:at], *flags[at + 2 :]], Path(flags[at + 1])

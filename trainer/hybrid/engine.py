@@ -1,0 +1,304 @@
+"""`HybridEngine`: a train engine that also generates, with the same parameters, by turns.
+
+    training ── rollout_mode() ──► rollout ── trainer_mode() ──► training
+                     │  an error in the hand-over, on any rank
+                     └──► torn ── rollout_mode() again, or trainer_mode()
+
+While it is in rollout mode nobody writes to the parameters, hence generation may use those that lie whole
+in this process where they lie. Every call is collective; one thread uses an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from headway.contracts.config.hybrid import HybridConfig
+from headway.contracts.errors import StaleVersion, TornHandover, VersionMoved, WrongMode
+from headway.contracts.types import (
+    FinetuneSpec,
+    LLMRequest,
+    LLMResponse,
+    PolicyVersion,
+    WeightUpdateMeta,
+)
+from trainer.api import (
+    LossFn,
+    LossWeightFn,
+    MicroBatchSpec,
+    PostHook,
+    SaveLoadMeta,
+    Scheduling,
+    TrainEngine,
+)
+from trainer.batching.sequences import SequenceBatch
+from trainer.hybrid.backend import RolloutBackend
+from trainer.hybrid.lender import Lender, lend
+from trainer.hybrid.random_state import RandomState
+from trainer.hybrid.shares import generate_shares, seeded
+
+log = logging.getLogger(__name__)
+
+Mode = Literal["training", "rollout", "torn"]
+
+
+class HybridEngine:
+    """A `TrainEngine` in trainer mode, and the generation backend of the same model in rollout mode."""
+
+    def __init__(
+        self,
+        train_engine: Lender,
+        backend: RolloutBackend,
+        config: HybridConfig,
+        version: PolicyVersion = 0,
+    ) -> None:
+        """
+        Args:
+            train_engine: not initialised, as `backend` is not started.
+            version: of the weights that the engine begins with.
+        """
+        self.train_engine = train_engine
+        self._backend = backend
+        self._config = config
+        self._version = version
+        self._mode: Mode = "training"
+        self._why_torn = ""
+        self._has_changed = False
+        """Whether parameters may differ from those of `version`."""
+        self._num_calls = 0
+        """Of `generate`, under this version."""
+        self._training_draws: RandomState | None = None
+        self._runner = asyncio.Runner()
+
+    @property
+    def mode(self) -> Mode:
+        """Whose turn it is."""
+        return self._mode
+
+    @property
+    def version(self) -> PolicyVersion:
+        """Of the last hand-over; of the first weights before there was one."""
+        return self._version
+
+    def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None) -> None:
+        self.train_engine.initialize(addr, ft_spec)
+        self.start()
+
+    def start(self) -> None:
+        """Make generation ready, beside a train engine that is initialised already."""
+        self._runner.run(self._backend.start())
+
+    # Generation.
+
+    def rollout_mode(self, version: PolicyVersion | None = None) -> PolicyVersion:
+        """Hand the parameters to generation; of no effect in rollout mode.
+
+        Args:
+            version: that every token is stamped with from now on; None counts on by one if the model was
+                trained since the last hand-over.
+        Returns:
+            The version.
+        Raises:
+            StaleVersion: the number is used up by other weights.
+            WrongMode: another version generates; go back to trainer mode first.
+            TornHandover: it failed, on this rank or another: nothing generates.
+            ConfigError: the model cannot generate.
+        """
+        if self._mode == "rollout":
+            if version not in (None, self._version):
+                raise WrongMode(
+                    f"version {self._version} generates, and {version} is wanted; call trainer_mode() "
+                    "before it is handed over"
+                )
+            return self._version
+        wanted = self._next_version(version)
+        if self._training_draws is None:
+            self._training_draws = RandomState.capture()
+        self._mode, self._why_torn = "torn", f"the hand-over of version {wanted} was left"
+        self._hand_over(wanted)
+        if wanted != self._version:
+            self._num_calls = 0
+        self._version, self._has_changed, self._mode = wanted, False, "rollout"
+        return wanted
+
+    def trainer_mode(self) -> None:
+        """End generation, and let go of all that it held but what `keep` says; what training draws goes
+        on where it was. Of no effect in trainer mode."""
+        if self._mode == "training":
+            return
+        self._backend.sleep(self._config.keep if self._mode == "rollout" else "nothing")
+        if self._training_draws is not None:
+            self._training_draws.restore()
+            self._training_draws = None
+        self._mode = "training"
+
+    @contextmanager
+    def rollouts(self, version: PolicyVersion | None = None) -> Iterator[PolicyVersion]:
+        """Rollout mode within, trainer mode afterwards."""
+        try:
+            yield self.rollout_mode(version)
+        finally:
+            self.trainer_mode()
+
+    def generate(self, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
+        """Generate one sequence for each request; each rank generates a share, and all learn the result.
+
+        A request without a seed gets one from `backend.seed`, the version, how often this was called
+        under it, and its place: what is sampled does not depend on the number of ranks.
+
+        Args:
+            requests: the same on every rank.
+        Returns:
+            In the order of `requests`.
+        Raises:
+            WrongMode: it is not in rollout mode.
+            TornHandover: the last hand-over failed.
+            VersionMoved: a request wants another version.
+            RequestTooLong, DataError, BackendError: by the backend of any rank.
+        """
+        if self._mode == "torn":
+            raise TornHandover(f"{self._why_torn}; call rollout_mode() again")
+        self._require("rollout", "generate")
+        for request in requests:
+            if request.version not in (None, self._version):
+                raise VersionMoved(
+                    f"version {self._version} generates, request {request.rid!r} wants "
+                    f"{request.version}"
+                )
+        numbers = (self._config.backend.seed, abs(self._version), self._num_calls)
+        self._num_calls += 1
+        return generate_shares(
+            seeded(requests, *numbers), self.train_engine.topology, self._generate_mine
+        )
+
+    # Training: as the engine does it, in trainer mode.
+
+    def get_scheduling_config(self) -> Scheduling:
+        return self.train_engine.get_scheduling_config()
+
+    def train_batch(
+        self,
+        input_: SequenceBatch,
+        mb_spec: MicroBatchSpec,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+    ) -> dict[str, float]:
+        self._require("training", "train_batch")
+        self._has_changed = True
+        return self.train_engine.train_batch(input_, mb_spec, loss_fn, loss_weight_fn)
+
+    def eval_batch(
+        self,
+        input_: SequenceBatch,
+        mb_spec: MicroBatchSpec,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+    ) -> Tensor | None:
+        self._require("training", "eval_batch")
+        return self.train_engine.eval_batch(input_, mb_spec, loss_fn, loss_weight_fn)
+
+    def forward(
+        self,
+        input_: SequenceBatch,
+        mb_spec: MicroBatchSpec,
+        output_seqlens: list[int] | None = None,
+        post_hook: PostHook | None = None,
+        aggregate_fn: Callable[[list[Tensor]], Any] = torch.cat,
+    ) -> Any:
+        self._require("training", "forward")
+        return self.train_engine.forward(input_, mb_spec, output_seqlens, post_hook, aggregate_fn)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        self._require("training", "without_adapters")
+        return self.train_engine.without_adapters()
+
+    def move_towards(self, source: TrainEngine, eta: float) -> None:
+        self._require("training", "move_towards")
+        self._forget_frozen()
+        bare = source.train_engine if isinstance(source, HybridEngine) else source
+        self.train_engine.move_towards(bare, eta)
+
+    def upload_weights(self, meta: WeightUpdateMeta | None) -> None:
+        self._require("training", "upload_weights")
+        self.train_engine.upload_weights(meta)
+
+    def step_lr_scheduler(self) -> None:
+        self._require("training", "step_lr_scheduler")
+        self.train_engine.step_lr_scheduler()
+
+    def save(self, meta: SaveLoadMeta) -> Future[None]:
+        self._require("training", "save")
+        return self.train_engine.save(meta)
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        self._require("training", "load")
+        self._forget_frozen()
+        self.train_engine.load(meta)
+
+    def destroy(self) -> None:
+        self._runner.run(self._backend.aclose())
+        self._runner.close()
+        self.train_engine.destroy()
+
+    def _require(self, mode: Mode, call: str) -> None:
+        if self._mode != mode:
+            way = "trainer_mode" if mode == "training" else "rollout_mode"
+            raise WrongMode(
+                f"{call} belongs to {way}, and the engine is in mode {self._mode}; call {way}() first"
+            )
+
+    def _next_version(self, version: PolicyVersion | None) -> PolicyVersion:
+        if version is None:
+            return self._version + self._has_changed
+        if version < self._version + self._has_changed:
+            raise StaleVersion(
+                f"version {version} is wanted, and {self._version} was the last"
+                f"{', before training' if self._has_changed else ''}; give a higher number, or none"
+            )
+        return version
+
+    def _hand_over(self, version: PolicyVersion) -> None:
+        engine = self.train_engine
+        failure: Exception | None = None
+        parts = lend(engine, self._config, self._backend.kept)
+        try:
+            self._backend.wake(version, parts, engine.adapter)
+        except Exception as error:  # noqa: BLE001 - the other ranks have to hear of it; raised below
+            failure = error
+        # Gathering is collective: what this rank did not take, it takes part in all the same.
+        deque(parts, maxlen=0)
+        if not engine.topology.max(int(failure is not None)):
+            return
+        what = "another rank failed; see its log" if failure is None else _told(failure)
+        self._why_torn = f"version {version} was not handed over whole: {what}"
+        log.error("a hand-over failed", extra={"version": version, "reason": what})
+        self._backend.sleep("nothing")
+        raise TornHandover(self._why_torn) from failure
+
+    def _forget_frozen(self) -> None:
+        """What is loaded, or averaged, may also be what training leaves as it is."""
+        self._has_changed = True
+        self._backend.sleep("nothing")
+
+    def _generate_mine(self, requests: list[LLMRequest]) -> list[LLMResponse]:
+        return self._runner.run(self._generate_together(requests))
+
+    async def _generate_together(self, requests: list[LLMRequest]) -> list[LLMResponse]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._backend.generate(r)) for r in requests]
+        except ExceptionGroup as errors:  # the others were cancelled
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,50 @@
+"""The hybrid engine as a worker's rollout engine: it generates with the policy that the worker trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, cast
+
+from pydantic import TypeAdapter
+
+from headway.contracts.config.hybrid import HybridConfig
+from headway.contracts.config.workers import WorkersConfig
+from headway.contracts.types import LLMRequest, LLMResponse
+from headway.runtime.config import validate_config
+from trainer.api import TrainEngine
+from trainer.hybrid.backend import make_backend
+from trainer.hybrid.engine import HybridEngine
+from trainer.hybrid.lender import Lender
+from trainer.topology import Topology
+
+_REQUESTS = TypeAdapter(list[LLMRequest])
+
+
+class HybridRollout:
+    """In rollout mode while it generates. Every call is a version of its own: what a worker trains or
+    loads in between it does not tell."""
+
+    def __init__(
+        self, config: WorkersConfig, policy: TrainEngine, topology: Topology, **args: Any
+    ) -> None:
+        """
+        Args:
+            policy: initialised, of a backend that lends its parameters (FSDP2).
+            args: of `HybridConfig`.
+        """
+        hybrid = validate_config(HybridConfig, {"keep": "nothing", **args})
+        backend = make_backend(hybrid, config.model)
+        self._engine = HybridEngine(cast("Lender", policy), backend, hybrid)
+        self._engine.start()
+        self._topology = topology
+
+    def generate(self, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
+        """The responses to this rank's requests, in their order; collective."""
+        payload = _REQUESTS.dump_json(list(requests))
+        each = [_REQUESTS.validate_json(told) for told in self._topology.gather_bytes(payload)]
+        with self._engine.rollouts(self._engine.version + 1):
+            responses = self._engine.generate([request for mine in each for request in mine])
+        ends = list(accumulate(len(mine) for mine in each))
+        end = ends[self._topology.rank]
+        return responses[end - len(requests) : end]

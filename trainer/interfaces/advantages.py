@@ -1,0 +1,48 @@
+"""What is judged of a batch once every model has said what it has to."""
+
+from __future__ import annotations
+
+from headway.contracts.config.algorithm import AlgorithmConfig
+from headway.contracts.types import PolicyVersion
+from trainer.algorithms.judgement import judge
+from trainer.algorithms.kl import AdaptiveKL, FixedKL
+from trainer.batching.sequences import SequenceBatch
+from trainer.interfaces.base import Columns, Figures, InterfaceContext
+
+
+class Advantages:
+    """Rewards -> advantages and returns, with the coefficient of the penalty, which may adapt."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self._config = config
+        self.kl = make_kl(config)
+
+    @property
+    def numbers(self) -> dict[str, AdaptiveKL]:
+        """What it learns, for checkpoints."""
+        return {"kl": self.kl} if isinstance(self.kl, AdaptiveKL) else {}
+
+    def compute(self, batch: SequenceBatch, version: PolicyVersion) -> tuple[Columns, Figures]:
+        """See `judge`.
+
+        Args:
+            batch: whole, the same on every rank.
+            version: of the weights that the step starts from.
+        """
+        judged, figures = judge(self._config, batch, version, self.kl.coef)
+        if self._config.kl_in == "reward":
+            self.kl.update(figures["reference_kl"], len(batch.lengths))
+        columns = {name: v for name, v in judged.columns.items() if name not in batch.columns}
+        return columns, figures
+
+
+def make_kl(config: AlgorithmConfig) -> FixedKL | AdaptiveKL:
+    """The coefficient of the penalty, adaptive where there is a target."""
+    if config.kl_target is None:
+        return FixedKL(config.kl_coef)
+    return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
+
+
+def make(context: InterfaceContext) -> Advantages:
+    """As the experiment says."""
+    return Advantages(context.config.algorithm)
