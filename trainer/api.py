@@ -139,7 +139,7 @@ class TrainEngine(Protocol):
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
     ) -> Tensor | None:
-        """The loss that `train_batch` would see, without a step; of a loss [K], the mean of each."""
+        """[] float64 loss that `train_batch` would see, without a step; [K] of a loss [K]."""
 
     def forward(
         self,

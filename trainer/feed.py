@@ -11,15 +11,20 @@ import logging
 import math
 
 from headway.contracts.codec import decode_groups, encode_groups
-from headway.contracts.config.experiment import PolicyExperiment
+from headway.contracts.config.base import PartConfig
+from headway.contracts.config.ppo_code import VerifiedPPOExperiment
+from headway.contracts.config.rollout_experiments import PolicyLearner
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.engines import InferenceEngine
 from headway.contracts.errors import Starved
 from headway.contracts.types import PolicyVersion, RolloutRequest, TrajectoryBatch
 from headway.runtime.config import validate_config
 from trainer.batching.checks import check_batch
+from trainer.batching.selection import keep_best
 from trainer.checkpoint import RunState
 from trainer.data import PromptData
+from trainer.dataflow.policy import scores_rollouts_later
+from trainer.prompt_filter import PromptFilter
 from trainer.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -33,8 +38,9 @@ class Feed:
         engine: InferenceEngine | None,
         data: PromptData,
         topology: Topology,
-        config: PolicyExperiment,
+        config: PolicyLearner,
         state: RunState,
+        prompt_filter: PromptFilter | None = None,
     ) -> None:
         self._engine = engine
         self._data = data
@@ -43,8 +49,15 @@ class Feed:
         self._sampling = config.sampling
         self._batch_size = config.data.batch_size
         self._run_id = state.run_id
+        self._filter = prompt_filter
+        is_later, reward = scores_rollouts_later(config), config.rollout.reward
+        ppo = config.ppo if isinstance(config, VerifiedPPOExperiment) else None
+        self._keep = None if ppo is None or ppo.num_samples == ppo.group_size else ppo.group_size
+        """Samples per prompt that are learned from; None learns from all."""
+        # To choose among samples they have to be scored as they come.
+        self._reward = PartConfig(name="none") if is_later and self._keep is None else reward
         self.cursor = state.cursor
-        # What was submitted in place of rollouts that failed or were dropped.
+        # What was submitted in place of rollouts that failed, were dropped or passed over.
         self._replacements = max(0, state.cursor - self._target(state.step - 1))
 
     def top_up(self, step: int) -> None:
@@ -62,7 +75,7 @@ class Feed:
         """
         batch = self._receive()
         check_batch(batch, version, self._rollout.group_size, self._rollout.max_staleness)
-        return batch
+        return batch if self._keep is None else keep_best(batch, self._keep)
 
     def _receive(self) -> TrajectoryBatch:
         payload = None
@@ -82,9 +95,16 @@ class Feed:
         return math.ceil(batches * self._batch_size * self._rollout.oversampling)
 
     def _submit_to(self, target: int) -> None:
-        if self._engine is not None and target > self.cursor:
-            self._engine.submit([self._request(at) for at in range(self.cursor, target)])
-        self.cursor = max(self.cursor, target)
+        wanted = target - self.cursor
+        if wanted <= 0:
+            return
+        positions, end = list(range(self.cursor, target)), target
+        if self._filter is not None:
+            positions, end = self._filter.take(self.cursor, wanted)
+            self._replacements += end - target
+        if self._engine is not None:
+            self._engine.submit([self._request(at) for at in positions])
+        self.cursor = end
 
     def _wait(self, engine: InferenceEngine) -> TrajectoryBatch:
         while True:
@@ -110,7 +130,7 @@ class Feed:
             consumer=self._run_id,
             prompt=self._data.prompt(cursor, self._rollout.group_size),
             workflow=self._rollout.workflow,
-            reward=self._rollout.reward,
+            reward=self._reward,
             filter=self._rollout.filter,
             gconfig=validate_config(SamplingConfig, sampling),
         )

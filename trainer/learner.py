@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from headway.contracts.config.algorithm import AlgorithmConfig
+import torch
+
+from headway.contracts.config.dataflow import DataflowConfig
 from headway.contracts.types import PolicyVersion, Trajectory
-from trainer.algorithms.judgement import judge
-from trainer.algorithms.kl import AdaptiveKL, FixedKL
 from trainer.api import TrainEngine
+from trainer.batching.running_scores import running_scores
 from trainer.batching.sequences import batch_of_trajectories
-from trainer.interfaces.base import Inference
-from trainer.interfaces.ppo_actor import PPOActor
-from trainer.interfaces.ppo_critic import PPOCritic
+from trainer.dataflow.call import Call
+from trainer.dataflow.graph import Dataflow
+from trainer.dataflow.runner import Function, Moment, Runner, Said
+from trainer.dataflow.trace import Trace
+from trainer.interfaces.reward_verifier import with_rows
 
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """A model that moves towards another after each version."""
+    """A model that moves towards another after each of its updates."""
 
     engine: TrainEngine
     source: TrainEngine
@@ -30,37 +36,45 @@ class Follower:
 
 
 class Learner:
-    """Trains on whole batches, the same on every rank."""
+    """Runs the dataflow of an experiment on whole batches, the same on every rank."""
 
     def __init__(
         self,
-        config: AlgorithmConfig,
-        actor: PPOActor,
-        critic: PPOCritic | None = None,
-        others: Sequence[Inference] = (),
+        flow: Dataflow,
+        interfaces: Mapping[str, Any],
+        config: DataflowConfig,
+        device: torch.device,
         follower: Follower | None = None,
         critic_warmup_steps: int = 0,
+        trace_path: Path | None = None,
     ) -> None:
         """
         Args:
-            others: reference and teacher, where the configuration asks for them.
+            interfaces: by the name of the call; that which generates has none.
             follower: the reference, if it follows the policy.
             critic_warmup_steps: first steps in which the policy does not learn.
+            trace_path: where the first steps' calls are written; None writes none.
         """
-        self._config = config
-        self._actor = actor
-        self._critic = critic
+        self._generated = frozenset(
+            key for call in flow.calls if call.kind == "generate" for key in call.output_keys
+        )
         self._follower = follower
         self._warmup_steps = critic_warmup_steps
-        needs_proximal = config.decoupled and config.proximal == "recompute"
-        self._inferences: list[Inference] = [actor] if needs_proximal else []
-        self._inferences += [critic] if critic is not None else []
-        self._inferences += others
-        self.kl = make_kl(config)
+        self._trace = Trace(trace_path, config.trace_steps)
+        functions = {
+            call.name: self._function(call, interfaces[call.name])
+            for call in flow.calls
+            if call.name in interfaces
+        }
+        self._runner = Runner(flow, functions, config.max_parallel, device, self._trace)
 
     def trains_policy(self, step: int) -> bool:
         """Whether the critic is warm by then."""
         return step >= self._warmup_steps
+
+    def generating(self, step: int, version: PolicyVersion) -> AbstractContextManager[None]:
+        """While a batch is waited for: the first call of a step, for the trace."""
+        return self._trace.span("actor_gen", "generate", step=step, version=version)
 
     def train_step(
         self, trajectories: Sequence[Trajectory], version: PolicyVersion, step: int = 0
@@ -72,26 +86,35 @@ class Learner:
             version: of the weights that the step starts from.
             step: counts from 0.
         Returns:
-            Figures of the step: those of the judgement, the critic and the actor.
+            Figures of the step: those of the judgement, the critic and the actor; `reward`, the mean
+            score of the samples, where a call scored them.
         """
         batch = batch_of_trajectories(trajectories)
-        # All models are asked before the first update: they speak of the step's first weights.
-        for model in self._inferences:
-            batch = batch.with_columns(**model.inference(batch))
-        batch, figures = judge(self._config, batch, version, self.kl.coef)
-        if self._config.kl_in == "reward":
-            self.kl.update(figures["reference_kl"], len(trajectories))
-        if self._critic is not None:
-            figures |= self._critic.train_step(batch)
-        if self.trains_policy(step):
-            figures |= self._actor.train_step(batch)
-            if self._follower is not None:
-                self._follower.follow()
+        if "row" in self._generated:
+            batch = with_rows(batch, trajectories)
+        if "dense_scores" in self._generated:
+            batch = batch.with_columns(dense_scores=running_scores(trajectories))
+        batch, figures = self._runner.run(batch, Moment(step, version))
+        if "scores" not in self._generated:  # the rollouts brought none, or others
+            counts = batch.per_sequence("is_sample")
+            figures["reward"] = float(batch.per_sequence("scores")[counts].double().mean())
+        self._trace.end_step()
         return figures
 
+    def _function(self, call: Call, interface: Any) -> Function:
+        if call.kind == "inference":
+            return lambda batch, _: Said(interface.inference(batch), {})
+        if call.kind == "compute":
+            return lambda batch, moment: Said(*interface.compute(batch, moment.version))
+        if call.name != "actor_train":
+            return lambda batch, _: Said({}, interface.train_step(batch))
 
-def make_kl(config: AlgorithmConfig) -> FixedKL | AdaptiveKL:
-    """The coefficient of the penalty, adaptive where there is a target."""
-    if config.kl_target is None:
-        return FixedKL(config.kl_coef)
-    return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
+        def train_actor(batch: Any, moment: Moment) -> Said:
+            if not self.trains_policy(moment.step):
+                return Said({}, {})
+            figures = interface.train_step(batch)
+            if self._follower is not None:
+                self._follower.follow()
+            return Said({}, figures)
+
+        return train_actor

@@ -34,7 +34,8 @@ def train(
         started = time.monotonic()
         meter.begin()
         feed.top_up(state.step)
-        batch = feed.next_batch(state.version)
+        with models.learner.generating(state.step, state.version):
+            batch = feed.next_batch(state.version)
         received = time.monotonic()
         stats = describe_step(state, batch)
         stats |= models.learner.train_step(batch.trajectories, state.version, state.step)

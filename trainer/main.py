@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from headway.runtime.config import merge_sources, validate_config
 from headway.runtime.logging import configure_logging
+from headway.runtime.modules import import_modules
 from trainer.experiments.base import EXPERIMENTS
 
 
@@ -15,4 +16,5 @@ def main(argv: Sequence[str]) -> None:
     experiment = EXPERIMENTS.get(str(tree.get("type", "grpo")))
     config = validate_config(experiment.config, tree)
     configure_logging("trainer")
+    import_modules(config.trainer.modules)
     experiment.run(config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import resource
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -41,6 +42,7 @@ class Meter:
 
     def __init__(self, config: MetricsConfig, topology: Topology) -> None:
         self._topology = topology
+        self._lock = threading.Lock()  # engines may run side by side
         self._peak = peak_flops(config.peak_tflops, topology.device)
         self.begin()
 
@@ -57,13 +59,15 @@ class Meter:
 
     def add_flops(self, flops: float) -> None:
         """What a pass asked for; NaN where nobody knows."""
-        self._flops += flops
+        with self._lock:
+            self._flops += flops
 
     def add_training(self, tokens: int, passed: int, room: int) -> None:
         """Tokens that were to be trained on, those that passed, and those that would have fitted."""
-        self._tokens += tokens
-        self._passed += passed
-        self._room += room
+        with self._lock:
+            self._tokens += tokens
+            self._passed += passed
+            self._room += room
 
     def take(
         self, tokens: int, wait_s: float, train_s: float, publish_s: float

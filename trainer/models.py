@@ -3,80 +3,94 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from headway.contracts.config.base import PartConfig
 from headway.contracts.config.critic import ValueModelConfig
-from headway.contracts.config.experiment import PolicyExperiment, PPOExperiment
 from headway.contracts.config.model import TrainedModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
+from headway.contracts.config.rollout_experiments import PolicyLearner, critic_of
+from headway.contracts.engines import InferenceEngine
+from headway.contracts.errors import ConfigError
 from headway.contracts.types import FinetuneSpec
-from trainer.algorithms.kl import AdaptiveKL
 from trainer.api import MicroBatchSpec, SaveLoadMeta, TrainEngine
 from trainer.backends.base import make_engine
 from trainer.checkpoint import Parts, Stateful
-from trainer.interfaces.base import Inference
-from trainer.interfaces.frozen_model import FrozenModel
-from trainer.interfaces.ppo_actor import PPOActor
-from trainer.interfaces.ppo_critic import PPOCritic
+from trainer.data import PromptData
+from trainer.dataflow.call import Call
+from trainer.dataflow.graph import Dataflow
+from trainer.dataflow.policy import CRITIC, POLICY, REFERENCE, TEACHER, policy_flow
+from trainer.interfaces.base import InterfaceContext, make_interface
 from trainer.learner import Follower, Learner
 from trainer.meter import Meter
+from trainer.prompt_filter import PromptFilter
 from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
 
-POLICY, CRITIC, REFERENCE, TEACHER = "model", "critic", "reference", "teacher"
-"""Also the names of their folders."""
+TRACE_NAME = "trace.json"
 
 
 class PolicyModels:
-    """The policy, and whichever of critic, reference and teacher the configuration asks for."""
+    """The models that the calls of the dataflow name, and their interfaces."""
 
     def __init__(
         self,
-        config: PolicyExperiment,
+        config: PolicyLearner,
         topology: Topology,
         publisher: WeightPublisher | None,
         spec: FinetuneSpec,
         meter: Meter,
+        service: InferenceEngine | None = None,
+        data: PromptData | None = None,
+        prompt_filter: PromptFilter | None = None,
     ) -> None:
         """Load them all; collective.
 
+        Args:
+            service: the rollouts'; None on ranks other than the first.
+            data, prompt_filter: for interfaces that look at rows.
         Raises:
-            ConfigError: no such model, or one that these ranks cannot hold as configured.
+            ConfigError: the calls make no graph; no such model, or one that these ranks cannot hold as
+                configured.
         """
+        flow = policy_flow(config)
         self._config = config
         self._meter = meter
         self._topology = topology
-        self._mb_spec = MicroBatchSpec(config.trainer.max_tokens_per_mb)
-        warmup_steps = config.critic.warmup_steps if isinstance(config, PPOExperiment) else 0
-        engine = make_engine(_shorter(config, warmup_steps), topology, publisher)
-        self.policy = meter.around(engine, config.model)
-        self.policy.initialize(None, spec)
         self._spec = spec
-        self._trained: dict[str, TrainEngine] = {POLICY: self.policy}
+        self._shared = (service, data, prompt_filter)
+        if topology.world_size > 1:
+            topology.join()
+        self._topologies: dict[str, Topology] = {}
+        """Of each model: its calls may run beside those of others."""
+        self._trained: dict[str, TrainEngine] = {}
         self._frozen: dict[str, TrainEngine] = {}
-        critic = self._make_critic(config) if isinstance(config, PPOExperiment) else None
-        reference = self._make_reference()
-        others = [model for model in (reference, self._make_teacher()) if model is not None]
+        asked = {call.model for call in flow.calls}
+        self._load_policy(publisher)
+        if CRITIC in asked:
+            self._load_critic()
+        if REFERENCE in asked:
+            self._load_frozen(REFERENCE, self._reference_model())
+        if TEACHER in asked and config.teacher is not None:
+            self._load_frozen(TEACHER, TrainedModelConfig(**config.teacher.model_dump()))
+        self.policy = self._trained[POLICY]
+        interfaces = self._make_interfaces(flow)
         follower = self._make_follower()
+        is_one_at_a_time = topology.world_size > 1 and topology.device.type == "cuda"
+        changes = {"max_parallel": 1} if is_one_at_a_time else {}
         self.learner = Learner(
-            config.algorithm,
-            PPOActor(
-                self.policy,
-                topology,
-                config.algorithm,
-                self._mb_spec,
-                config.sampling.temperature,
-            ),
-            critic,
-            others,
+            flow,
+            interfaces,
+            config.dataflow.model_copy(update=changes),
+            topology.device,
             follower,
-            warmup_steps,
+            _warmup_steps(config),
+            Path(config.run_dir) / TRACE_NAME if topology.is_main else None,
         )
-        numbers: dict[str, Stateful] = {}
-        if critic is not None and critic.normalizer is not None:
-            numbers["value_normalizer"] = critic.normalizer
-        if isinstance(self.learner.kl, AdaptiveKL):
-            numbers["kl"] = self.learner.kl
         followers = {} if follower is None else {REFERENCE: follower.engine}
+        numbers: dict[str, Stateful] = {}
+        for interface in interfaces.values():
+            numbers |= getattr(interface, "numbers", {})
         self.parts = Parts(self._trained, followers, numbers)
 
     def step_lr_schedulers(self, step: int) -> None:
@@ -95,60 +109,74 @@ class PolicyModels:
         for engine in (*self._frozen.values(), *self._trained.values()):
             engine.destroy()
 
-    def _make_critic(self, config: PPOExperiment) -> PPOCritic:
-        model = config.critic.model
+    def _load_policy(self, publisher: WeightPublisher | None) -> None:
+        config = _shorter(self._config, _warmup_steps(self._config))
+        engine = make_engine(config, self._apart(POLICY), publisher)
+        self._trained[POLICY] = self._meter.around(engine, config.model)
+        self._trained[POLICY].initialize(None, self._spec)
+
+    def _load_critic(self) -> None:
+        config = self._config
+        critic = critic_of(config)
+        if critic is None:
+            raise ConfigError("a call asks the critic, and the experiment has none; set type=ppo")
+        model = critic.model
         if model is None:
             model = ValueModelConfig(**{**config.model.model_dump(), "head": "value"})
-        optimizer = config.critic.optimizer
-        engine = self._meter.around(
-            make_engine(config, self._topology, None, model, optimizer), model
-        )
-        engine.initialize(None, self._spec)
-        self._trained[CRITIC] = engine
-        num_minibatches = config.algorithm.num_minibatches
-        return PPOCritic(engine, self._topology, config.critic, self._mb_spec, num_minibatches)
+        optimizer = critic.optimizer
+        engine = make_engine(config, self._apart(CRITIC), None, model, optimizer)
+        self._trained[CRITIC] = self._meter.around(engine, model)
+        self._trained[CRITIC].initialize(None, self._spec)
 
-    def _make_reference(self) -> Inference | None:
-        config = self._config
-        if config.algorithm.kl_coef == 0:
-            return None
-        path, eta = config.reference.path, config.reference.ema_eta
-        if config.model.lora is not None and path is None and eta is None:
-            return self._ask(self.policy, REFERENCE, is_base=True)
-        model = config.model
-        if path is not None:
-            changes = {"path": path, "init_from_scratch": False, "lora": None}
-            model = model.model_copy(update=changes)
-        return self._ask(self._load_frozen(REFERENCE, model), REFERENCE)
+    def _load_frozen(self, name: str, model: TrainedModelConfig) -> None:
+        # An optimizer that never steps holds nothing.
+        engine = make_engine(self._config, self._apart(name), None, model, OptimizerConfig())
+        self._frozen[name] = self._meter.around(engine, model)
+        self._frozen[name].initialize(None, None)
 
-    def _make_teacher(self) -> Inference | None:
-        teacher = self._config.teacher
-        if teacher is None:
-            return None
-        model = TrainedModelConfig(**teacher.model_dump())
-        return self._ask(self._load_frozen(TEACHER, model), TEACHER)
+    def _reference_model(self) -> TrainedModelConfig:
+        model, path = self._config.model, self._config.reference.path
+        if path is None:
+            return model
+        return model.model_copy(update={"path": path, "init_from_scratch": False, "lora": None})
 
     def _make_follower(self) -> Follower | None:
         eta = self._config.reference.ema_eta
         return None if eta is None else Follower(self._frozen[REFERENCE], self.policy, eta)
 
-    def _load_frozen(self, name: str, model: TrainedModelConfig) -> TrainEngine:
-        # An optimizer that never steps holds nothing.
-        engine = self._meter.around(
-            make_engine(self._config, self._topology, None, model, OptimizerConfig()), model
-        )
-        engine.initialize(None, None)
-        self._frozen[name] = engine
-        return engine
+    def _make_interfaces(self, flow: Dataflow) -> dict[str, Any]:
+        """By the name of the call; one that asks a model and trains it is one interface."""
+        further = {call.name: call.interface for call in self._config.dataflow.calls}
+        made: dict[tuple[str, str | None], Any] = {}
+        interfaces: dict[str, Any] = {}
+        for call in flow.calls:
+            if call.kind == "generate":
+                continue
+            part = further.get(call.name) or PartConfig(name=call.interface)
+            key = (part.model_dump_json(), call.model)
+            if key not in made:
+                made[key] = make_interface(part, self._context(call))
+            interfaces[call.name] = made[key]
+        return interfaces
 
-    def _ask(self, engine: TrainEngine, name: str, is_base: bool = False) -> FrozenModel:
-        temperature = self._config.sampling.temperature
-        return FrozenModel(
-            engine, self._topology, self._mb_spec, temperature, f"{name}_logprobs", is_base
-        )
+    def _context(self, call: Call) -> InterfaceContext:
+        engine = None if call.model is None else (self._trained | self._frozen)[call.model]
+        mb_spec = MicroBatchSpec(self._config.trainer.max_tokens_per_mb)
+        topology = self._apart(call.model or call.name)
+        return InterfaceContext(self._config, topology, mb_spec, engine, *self._shared)
+
+    def _apart(self, name: str) -> Topology:
+        if name not in self._topologies:
+            self._topologies[name] = self._topology.apart()
+        return self._topologies[name]
 
 
-def _shorter(config: PolicyExperiment, num_steps: int) -> PolicyExperiment:
+def _warmup_steps(config: PolicyLearner) -> int:
+    critic = critic_of(config)
+    return 0 if critic is None else critic.warmup_steps
+
+
+def _shorter(config: PolicyLearner, num_steps: int) -> PolicyLearner:
     """With a schedule that begins so much later."""
     total_steps = config.trainer.total_steps - num_steps
     trainer = config.trainer.model_copy(update={"total_steps": total_steps})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ class Topology:
     rank: int
     world_size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
+    """Whose collectives these are; None is the default group."""
 
     @property
     def is_main(self) -> bool:
@@ -49,6 +51,10 @@ class Topology:
             store = dist.HashStore()  # type: ignore[attr-defined] # documented, not in __all__
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
+    def apart(self) -> Topology:
+        """The same ranks with collectives of their own, which may run beside others; collective."""
+        return self if self.world_size == 1 else replace(self, group=dist.new_group())
+
     def leave(self) -> None:
         """Destroy the process group."""
         if dist.is_initialized():
@@ -57,7 +63,7 @@ class Topology:
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:
-            dist.barrier()
+            dist.barrier(self.group)
 
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over the ranks."""
@@ -84,7 +90,7 @@ class Topology:
         padded = piece.new_zeros(max(sizes), *piece.shape[1:])
         padded[: len(piece)] = piece
         pieces = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(pieces, padded)
+        dist.all_gather(pieces, padded, self.group)
         return [whole[:size] for whole, size in zip(pieces, sizes, strict=True)]
 
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
@@ -94,16 +100,24 @@ class Topology:
                 raise ValueError("rank 0 has nothing to broadcast")
             return payload
         box = [payload]
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        dist.broadcast_object_list(box, 0, self.group, torch.device("cpu"))
         received = box[0]
         if received is None:
             raise ValueError("rank 0 had nothing to broadcast")
         return received
 
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, on every rank."""
+        if self.world_size == 1:
+            return [payload]
+        boxes: list[bytes | None] = [None] * self.world_size
+        dist.all_gather_object(boxes, payload, self.group)
+        return [box for box in boxes if box is not None]
+
     def _reduce(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         if self.world_size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, op=operation)
+        dist.all_reduce(tensor, operation, self.group)
         result: list[float] = tensor.tolist()
         return result

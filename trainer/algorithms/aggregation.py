@@ -1,7 +1,8 @@
 """Losses of tokens -> one number, together with the weight that makes it exact over micro-batches.
 
 A micro-batch's loss is `sum(coefficient · value) / weight`. Engines average micro-batches and ranks by
-that weight, so the result is that of the whole mini-batch, however it was cut.
+that weight, so the result is that of the whole mini-batch, however it was cut. Tokens are summed in
+float64: in float32 their order, which the cut decides, would show.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ AggregationMode = Literal[
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of `values` [T] where `mask` [T] is true; 0 where it never is."""
-    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
+    """[] float64 mean of `values` [T] where `mask` [T] is true; 0 where it never is."""
+    return torch.where(mask, values, 0.0).sum(dtype=torch.float64) / mask.sum().clamp(min=1)
 
 
 def aggregate(
@@ -45,7 +46,7 @@ def aggregate(
             Sequences without a token in the loss are not counted.
         max_tokens: the constant of `sequence_mean_token_sum_norm`.
     Returns:
-        [] of the values' type; 0 where nothing is in the loss.
+        [] float64; 0 where nothing is in the loss.
     """
     if mode == "token_mean":
         return masked_mean(values, loss_mask)
@@ -59,7 +60,7 @@ def aggregate(
         if max_tokens is None:
             raise ValueError("sequence_mean_token_sum_norm divides by max_tokens, which is None")
         mean = mean / max_tokens
-    return mean.to(values.dtype)
+    return mean
 
 
 def aggregation_weight(

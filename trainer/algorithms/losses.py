@@ -13,6 +13,7 @@ from trainer.algorithms.aggregation import (
     mean_mode,
 )
 from trainer.algorithms.corrections import accepted, behaviour_weights, interpolated_proximal
+from trainer.algorithms.early_stop import is_too_far
 from trainer.algorithms.kl import kl_estimate
 from trainer.algorithms.objectives import cispo_objective, clipped_objective, sapo_objective
 from trainer.algorithms.ratios import RatioLevel, at_level, bounded_exp, log_ratios
@@ -27,7 +28,7 @@ def sft_loss(logprobs: Tensor, loss_mask: Tensor) -> Tensor:
         logprobs: [T] of the labels.
         loss_mask: [T] bool, true = in the loss.
     Returns:
-        [] float32.
+        [] float64.
     """
     return -masked_mean(logprobs, loss_mask)
 
@@ -44,29 +45,35 @@ def policy_loss(
     PPO (arXiv:1707.06347).
 
     Args:
-        batch: columns `loss_mask`, `advantages`, `behaviour_logprobs`; `proximal_logprobs`, or
-            `proximal_shares` where `proximal` is interpolated; `reference_logprobs` where the KL is in
-            the loss; `near` (of `within_second_moment` over the batch) where `m2_threshold` is set.
+        batch: columns `loss_mask`, `advantages`, `behaviour_logprobs`; `proximal_logprobs` (without
+            them the behaviour's are taken), or `proximal_shares` where `proximal` is interpolated;
+            `reference_logprobs` where the KL is in the loss; `near` (of `within_second_moment` over the
+            batch) where `m2_threshold` is set.
         logprobs: [T] under the current policy, differentiable.
         entropy: [T] of the current policy, differentiable; wanted where `entropy_coef` > 0.
     Returns:
-        loss [] and means over the same tokens: `clip_fraction` (of these `clip_fraction_low` with a ratio
-        below 1 and `clip_fraction_high` above), `behaviour_weight` (proximal / behaviour, unbounded),
-        `capped_fraction` (tokens without weight, or with a bounded one), `behaviour_kl` (k3 estimate of
-        KL(behaviour || proximal)), and, where they are in the loss, `entropy` and `reference_kl`.
-        Averaged by `policy_loss_weight` all are exact over micro-batches and ranks.
+        loss [] and means over the same tokens, in float64: `clip_fraction` (of these `clip_fraction_low`
+        with a ratio below 1 and `clip_fraction_high` above), `behaviour_weight` (proximal / behaviour,
+        unbounded), `capped_fraction` (tokens without weight, or with a bounded one), `behaviour_kl` (k3
+        estimate of KL(behaviour || proximal)), `ratio` (policy / proximal, or its sequence's) and
+        `update_kl` (k3 estimate of KL(proximal || policy)), and, where they are in the loss, `entropy`
+        and `reference_kl`; where one stops early, `stopped_fraction`, whose loss is 0 and has no
+        gradient. Averaged by `policy_loss_weight` all are exact over micro-batches and ranks.
     """
     mask = batch["loss_mask"]
     sequences = Segments.of_lengths(batch.lengths, mask.device)
     # What stands outside of the mask may be infinite, and is nobody's gradient.
     logprobs = torch.where(mask, logprobs, 0.0)
+    behaviour = batch["behaviour_logprobs"]
     if config.proximal == "interpolate":
-        shares, behaviour = batch["proximal_shares"], batch["behaviour_logprobs"]
-        proximal = interpolated_proximal(logprobs, behaviour, shares)
+        proximal = interpolated_proximal(logprobs, behaviour, batch["proximal_shares"])
         batch = batch.with_columns(proximal_logprobs=proximal)
+    elif "proximal_logprobs" not in batch.columns:
+        batch = batch.with_columns(proximal_logprobs=behaviour)
     objective, is_clipped, ratio = _objective(config, batch, logprobs, sequences)
-    log_weight = log_ratios(batch["proximal_logprobs"], batch["behaviour_logprobs"], mask)
+    log_weight = log_ratios(batch["proximal_logprobs"], behaviour, mask)
     weights, is_within = _weights(config, batch, log_weight, sequences)
+    log_update = log_ratios(logprobs.detach(), batch["proximal_logprobs"], mask)
     penalties, penalty_figures = _penalties(config, batch, logprobs, entropy)
     losses = -weights * objective + penalties
     figures = penalty_figures | {
@@ -76,11 +83,18 @@ def policy_loss(
         "behaviour_weight": bounded_exp(log_weight),
         "capped_fraction": (~is_within).float(),
         "behaviour_kl": bounded_exp(log_weight) - 1.0 - log_weight,
+        "ratio": ratio,
+        "update_kl": bounded_exp(log_update) - 1.0 - log_update,
     }
     loss = aggregate(losses, mask, sequences, config.aggregation, config.aggregation_max_tokens)
     with torch.no_grad():
         mode = mean_mode(config.aggregation)
         stats = {name: aggregate(v, mask, sequences, mode) for name, v in figures.items()}
+    max_ratio, max_kl = config.early_stop_ratio, config.early_stop_kl
+    if max_ratio is not None or max_kl is not None:
+        is_stopped = is_too_far(stats["ratio"], stats["update_kl"], max_ratio, max_kl)
+        loss = torch.where(is_stopped, 0.0, loss)
+        stats["stopped_fraction"] = is_stopped.to(loss.dtype)
     return loss, stats
 
 

@@ -68,8 +68,8 @@ class ValueNormalizer:
     """Running mean and spread of returns, in which a critic speaks.
 
     With `decay` an exponential average, debiased as Adam's; without, the mean of all seen so far. Before
-    the first update it is the identity. (AReaL starts from a std of 0.1, because its floor applies to no
-    data as well, so that the first values are a tenth of what the critic said.)
+    the first update the mean is 0, and the std `initial_std`. (AReaL starts from a std of 0.1, because
+    its floor applies to no data as well, so that the first values are a tenth of what the critic said.)
 
     Source:
         PopArt's statistics (arXiv:1602.07714) 2.1, as used by MAPPO (arXiv:2103.01955).
@@ -80,6 +80,10 @@ class ValueNormalizer:
     clip: float = 5.0
     """Bound on a normalised target."""
     min_variance: float = 0.01
+    initial_std: float = 1.0
+    """Before the first update."""
+    min_weight: float = 0.0
+    """Of the exponential average: what it is divided by is no less."""
     _mean: float = 0.0
     _square: float = 0.0
     _weight: float = 0.0
@@ -106,15 +110,19 @@ class ValueNormalizer:
     @property
     def mean(self) -> float:
         """0 before the first update."""
-        return self._mean / self._weight if self._weight else 0.0
+        return self._mean / self._divisor if self._weight else 0.0
 
     @property
     def std(self) -> float:
-        """1 before the first update."""
+        """`initial_std` before the first update."""
         if not self._weight:
-            return 1.0
-        variance: float = max(self._square / self._weight - self.mean**2, self.min_variance)
+            return self.initial_std
+        variance: float = max(self._square / self._divisor - self.mean**2, self.min_variance)
         return variance**0.5
+
+    @property
+    def _divisor(self) -> float:
+        return self._weight if self.decay is None else max(self._weight, self.min_weight)
 
     def normalize(self, returns: Tensor) -> Tensor:
         """Targets for the critic, within ± `clip`."""

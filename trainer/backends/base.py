@@ -7,6 +7,7 @@ from collections.abc import Callable
 from headway.contracts.config.experiment import ExperimentConfig
 from headway.contracts.config.model import TrainedModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
+from headway.contracts.config.workers import WorkersConfig
 from headway.contracts.registry import Registry
 from trainer.api import TrainEngine
 from trainer.topology import Topology
@@ -26,7 +27,7 @@ def register_backend(name: str, target: str | Callable[..., TrainEngine]) -> Non
 
 
 def make_engine(
-    config: ExperimentConfig,
+    config: ExperimentConfig | WorkersConfig,
     topology: Topology,
     publisher: WeightPublisher | None,
     model: TrainedModelConfig | None = None,
@@ -35,7 +36,7 @@ def make_engine(
     """Build the backend that `trainer.backend` names; it loads nothing before `initialize`.
 
     Args:
-        model, optimizer: of another than the experiment's own.
+        model, optimizer: of another than the configuration's own.
     """
     backend = BACKENDS.get(config.trainer.backend)
     chosen = (model or config.model, optimizer or config.optimizer)

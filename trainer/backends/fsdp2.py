@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from headway.contracts.config.model import TrainedModelConfig
@@ -34,6 +33,7 @@ from trainer.api import (
     TrainEngine,
 )
 from trainer.backends.export import whole_directory, write_model
+from trainer.backends.gradients import clip_gradients
 from trainer.backends.loading import (
     SCORE,
     Weights,
@@ -42,7 +42,7 @@ from trainer.backends.loading import (
     find_trained_weights,
     load_trained_model,
 )
-from trainer.backends.lora import ADAPTER_FOLDER, Lora, add_lora, base_name
+from trainer.backends.lora import ADAPTER_FOLDER, Lora, add_lora, base_name, plain_name
 from trainer.backends.packed_model import PackedModel
 from trainer.backends.schedule import lr_factor
 from trainer.backends.sharding import Sharding
@@ -53,6 +53,7 @@ from trainer.batching.packing import pack_by_tokens
 from trainer.batching.sequences import SequenceBatch
 from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
+from weight_sync.manifest import Adapter
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,23 @@ class FSDP2Engine:
         self._upload.publish_base()
         self._writer = StateWriter(self._topology)
 
+    @property
+    def topology(self) -> Topology:
+        """Of the ranks that every call meets on."""
+        return self._topology
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """Of what `weights` names as an adapter's; None where all is the model's own."""
+        return None if self._lora is None else self._lora.adapter
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters that there are, under the names that they had before adapters were put in; A and
+        B of module m are `m.lora_A.weight` and `m.lora_B.weight`."""
+        if self._model_config.head != "lm":
+            raise ConfigError("a model of values has no head to generate with; set model.head=lm")
+        return ((plain_name(name), p) for name, p in self._model.model.named_parameters())
+
     def get_scheduling_config(self) -> Scheduling:
         wanted = self._trainer_config.scheduling
         is_cuda = self._topology.device.type == "cuda"
@@ -118,11 +136,11 @@ class FSDP2Engine:
         self._optimizer.zero_grad(set_to_none=True)
         with self._dropping():
             stats = self._run_losses(input_, mb_spec, loss_fn, loss_weight_fn, is_training=True)
-        # Over shards only: the norm of a row's copies would count them twice.
-        norm = torch.nn.utils.clip_grad_norm_(
-            self._model.parameters(), self._optimizer_config.max_grad_norm
+        grad_norm = clip_gradients(
+            self._model.parameters(),
+            self._optimizer_config.max_grad_norm,
+            self._sharding.sum_of_shards,
         )
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if math.isfinite(grad_norm):
             self._optimizer.step()
         else:
@@ -150,7 +168,8 @@ class FSDP2Engine:
             stats = self._run_losses(input_, mb_spec, each, loss_weight_fn, is_training=False)
         self._sharding.after_pass(self._model)
         whole_loss = stats.pop("loss")
-        return torch.tensor([stats[name] for name in sorted(stats)] or whole_loss)
+        means = [stats[name] for name in sorted(stats)]
+        return torch.tensor(means or whole_loss, dtype=torch.float64)
 
     def forward(
         self,

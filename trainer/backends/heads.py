@@ -115,7 +115,7 @@ class ValueOutput:
 
     def values(self) -> Tensor:
         values: Tensor = self.head(self.hidden)
-        return values[:, 0].float()
+        return values[:, 0].to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _masked(values: Tensor, mask: Tensor | None) -> Tensor:

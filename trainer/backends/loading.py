@@ -7,26 +7,20 @@ a time from the first rank: no rank ever holds all of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GenerationConfig,
-)
+from transformers import AutoModelForSequenceClassification
 
 from headway.contracts.config.model import TrainedModelConfig
 from headway.contracts.errors import ConfigError
 from trainer.backends.stored_weights import find_weights, list_tensors
 from trainer.topology import Topology
-from weight_sync.model_dir import load_model, read_model
+from weight_sync.model_dir import hollow_model, load_model, parameters_on_meta, read_model
 
 SCORE = "score"
 """The head of a sequence classification model; with one label, its weight is [1, H]."""
@@ -66,17 +60,12 @@ def build_without_parameters(config: TrainedModelConfig) -> Any:
     Raises:
         ConfigError: the directory is missing, or describes no such model.
     """
+    if config.head == "lm":
+        return hollow_model(config)
     unread = config.model_copy(update={"init_from_scratch": True})
-    with torch.random.fork_rng([]), _parameters_on_meta():
-        if config.head == "lm":
-            model, _ = read_model(unread, AutoModelForCausalLM)
-        else:
-            model, _ = read_model(unread, AutoModelForSequenceClassification, num_labels=1)
-            _score(model)
-    if (Path(config.path) / "generation_config.json").is_file() and config.head == "lm":
-        model.generation_config = GenerationConfig.from_pretrained(
-            config.path, local_files_only=True
-        )
+    with torch.random.fork_rng([]), parameters_on_meta():
+        model, _ = read_model(unread, AutoModelForSequenceClassification, num_labels=1)
+        _score(model)
     return model
 
 
@@ -154,22 +143,3 @@ def _first_score(weight: Tensor, seed: int) -> Tensor:
     std = 1.0 / math.sqrt(weight.shape[1] + 1)
     values = torch.empty(weight.shape, dtype=weight.dtype)
     return torch.nn.init.normal_(values, std=std, generator=generator)
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Modules that are made here get parameters without memory, before anything initialises them."""
-
-    def move(
-        module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None
-    ) -> torch.nn.Parameter | None:
-        if parameter is None or parameter.is_meta:
-            return None  # as it is: a tied one has to stay the same
-        return torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-
-    # Documented to take what the hook returns; its type says otherwise.
-    handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        handle.remove()

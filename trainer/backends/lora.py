@@ -141,6 +141,11 @@ def base_name(name: str) -> str:
     return name.replace(_BASE, ".")
 
 
+def plain_name(name: str) -> str:
+    """Of any parameter, also of an adapter's, without `peft`'s words for where it put it."""
+    return base_name(name).replace(_A, LORA_A).replace(_B, LORA_B)
+
+
 def add_lora(model: Any, config: LoraConfig, seed: int, trained: tuple[str, ...] = ()) -> Lora:
     """Put adapters that change nothing yet (B = 0) into a model, and train only them.
 

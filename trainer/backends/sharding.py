@@ -69,7 +69,7 @@ class Sharding:
         if not self.is_used:
             model.to(self._topology.device)
             return
-        mesh, precision = self._mesh(), self._precision()
+        mesh, precision = self._mesh(), self._precision(next(model.parameters()).dtype)
         offload = CPUOffloadPolicy() if self._config.cpu_offload else OffloadPolicy()
         for module in (*model.decoder_layers, model):
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
@@ -81,6 +81,10 @@ class Sharding:
         if isinstance(model, FSDPModule) and self._shape[0] > 1:
             model.set_requires_all_reduce(is_last)
 
+    def sum_of_shards(self, value: float) -> float:
+        """Over the ranks of a row; all rows hold the same, and count once."""
+        return self._topology.sum([value])[0] / self._shape[0]
+
     def after_pass(self, model: PackedModel) -> None:
         """Free what a pass without gradients leaves gathered: the root's parameters, kept by FSDP for
         a backward pass. Whoever reads parameters then finds shards again."""
@@ -90,12 +94,16 @@ class Sharding:
     def _mesh(self) -> DeviceMesh:
         device = self._topology.device.type
         rows, size = self._shape
+        group = self._topology.group
+        if rows == 1 and group is not None:
+            return DeviceMesh.from_group(group, device, mesh_dim_names=("shard",))
         if rows == 1:
             return init_device_mesh(device, (size,), mesh_dim_names=("shard",))
         return init_device_mesh(device, self._shape, mesh_dim_names=("replicate", "shard"))
 
-    def _precision(self) -> MixedPrecisionPolicy:
-        """Gradients are summed in float32 whatever they were computed in."""
+    def _precision(self, held: torch.dtype) -> MixedPrecisionPolicy:
+        """Gradients are summed in at least float32 whatever they were computed in."""
         name = self._config.compute_dtype
         compute = None if name is None else getattr(torch, name)
-        return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+        reduced = torch.promote_types(held, torch.float32)
+        return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduced)

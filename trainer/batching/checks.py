@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 
-from headway.contracts.errors import DataError, StaleVersion
+from headway.contracts.errors import DataError, RewardError, StaleVersion
 from headway.contracts.types import PolicyVersion, Trajectory, TrajectoryBatch, TrajectoryGroup
 
 
@@ -24,6 +27,26 @@ def check_batch(
         for row in group.trajectories:
             _check_finite(row)
             _check_fresh(row, version, max_staleness)
+
+
+def check_verifier(rewards: Sequence[float], lowest: float) -> None:
+    """Refuse a batch of which no answer earned anything: more likely the verifier's fault than theirs.
+
+    A verifier that fails is another matter: it gives no reward at all (`RewardOutage`).
+
+    Args:
+        rewards: of a whole batch, after bias and scaling, not clipped.
+        lowest: what a wrong answer earns.
+    Raises:
+        RewardError: all are the lowest, or lower.
+    """
+    mean = math.fsum(rewards) / len(rewards)
+    if mean < lowest or math.isclose(mean, lowest, rel_tol=1e-6, abs_tol=1e-6):
+        raise RewardError(
+            f"all {len(rewards)} rewards of the batch are {lowest:g}, that of a wrong answer; see "
+            "whether the verifier judges the rows that it is given, and if the task is this hard, set "
+            "ppo.check_verifier_status=false"
+        )
 
 
 def _check_whole(group: TrajectoryGroup, group_size: int) -> None:

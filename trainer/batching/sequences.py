@@ -75,10 +75,10 @@ def batch_of_trajectories(trajectories: Sequence[Trajectory]) -> SequenceBatch:
 
     Returns:
         Columns `input_ids` int64, and shifted to the token that each position predicts: `labels`
-        int64, `loss_mask` bool, `behaviour_logprobs` float32, `behaviour_versions` int32. The same all
-        over each sequence: `sequence` int64, the index of the trajectory; `group` int64, that of the
-        first of its prompt group; `scores` float32; `truncated` bool, it ran into a limit; `is_sample`
-        bool, false for further branches of a sample.
+        int64, `action_mask` bool (the policy sampled it), `behaviour_logprobs` float32,
+        `behaviour_versions` int32. The same all over each sequence: `sequence` int64, the index of the
+        trajectory; `group` int64, that of the first of its prompt group; `scores` float32; `truncated`
+        bool, it ran into a limit; `is_sample` bool, false for further branches of a sample.
     """
     if not trajectories:
         raise DataError("a batch of no trajectories cannot be packed")
@@ -101,7 +101,7 @@ def batch_of_trajectories(trajectories: Sequence[Trajectory]) -> SequenceBatch:
         {
             "input_ids": input_ids,
             "labels": shift_left(input_ids, lengths, 0),
-            "loss_mask": shift_left(column("loss_mask", torch.bool), lengths, False),
+            "action_mask": shift_left(column("loss_mask", torch.bool), lengths, False),
             "behaviour_logprobs": shift_left(column("logprobs", torch.float32), lengths, 0.0),
             "behaviour_versions": shift_left(column("versions", torch.int32), lengths, -1),
             "sequence": spread(range(len(lengths))),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from threading import Event
 
 from headway.contracts.config.evaluation import EvaluationConfig
-from headway.contracts.config.experiment import PolicyExperiment
+from headway.contracts.config.rollout_experiments import PolicyLearner
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import (
     BackendError,
@@ -60,7 +60,7 @@ class Evaluator:
     """Plays orders, one at a time."""
 
     def __init__(
-        self, client: RemoteInferenceEngine, config: EvaluationConfig, experiment: PolicyExperiment
+        self, client: RemoteInferenceEngine, config: EvaluationConfig, experiment: PolicyLearner
     ) -> None:
         """Args:
         client: nobody else's.

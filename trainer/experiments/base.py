@@ -21,8 +21,10 @@ class Experiment:
 EXPERIMENTS: Registry[Experiment] = Registry(
     "experiment",
     {
-        "grpo": "trainer.experiments.grpo:GRPO",
-        "ppo": "trainer.experiments.grpo:PPO",
+        "grpo": "trainer.experiments.policy:GRPO",
+        "ppo": "trainer.experiments.policy:PPO",
+        "ppo-code": "trainer.experiments.policy:PPO_CODE",
+        "ppo-math": "trainer.experiments.policy:PPO_MATH",
         "sft": "trainer.experiments.sft:SFT_EXPERIMENT",
         "rw": "trainer.experiments.rw:RW_EXPERIMENT",
         "dpo": "trainer.experiments.dpo:DPO_EXPERIMENT",

@@ -17,8 +17,8 @@ GROUPS = {
         "capped_fraction"
     ),
     "policy": (
-        "loss clip_fraction clip_fraction_low clip_fraction_high entropy reference_kl kl_coef "
-        "teacher_kl"
+        "loss clip_fraction clip_fraction_low clip_fraction_high ratio update_kl stopped_fraction "
+        "entropy reference_kl kl_coef teacher_kl"
     ),
     "critic": (
         "value_loss value_clip_fraction critic_grad_norm critic_lr critic_skipped_steps value_mean "

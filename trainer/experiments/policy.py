@@ -1,4 +1,4 @@
-"""Asynchronous GRPO and PPO with the decoupled loss: parts are built here, the loop is `trainer.loop`."""
+"""Asynchronous training of a policy on rollouts: parts are built here, the loop is `trainer.loop`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 
-from headway.contracts.config.experiment import GRPOExperiment, PolicyExperiment, PPOExperiment
+from headway.contracts.config.experiment import GRPOExperiment, PPOExperiment
+from headway.contracts.config.ppo_code import PPOCodeExperiment, PPOMathExperiment
+from headway.contracts.config.rollout_experiments import PolicyLearner
 from headway.contracts.types import ConsumerSpec, FinetuneSpec, PolicyVersion
 from headway.runtime.config import write_resolved
 from headway.runtime.inference_client import RemoteInferenceEngine
@@ -21,6 +23,7 @@ from trainer.feed import Feed
 from trainer.loop import train
 from trainer.meter import Meter
 from trainer.models import PolicyModels
+from trainer.prompt_filter import make_prompt_filter
 from trainer.publication import Publication
 from trainer.run_id import kept_run_id
 from trainer.topology import Topology
@@ -29,7 +32,7 @@ from weight_sync.channel import WeightPublisher
 from weight_sync.transports.base import make_publisher
 
 
-def run(config: PolicyExperiment) -> None:
+def run(config: PolicyLearner) -> None:
     """Train to the end; with `recovery.resume`, from the newest checkpoint of the run folder."""
     topology = Topology.from_environment()
     run_dir = Path(config.run_dir)
@@ -40,27 +43,23 @@ def run(config: PolicyExperiment) -> None:
     publisher = make_publisher(config.weight_sync) if topology.is_main else None
     spec = FinetuneSpec(1, len(data), config.data.batch_size)
     meter = Meter(config.metrics, topology)
-    models = PolicyModels(config, topology, publisher, spec, meter)
+    client = _make_client(config) if topology.is_main else None
+    prompt_filter = make_prompt_filter(config, data)
+    models = PolicyModels(config, topology, publisher, spec, meter, client, data, prompt_filter)
     checkpoints = Checkpoints(run_dir, config.recovery, topology)
     state = RunState(kept_run_id(run_dir, config.recovery.resume, topology))
     if config.recovery.resume:
         state = checkpoints.load_newest(models.parts) or state
     else:
         checkpoints.refuse_leftovers()
-    client = None
-    if topology.is_main:
+    if client is not None:
         write_resolved(config, run_dir)
-        client = RemoteInferenceEngine(
-            config.rollout.url,
-            config.rollout.connect_timeout_s,
-            token=read_token(config.rollout.token_env),
-        )
         client.initialize()
     evaluations = _make_evaluations(config, topology, state.run_id)
     publication = Publication(models.policy, publisher, client, evaluations.versions)
     state = _attach(config, state, topology, publication, publisher, client)
     metrics = open_tracker(config, topology, state.run_id, state.step)
-    feed = Feed(client, data, topology, config, state)
+    feed = Feed(client, data, topology, config, state, prompt_filter)
     total_steps = config.trainer.total_steps
     with evaluations:
         evaluations.begin(state)
@@ -78,20 +77,22 @@ def run(config: PolicyExperiment) -> None:
     models.destroy()
 
 
-def _make_evaluations(config: PolicyExperiment, topology: Topology, run_id: str) -> Evaluations:
+def _make_client(config: PolicyLearner) -> RemoteInferenceEngine:
+    """Connects once it is initialized."""
+    rollout = config.rollout
+    token = read_token(rollout.token_env)
+    return RemoteInferenceEngine(rollout.url, rollout.connect_timeout_s, token=token)
+
+
+def _make_evaluations(config: PolicyLearner, topology: Topology, run_id: str) -> Evaluations:
     evaluator = None
     if topology.is_main and config.evaluation is not None:
-        client = RemoteInferenceEngine(
-            config.rollout.url,
-            config.rollout.connect_timeout_s,
-            token=read_token(config.rollout.token_env),
-        )
-        evaluator = Evaluator(client, config.evaluation, config)
+        evaluator = Evaluator(_make_client(config), config.evaluation, config)
     return Evaluations(evaluator, Path(config.run_dir), run_id)
 
 
 def _attach(
-    config: PolicyExperiment,
+    config: PolicyLearner,
     state: RunState,
     topology: Topology,
     publication: Publication,
@@ -141,3 +142,5 @@ def first_version(
 
 GRPO = Experiment(GRPOExperiment, run)
 PPO = Experiment(PPOExperiment, run)
+PPO_CODE = Experiment(PPOCodeExperiment, run)
+PPO_MATH = Experiment(PPOMathExperiment, run)

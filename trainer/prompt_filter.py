@@ -1,0 +1,163 @@
+"""Which prompts are still worth playing: those that are not too long, and have not become too easy.
+
+A prompt leaves at the end of an epoch, and for good. The order of the data stays as it is, and a position
+always means the same row: what left is passed over. So a run that resumes may decide otherwise than the
+one that crashed, and still never submits other content under an id that is known.
+
+An epoch ends where the first prompt of the next one is submitted. Trajectories of its last batches are
+under way by then (more of them, the larger `rollout.max_staleness`); their scores count at the end of the
+next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from headway.contracts.config.ppo_code import VerifiedPPOExperiment
+from headway.contracts.config.rollout_experiments import PolicyLearner
+from headway.contracts.errors import DataError
+from trainer.algorithms.curriculum import easy_prompts
+from trainer.data import PromptData
+from trainer.data_supervised import Encoder
+
+
+def long_prompts(data: PromptData, encoder: Encoder, chat: bool, max_tokens: int) -> set[int]:
+    """Rows whose prompts have more tokens.
+
+    Args:
+        encoder: of the policy's tokenizer.
+        chat: prompts are rendered with its chat template.
+    """
+    prompts = encoder.prompts(data, chat)
+    return {row for row, ids in enumerate(prompts) if len(ids) > max_tokens}
+
+
+class PromptFilter:
+    """Keeps the mean reward of each row's last group; only the rank that submits prompts needs one."""
+
+    def __init__(
+        self,
+        data: PromptData,
+        threshold: float,
+        max_share: float,
+        left_out: Collection[int] = (),
+    ) -> None:
+        """
+        Args:
+            threshold: a row leaves whose mean reward is above this.
+            max_share: of the rows in play, at most this share leaves at a time.
+            left_out: rows that are never in play.
+        Raises:
+            DataError: no row is.
+        """
+        self._data = data
+        self._threshold = threshold
+        self._max_share = max_share
+        self._never = frozenset(left_out)
+        self._left: set[int] = set()
+        self._rewards: dict[int, float] = {}
+        self._epoch = 0
+        """That is being submitted."""
+        self._refuse_none()
+
+    @property
+    def active(self) -> list[int]:
+        """Rows in play, in the order of the data set."""
+        out = self._never | self._left
+        return [row for row in range(len(self._data)) if row not in out]
+
+    def observe(self, positions: Sequence[int], rewards: Sequence[float]) -> None:
+        """Take in a batch.
+
+        Args:
+            positions: where in the order of the data each trajectory's prompt stood; of whole groups, or
+                of what is learned from of each.
+            rewards: of each, after bias and scaling, not clipped.
+        """
+        groups: dict[int, list[float]] = {}
+        for position, reward in zip(positions, rewards, strict=True):
+            groups.setdefault(position, []).append(reward)
+        for position, values in groups.items():
+            self._rewards[self._data.row_index(position)] = sum(values) / len(values)
+
+    def take(self, cursor: int, count: int) -> tuple[list[int], int]:
+        """The next prompts in play.
+
+        Args:
+            cursor: position behind the last one that was looked at.
+            count: of prompts that are wanted.
+        Returns:
+            Their positions, and the position behind the last of them: `cursor + count` plus what was
+            passed over.
+        Raises:
+            DataError: no row is in play any more.
+        """
+        taken: list[int] = []
+        while len(taken) < count:
+            while self._epoch < cursor // len(self._data):
+                self._end_epoch()
+            if self._is_active(self._data.row_index(cursor)):
+                taken.append(cursor)
+            cursor += 1
+        return taken, cursor
+
+    def state_dict(self) -> dict[str, float]:
+        """For a checkpoint: the epoch, the rows that left, and the rewards."""
+        rewards = {f"reward.{row}": reward for row, reward in self._rewards.items()}
+        left = {f"left.{row}": 1.0 for row in sorted(self._left)}
+        return {"epoch": float(self._epoch), **left, **rewards}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """What `state_dict` gave, of the same data set.
+
+        Raises:
+            DataError: it is of a data set with more rows, or none is in play.
+        """
+        named = [(name.partition("."), value) for name, value in state.items()]
+        self._epoch = int(state["epoch"])
+        self._left = {int(row) for (kind, _, row), _ in named if kind == "left"}
+        self._rewards = {int(row): value for (kind, _, row), value in named if kind == "reward"}
+        last = max((*self._left, *self._rewards), default=0)
+        if last >= len(self._data):
+            raise DataError(
+                f"the checkpoint knows prompt {last + 1}, and the data set has {len(self._data)} rows; "
+                "resume with the data that the run began with"
+            )
+        self._refuse_none()
+
+    def _is_active(self, row: int) -> bool:
+        return row not in self._left and row not in self._never
+
+    def _end_epoch(self) -> None:
+        self._epoch += 1
+        names = [str(row) for row in self.active]
+        rewards = {str(row): reward for row, reward in self._rewards.items()}
+        easy = easy_prompts(names, rewards, self._threshold, self._max_share)
+        self._left |= {int(name) for name in easy}
+        self._refuse_none()
+
+    def _refuse_none(self) -> None:
+        if not self.active:
+            raise DataError(
+                f"of {len(self._data)} prompts {len(self._never)} are too long and {len(self._left)} had "
+                f"rewards above {self._threshold:g}: none is left; raise dataset_filter_threshold, lower "
+                "dataset_max_filter_percentage, or allow longer prompts"
+            )
+
+
+def make_prompt_filter(config: PolicyLearner, data: PromptData) -> PromptFilter | None:
+    """What the configuration leaves out, now or later; None where nothing ever is.
+
+    Raises:
+        DataError: it leaves nothing.
+    """
+    if not isinstance(config, VerifiedPPOExperiment):
+        return None
+    ppo, max_tokens = config.ppo, config.rollout.max_prompt_tokens
+    if max_tokens is None and ppo.dataset_max_filter_percentage == 0.0:
+        return None
+    left_out: set[int] = set()
+    if max_tokens is not None:
+        left_out = long_prompts(data, Encoder(config.model.path), config.data.chat, max_tokens)
+    share = ppo.dataset_max_filter_percentage
+    return PromptFilter(data, ppo.dataset_filter_threshold, share, left_out)
