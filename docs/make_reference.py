@@ -21,8 +21,10 @@ from headway.contracts.config.experiment import (
 )
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.launch import LaunchConfig
+from headway.contracts.config.ppo_code import PPOCodeExperiment, PPOMathExperiment
 from headway.contracts.config.server import BackendConfig, ServerConfig
 from headway.contracts.config.weight_sync import WeightSyncConfig
+from headway.contracts.config.workers import WorkersConfig
 from headway.runtime.config import describe
 
 TARGET = Path(__file__).with_name("reference.md")
@@ -38,10 +40,22 @@ PAGES: dict[str, type[BaseModel]] = {
     "Generation server: `python -m inference_server`": ServerConfig,
     "Trainer, `type: grpo`: `torchrun … -m trainer`": GRPOExperiment,
     "Trainer, `type: ppo`: `torchrun … -m trainer`": PPOExperiment,
+    "Trainer, `type: ppo-code`: `torchrun … -m trainer`": PPOCodeExperiment,
+    "Trainer, `type: ppo-math`: `torchrun … -m trainer`": PPOMathExperiment,
     "Trainer, `type: sft`: `torchrun … -m trainer`": SFTExperiment,
     "Trainer, `type: rw`: `torchrun … -m trainer`": RWExperiment,
     "Trainer, `type: dpo`: `torchrun … -m trainer`": DPOExperiment,
     "All on one machine: `headway run`": LaunchConfig,
+    "Workers: `WorkersConfig`": WorkersConfig,
+}
+LIKE: dict[type[BaseModel], tuple[str, type[BaseModel]]] = {
+    PPOExperiment: ("grpo", GRPOExperiment),
+    PPOCodeExperiment: ("grpo", GRPOExperiment),
+    PPOMathExperiment: ("ppo-code", PPOCodeExperiment),
+}
+"""Whose settings are told elsewhere: by which type, but for those that are its own."""
+WITHOUT: dict[type[BaseModel], str] = {
+    PPOCodeExperiment: ", but there is no `algorithm`, which follows from `ppo`",
 }
 NESTED = ("gateway", "server", "trainer")
 VARIANTS: dict[str, tuple[Any, str]] = {
@@ -63,15 +77,24 @@ def render() -> str:
 def _body(model: type[BaseModel]) -> str:
     rows = _rows(model)
     notes, tables = "", ""
-    if model is PPOExperiment:
-        shared = _rows(GRPOExperiment)
-        notes = "What `type: grpo` has not, or has with another default; all else is as there.\n\n"
+    if model in LIKE:
+        kind, other = LIKE[model]
+        shared = _rows(other)
+        notes = f"What `type: {kind}` has not, or has with another default; all else is as there"
+        notes += WITHOUT.get(model, "") + ".\n\n"
+        return f"{notes}{_table([row for row in rows if row not in shared])}"
+    if model is WorkersConfig:
+        shared = _rows(GRPOExperiment) + _rows(PPOExperiment)
+        notes = (
+            "Made in code ([workers](workers.md)). `model`, `optimizer`, `trainer`, `algorithm` and "
+            "`reference` are as of `type: grpo`, `critic` as of `type: ppo`; besides:\n\n"
+        )
         return f"{notes}{_table([row for row in rows if row not in shared])}"
     if model is LaunchConfig:
         rows = _without(rows, *NESTED)
         notes = (
             "Besides these, `gateway.`, `server.` and `trainer.` hold the settings of the "
-            "gateway, the server and the `grpo` (or `ppo`) trainer above.\n\n"
+            "gateway, the server and the `grpo` (or `ppo`, `ppo-code`, `ppo-math`) trainer above.\n\n"
         )
     for section, (union, default) in VARIANTS.items():
         if section in model.model_fields:
