@@ -9,7 +9,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from headway.contracts.config.algorithm import AlgorithmConfig
-from headway.contracts.config.experiment import PolicyExperimentConfig
+from headway.contracts.config.rollout_experiments import RolloutExperimentConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text()
@@ -27,7 +27,7 @@ REQUIRED = {
 def experiment_of(recipe):
     """A recipe is a whole experiment but for what every one needs, or its section `algorithm`."""
     tree = recipe if "type" in recipe else {"algorithm": recipe}
-    return TypeAdapter(PolicyExperimentConfig).validate_python(REQUIRED | tree)
+    return TypeAdapter(RolloutExperimentConfig).validate_python(REQUIRED | tree)
 
 
 def test_every_recipe_loads_and_is_a_change_to_the_default():

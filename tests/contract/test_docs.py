@@ -28,6 +28,7 @@ from headway.contracts.config.experiment import (
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.model import ModelConfig
+from headway.contracts.config.ppo_code import PPOCodeExperiment, PPOMathExperiment
 from headway.contracts.config.server import ServerConfig
 from headway.contracts.errors import ServiceError
 from headway.contracts.http.ledger import LedgerCounts
@@ -126,7 +127,7 @@ def anchors(path: Path) -> set[str]:
 
 def test_configuration_page_names_every_section():
     listed = set(first_column(page("configuration.md"), "## Sections"))
-    policies = (GRPOExperiment, PPOExperiment)
+    policies = (GRPOExperiment, PPOExperiment, PPOCodeExperiment, PPOMathExperiment)
     models = (GatewayConfig, ServerConfig, *policies, SFTExperiment, RWExperiment, DPOExperiment)
     assert listed == {name for model in models for name in model.model_fields}
 

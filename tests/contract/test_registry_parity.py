@@ -7,7 +7,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
-from headway.contracts.config import experiment, gateway, server, weight_sync
+from headway.contracts.config import experiment, gateway, ppo_code, server, weight_sync
 from headway.contracts.config.base import Config
 from headway.contracts.config.rollout import RolloutConfig
 from headway.contracts.config.trainer import TrainerConfig
@@ -29,6 +29,8 @@ UNION_REGISTRIES: dict[type[Config], Registry | None] = {
     server.FakeBackendConfig: GENERATION_BACKENDS,
     experiment.GRPOExperiment: EXPERIMENTS,
     experiment.PPOExperiment: EXPERIMENTS,
+    ppo_code.PPOCodeExperiment: EXPERIMENTS,
+    ppo_code.PPOMathExperiment: EXPERIMENTS,
     experiment.SFTExperiment: EXPERIMENTS,
     experiment.RWExperiment: EXPERIMENTS,
     experiment.DPOExperiment: EXPERIMENTS,

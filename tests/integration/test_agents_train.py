@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -34,11 +34,12 @@ from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.conftest import run_config
 from tests.numeric.engines import open_engine
 from tests.numeric.models import save_model, write_char_tokenizer
+from tests.numeric.policies import learner_with
 from trainer.api import LossOutput, MicroBatchSpec
 from trainer.backends.heads import LanguageOutput
 from trainer.batching.sequences import SequenceBatch
+from trainer.interfaces.advantages import Advantages
 from trainer.interfaces.ppo_actor import PPOActor
-from trainer.learner import Learner
 from trainer.topology import Topology
 
 pytestmark = pytest.mark.timeout(180)
@@ -140,14 +141,16 @@ def test_the_trainer_trains_on_what_an_agent_played(
     engine = Watched(policy_dir)
     config = AlgorithmConfig(decoupled=True)
     topology, spec = Topology(0, 1, torch.device("cpu")), MicroBatchSpec(10_000)
-    learner = Learner(config, PPOActor(engine, topology, config, spec, TEMPERATURE))
+    actor = PPOActor(engine, topology, config, spec, TEMPERATURE)
+    interfaces = {"actor_inf": actor, "advantages": Advantages(config), "actor_train": actor}
+    learner = learner_with(config, interfaces)
     figures = learner.train_step(rows, 0)
     assert math.isfinite(figures["loss"]) and figures["grad_norm"] > 0.0
     assert figures["behaviour_kl"] < TOLERANCE and figures["capped_fraction"] == 0.0
     ((batch, hidden),) = engine.losses
     check_logprobs(batch)
     check_gradient(batch, hidden)
-    check_advantages(batch)
+    check_advantages(batch, rows)
 
 
 def agent_config(folder: Path, policy_dir: Path, agent_url: str) -> LaunchConfig:
@@ -211,13 +214,15 @@ def check_gradient(batch: SequenceBatch, hidden: Tensor) -> None:
     assert torch.equal(moved, batch["loss_mask"] & (batch["advantages"] != 0.0))
 
 
-def check_advantages(batch: SequenceBatch) -> None:
+def check_advantages(batch: SequenceBatch, rows: Sequence[Trajectory]) -> None:
     """Rewards 1, 0, 0.5: mean 0.5, variance 1/6; the fork weighs nothing in them."""
-    pieces = torch.split(batch["advantages"], list(batch.lengths))
+    known = [row.input_ids.tolist() for row in rows]
     of_sequence = {
-        int(where[0]): float(piece[0])
-        for where, piece in zip(
-            torch.split(batch["sequence"], list(batch.lengths)), pieces, strict=True
+        known.index(ids.tolist()): float(piece[0])
+        for ids, piece in zip(
+            torch.split(batch["input_ids"], list(batch.lengths)),
+            torch.split(batch["advantages"], list(batch.lengths)),
+            strict=True,
         )
     }
     high = 0.5 / math.sqrt(1 / 6)

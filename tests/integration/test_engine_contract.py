@@ -16,19 +16,21 @@ from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.engines import InferenceEngine
 from headway.contracts.errors import (
     Conflict,
+    DataError,
     Fruitless,
     Starved,
     SyncError,
     UnknownName,
     WaitTimeout,
 )
+from headway.contracts.http.rewards import AnswerToScore
 from headway.contracts.types import ConsumerSpec, TrajectoryBatch, WeightUpdateMeta
 from headway.launch.launchers.local import LocalRun, child_environment
 from headway.runtime.config import dump_yaml
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.process import Process, ProcessSpec
 from inference_server.engine import LocalInferenceEngine
-from tests.integration.builders import generation, rollout
+from tests.integration.builders import EXACT, generation, rollout
 from tests.integration.conftest import publishing, run_config
 
 pytestmark = pytest.mark.timeout(120)
@@ -139,6 +141,31 @@ def test_rollout_returns_exactly_its_own(served: Served) -> None:
 def test_names_and_arguments_are_checked_at_submission(served: Served) -> None:
     with pytest.raises(UnknownName, match="did you mean 'exact'"):
         served.engine.submit([rollout(served.name("bad"), reward=PartConfig(name="exect"))])
+
+
+def test_answers_are_scored_outside_of_rollouts(served: Served) -> None:
+    sampled = served.engine.rollout([rollout(served.name("scored"))], timeout=30).trajectories
+    answers = [
+        AnswerToScore(
+            prompt_ids=tuple(row.input_ids[~row.loss_mask].tolist()),
+            completion_ids=tuple(row.input_ids[row.loss_mask].tolist()),
+            data={"answer": "1"},
+        )
+        for row in sampled
+    ]
+    answers += [AnswerToScore(completion=text, data={"answer": "1"}) for text in ("1", "2")]
+    results = served.engine.score(EXACT, answers)
+    assert [r.score for r in results] == [*(row.reward for row in sampled), 1.0, 0.0]
+    assert [r.verdict for r in results[:2]] == [row.verdict for row in sampled]
+    wrong = [*answers, AnswerToScore(completion="1")]
+    with pytest.raises(DataError, match=f"answer {len(answers)}: "):
+        served.engine.score(EXACT, wrong)
+    kept = served.engine.score(EXACT, wrong, failed_score=-1.0)
+    assert kept[:-1] == results
+    assert (kept[-1].score, set(kept[-1].details)) == (-1.0, {"error"})
+    with pytest.raises(UnknownName, match="did you mean 'exact'"):
+        served.engine.score(PartConfig(name="exect"), answers)
+    assert served.engine.score(EXACT, []) == []
 
 
 def test_a_prompt_beyond_the_context_is_a_recorded_failure(served: Served) -> None:

@@ -145,6 +145,13 @@ def base_bodies() -> dict[str, dict[str, Any]]:
         paths.SGLANG_TOKENIZE: {"prompt": "12"},
         paths.SGLANG_DETOKENIZE: {"tokens": [1]},
         paths.SESSIONS: {"rollout_id": "s", "timeout_s": 0.0},
+        paths.REWARDS_SCORE: {
+            "reward": {"name": "exact", "args": {"answer_key": "answer"}},
+            "answers": [
+                {"prompt": "12", "completion": "1", "data": {"answer": "1"}},
+                {"prompt_ids": [1, 2], "completion_ids": [1], "data": {"answer": "1"}},
+            ],
+        },
         paths.CONSUMER: {
             "consumer": "c",
             "batch_size": 1,
@@ -200,11 +207,18 @@ def poisoned(tree: Any, at: tuple[Any, ...], poison: str) -> str:
     return json.dumps(copy).replace('"@here@"', poison)
 
 
+ON_BOTH = (
+    paths.GENERATE,
+    paths.ROLLOUTS,
+    paths.REWARDS_SCORE,
+    paths.SESSIONS,
+    paths.CONSUMER,
+)
 ATTACKED = [
     (kind, route)
     for kind in KINDS
     for route in base_bodies()
-    if (kind == SERVER or route in (paths.GENERATE, paths.ROLLOUTS, paths.SESSIONS, paths.CONSUMER))
+    if (kind == SERVER or route in ON_BOTH)
     and (kind, route) not in ((SERVER, paths.SESSIONS), (SERVER, paths.CONSUMER))
 ]
 

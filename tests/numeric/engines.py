@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -31,6 +32,15 @@ OPTIMIZER = OptimizerConfig(
 )
 TOTAL_STEPS = 10
 TRAINER = TrainerConfig(total_steps=TOTAL_STEPS)
+GRAD_NORM = 3e-6
+"""Relative bound on the norm's differences between ways to compute it in float32.
+
+It is above 1e-6 because float32 is: of the steps here one process itself is up to 2e-6 away from the same
+step in float64, by the rounding of its forward (a logprob of 10 nats has an error of 1e-6, up to 1e-5,
+and so has its ratio) and, from the second step on, of its parameters. Two ways differ by up to 1.7e-6.
+In float64 they differ by 1e-14: see `tests.numeric.float64`.
+"""
+IN_FLOAT64 = 1e-11
 WIDE = AlgorithmConfig(eps_clip=0.9, eps_clip_higher=5.0, behaviour_weight_cap=2.0)
 LENGTHS = (9, 3, 17, 5, 12, 2, 8)
 
@@ -38,15 +48,19 @@ LENGTHS = (9, 3, 17, 5, 12, 2, 8)
 def open_engine(
     folder: Path,
     *,
+    in_float64: bool = False,
     topology: Topology | None = None,
     publisher: WeightPublisher | None = None,
     optimizer: OptimizerConfig = OPTIMIZER,
     trainer: TrainerConfig = TRAINER,
     **model: Any,
 ) -> FSDP2Engine:
-    """An initialised engine."""
+    """An initialised engine; in float64 (which no configuration offers) within `float64_norms`."""
+    config = TrainedModelConfig(path=str(folder), **model)
+    if in_float64:
+        config = config.model_copy(update={"dtype": "float64"})
     engine = FSDP2Engine(
-        TrainedModelConfig(path=str(folder), **model),
+        config,
         optimizer,
         trainer,
         topology or Topology(0, 1, torch.device("cpu")),
@@ -106,6 +120,22 @@ def assert_close(
     errors = torch.cat([(got[n] - expected[n]).abs().flatten().double() for n in expected])
     assert errors.max().item() <= atol
     assert errors.mean().item() <= (atol / 10 if mean is None else mean)
+
+
+def assert_same_figures(
+    got: Mapping[str, float], expected: Mapping[str, float], **bounds: float
+) -> None:
+    """Same names, and values within 1e-6: of their own size, or of 1 where they are smaller.
+
+    Args:
+        bounds: in place of 1e-6 for figures with this in their name; the one of `grad_norm` is always of
+            its own size.
+    """
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        bound = max((bound for part, bound in bounds.items() if part in name), default=1e-6)
+        floor = 0.0 if "grad_norm" in name else bound
+        assert got[name] == pytest.approx(value, rel=bound, abs=floor), name
 
 
 def plain_training(model: torch.nn.Module, batches: Sequence[SequenceBatch]) -> dict[str, Any]:

@@ -25,7 +25,12 @@ SPREAD = 0.4
 
 
 def save_model(
-    folder: Path, kind: str, seed: int = 0, num_layers: int = 2, context: int = CONTEXT
+    folder: Path,
+    kind: str,
+    seed: int = 0,
+    num_layers: int = 2,
+    context: int = CONTEXT,
+    spread: float = SPREAD,
 ) -> Path:
     """Write a random model of a kind: llama (grouped heads, untied), qwen3 (tied, q/k norms), sliding
     (qwen3 whose second layer reads the last 24 positions only), gpt2."""
@@ -36,7 +41,7 @@ def save_model(
         "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "max_position_embeddings": context,
-        "initializer_range": SPREAD,
+        "initializer_range": spread,
         "bos_token_id": 0,
         "eos_token_id": EOS,
     }

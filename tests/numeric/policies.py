@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from headway.contracts.config.algorithm import AlgorithmConfig
+from headway.contracts.config.dataflow import DataflowConfig
 from headway.contracts.config.experiment import GRPOExperiment, PPOExperiment
 from headway.contracts.types import FinetuneSpec, Trajectory
 from tests.numeric.engines import OPTIMIZER
 from tests.numeric.models import VOCAB_SIZE
+from trainer.dataflow.policy import policy_flow
+from trainer.learner import Learner
 from trainer.meter import Meter
 from trainer.models import PolicyModels
 from trainer.topology import Topology
@@ -56,6 +61,7 @@ def experiment(
         "rollout": {"reward": {"name": "exact"}},
         "weight_sync": {"root": "none"},
         "trainer": {"total_steps": total_steps, "max_tokens_per_mb": 40},
+        "dataflow": {"trace_steps": 0},
     }
     if kind == "ppo":
         sections["critic"] = {"optimizer": optimizer, **sections.get("critic", {})}
@@ -67,6 +73,13 @@ def open_models(config: PPOExperiment | GRPOExperiment, topology: Topology = ALO
     """Everything that the configuration asks for, loaded."""
     meter = Meter(config.metrics, topology)
     return PolicyModels(config, topology, None, FinetuneSpec(1, 8, 4), meter)
+
+
+def learner_with(algorithm: AlgorithmConfig, interfaces: Mapping[str, Any]) -> Learner:
+    """A policy without a critic, on interfaces by the names of their calls."""
+    section = algorithm.model_dump(exclude_unset=True)
+    flow = policy_flow(experiment(Path("none"), "grpo", algorithm=section))
+    return Learner(flow, interfaces, DataflowConfig(trace_steps=0), ALONE.device)
 
 
 def train(models: PolicyModels, steps: range) -> list[dict[str, float]]:

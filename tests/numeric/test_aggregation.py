@@ -95,8 +95,10 @@ def test_a_norm_without_its_constant_is_refused():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_float32_stays_float32(mode):
+def test_float32_is_summed_in_float64(mode):
     batch = random_batch(0)
-    got = fast(batch, mode, batch["advantages"].float())
-    assert got.dtype == torch.float32
+    rounded = batch["advantages"].float()
+    got = fast(batch, mode, rounded)
+    assert got.dtype == torch.float64
+    assert got.item() == pytest.approx(fast(batch, mode, rounded.double()).item(), rel=1e-15)
     assert got.item() == pytest.approx(fast(batch, mode).item(), rel=1e-5)

@@ -24,7 +24,7 @@ def told_batch():
     noise = {name: torch.randn(batch.num_tokens, generator=generator) for name in names}
     told = {name: batch["behaviour_logprobs"] + 0.5 * noise[name] for name in names}
     # What no action is judged by may be anything.
-    mask = batch["loss_mask"]
+    mask = batch["action_mask"]
     told["entropy"] = torch.rand(batch.num_tokens, generator=generator)
     told["teacher_logprobs"] = torch.where(mask, told["teacher_logprobs"], -torch.inf)
     told["reference_logprobs"] = torch.where(mask, told["reference_logprobs"], torch.nan)
@@ -57,7 +57,7 @@ def test_a_penalty_in_the_reward_is_what_an_action_and_later_ones_cost(proximal)
         told = type(batch)(batch.lengths, kept)
     judged, figures = judge(config, told, version=1, kl_coef=KL_COEF)
     policy = "proximal_logprobs" if proximal == "recompute" else "behaviour_logprobs"
-    names = ("loss_mask", policy, "reference_logprobs")
+    names = ("action_mask", policy, "reference_logprobs")
     costs = []
     for (mask, policy, reference), got, gain in zip(
         pieces_of(batch, *names),
@@ -88,13 +88,13 @@ def test_what_a_teacher_says_is_added_to_each_actions_advantage_after_its_normal
     torch.testing.assert_close(gained, 0.25 * gaps, atol=1e-5, rtol=0)
     assert figures["teacher_kl"] == pytest.approx(-float(gaps.double().mean()), rel=1e-5)
     assert torch.isfinite(judged["advantages"]).all()
-    assert mask.sum() < batch["loss_mask"].sum()
+    assert mask.sum() < batch["action_mask"].sum()
 
 
 def test_the_threshold_of_the_second_moment_is_of_the_whole_batch():
     _, batch = told_batch()
     judged, _ = judge(AlgorithmConfig(m2_threshold=0.1), batch, version=0, kl_coef=0.0)
-    mask = batch["loss_mask"]
+    mask = batch["action_mask"]
     squares = (batch["proximal_logprobs"] - batch["behaviour_logprobs"]).double().square()
     ascending = sorted(squares[mask].tolist())
     sizes = range(1, len(ascending) + 1)
@@ -109,7 +109,7 @@ def test_the_entropy_is_that_of_the_tokens_in_the_loss_unless_the_loss_tells_it(
     _, batch = told_batch()
     judged, figures = judge(AlgorithmConfig(mask_truncated=True), batch, version=0, kl_coef=0.0)
     kept = judged["entropy"][judged["loss_mask"]].tolist()
-    assert len(kept) < batch["loss_mask"].sum()
+    assert len(kept) < batch["action_mask"].sum()
     assert figures["entropy"] == pytest.approx(math.fsum(kept) / len(kept), rel=1e-5)
     config = AlgorithmConfig(mask_truncated=True, entropy_coef=0.01)
     _, others = judge(config, batch, version=0, kl_coef=0.0)
@@ -121,6 +121,6 @@ def test_nothing_is_asked_of_models_that_are_not_there():
     config = AlgorithmConfig(decoupled=False)
     judged, figures = judge(config, batch_of_trajectories(rows), version=0, kl_coef=0.0)
     assert figures == {}
-    assert torch.equal(judged["proximal_logprobs"], judged["behaviour_logprobs"])
+    assert "proximal_logprobs" not in judged.columns  # the loss takes the behaviour's
     of_rows = judged.per_sequence("advantages").tolist()
     assert of_rows == pytest.approx(group_advantages_of(rows), rel=1e-5, abs=1e-6)

@@ -141,11 +141,11 @@ def test_an_interpolated_proximal_is_computed_on_the_way_and_has_no_gradient():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_in_float32_it_stays_close(case):
+def test_of_float32_tokens_it_stays_close_and_is_summed_in_float64(case):
     config, batch = AlgorithmConfig(**CASES[case]), random_batch(5)
     floats = {n: c.float() if c.is_floating_point() else c for n, c in batch.columns.items()}
     got = loss_of(config, SequenceBatch(batch.lengths, floats))
-    assert got.dtype == torch.float32
+    assert got.dtype == torch.float64
     assert got.item() == pytest.approx(loss_of(config, batch).item(), rel=2e-5, abs=1e-6)
 
 
@@ -241,7 +241,8 @@ def test_what_the_configuration_leaves_out_is_not_asked_for():
     bare = SequenceBatch(batch.lengths, {name: batch[name] for name in needed})
     _, stats = policy_loss(AlgorithmConfig(), bare, batch["logprobs"])
     clips = {"clip_fraction", "clip_fraction_low", "clip_fraction_high"}
-    assert stats.keys() == clips | {"behaviour_weight", "capped_fraction", "behaviour_kl"}
+    others = {"behaviour_weight", "capped_fraction", "behaviour_kl", "ratio", "update_kl"}
+    assert stats.keys() == clips | others
 
 
 @pytest.mark.parametrize("objective", ["clip", "cispo"])

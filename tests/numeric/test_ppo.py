@@ -153,7 +153,7 @@ def test_an_adaptive_coefficient_is_used_and_then_moved_towards_its_target(llama
     assert [step["kl_coef"] for step in figures] == pytest.approx(
         [KL_COEF * factor**step for step in range(3)]
     )
-    assert isinstance(open_models(config).learner.kl, AdaptiveKL)
+    assert isinstance(open_models(config).parts.numbers["kl"], AdaptiveKL)
 
 
 def test_a_teacher_alone_is_learned_from(llama_dir, other_dir):

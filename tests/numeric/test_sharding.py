@@ -14,14 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.contracts.errors import ConfigError
 from tests.numeric.engines import (
+    GRAD_NORM,
+    IN_FLOAT64,
     TRAINER,
     assert_close,
+    assert_same_figures,
     open_engine,
     parameters_of,
     random_batch,
     token_loss,
     tokens_in_loss,
 )
+from tests.numeric.float64 import float64_norms
 from tests.numeric.models import save_model
 from tests.numeric.ranks import run_ranks
 from trainer.api import LossOutput, MicroBatchSpec, SaveLoadMeta
@@ -43,10 +47,19 @@ MESHES = {
 }
 
 
-def train(topology: Topology, folder: Path, shard_size: int | None) -> dict[str, Any]:
+def train(
+    topology: Topology, folder: Path, shard_size: int | None, in_float64: bool
+) -> dict[str, Any]:
     """Three steps on this rank's share of fixed global batches."""
+    with float64_norms(in_float64):
+        return train_in(topology, folder, shard_size, in_float64)
+
+
+def train_in(
+    topology: Topology, folder: Path, shard_size: int | None, in_float64: bool
+) -> dict[str, Any]:
     trainer = TRAINER.model_copy(update={"shard_size": shard_size})
-    engine = open_engine(folder, topology=topology, trainer=trainer)
+    engine = open_engine(folder, topology=topology, trainer=trainer, in_float64=in_float64)
     figures, logprobs = [], []
     for seed in range(STEPS):
         mine = share_of(random_batch(seed), topology)
@@ -72,7 +85,11 @@ def label_logprobs(output, batch) -> Tensor:
 
 
 def train_kinds(topology: Topology, folders: dict[str, Path], shard_size: int | None):
-    return {kind: train(topology, folder, shard_size) for kind, folder in folders.items()}
+    return {
+        (kind, in_float64): train(topology, folder, shard_size, in_float64)
+        for kind, folder in folders.items()
+        for in_float64 in (False, True)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +113,35 @@ def mesh(request, folders, tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_mesh_trains_as_one_process_does(mesh, one_process, kind):
-    expected = one_process[kind]
+    """Loss, figures and parameters to 1e-6, and the gradient's norm to `GRAD_NORM`, which says why."""
+    expected = one_process[kind, False]
     for rank in mesh:
-        got = rank[kind]
+        got = rank[kind, False]
         for one, all_ranks in zip(expected["figures"], got["figures"], strict=True):
-            assert all_ranks == pytest.approx(one, rel=1e-5, abs=1e-6)
+            assert_same_figures(all_ranks, one, grad_norm=GRAD_NORM)
             assert one["grad_norm"] > 0.01
         assert_close(got["parameters"], expected["parameters"], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_float64_every_mesh_has_the_numbers_of_one_process(mesh, one_process, kind):
+    expected = one_process[kind, True]
+    for rank in mesh:
+        got = rank[kind, True]
+        for one, all_ranks in zip(expected["figures"], got["figures"], strict=True):
+            assert all_ranks == pytest.approx(one, rel=IN_FLOAT64, abs=IN_FLOAT64)
+        assert {p.dtype for p in got["parameters"].values()} == {torch.float64}
+        assert_close(got["parameters"], expected["parameters"], atol=IN_FLOAT64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_in_float32_is_as_far_from_float64_as_ranks_are_from_it(one_process, kind):
+    """What `GRAD_NORM` is made of: the rounding of one process alone."""
+    rounded, exact = one_process[kind, False], one_process[kind, True]
+    for got, expected in zip(rounded["figures"], exact["figures"], strict=True):
+        assert_same_figures(got, expected, grad_norm=GRAD_NORM)
+    parameters = {name: p.double() for name, p in rounded["parameters"].items()}
+    assert_close(parameters, exact["parameters"], atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,8 +151,8 @@ def test_every_rank_computes_logprobs_of_sequences_of_its_own(mesh, one_process,
         for rank, results in enumerate(mesh):
             indices = indices_of(random_batch(step), Topology(rank, len(mesh), ALONE.device))
             seen += indices
-            for index, got in zip(indices, results[kind]["logprobs"][step], strict=True):
-                expected = one_process[kind]["logprobs"][step][index]
+            for index, got in zip(indices, results[kind, False]["logprobs"][step], strict=True):
+                expected = one_process[kind, False]["logprobs"][step][index]
                 torch.testing.assert_close(got, expected, atol=5e-6, rtol=1e-5)
         assert sorted(seen) == list(range(len(random_batch(step).lengths)))
 
@@ -229,7 +268,7 @@ def test_passes_run_in_the_compute_type_and_parameters_keep_theirs(folders, dtyp
         is_same = dtype == "float32"
         assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6 if is_same else 0.05)
         assert got["grad_norm"] == pytest.approx(
-            expected["grad_norm"], rel=1e-5 if is_same else 0.1
+            expected["grad_norm"], rel=GRAD_NORM if is_same else 0.1
         )
         parameters = parameters_of(engine)
         assert {p.dtype for p in parameters.values()} == {torch.float32}

@@ -9,6 +9,8 @@ import torch
 
 from headway.contracts.config.scheduling import SchedulingConfig
 from tests.numeric.engines import (
+    GRAD_NORM,
+    IN_FLOAT64,
     OPTIMIZER,
     TRAINER,
     assert_close,
@@ -19,6 +21,7 @@ from tests.numeric.engines import (
     token_loss,
     tokens_in_loss,
 )
+from tests.numeric.float64 import float64_norms
 from tests.numeric.models import load_reference
 from trainer.api import LossOutput, MicroBatchSpec, Scheduling
 from trainer.backends.heads import LogitsOutput
@@ -52,11 +55,21 @@ def test_any_micro_batch_split_equals_the_plain_loop(llama_dir, batches, plain, 
     before = parameters_of(engine)
     figures = train(engine, batches, budget)
     assert [f["loss"] for f in figures] == pytest.approx(plain["losses"], rel=1e-5)
-    assert [f["grad_norm"] for f in figures] == pytest.approx(plain["norms"], rel=1e-5)
+    assert [f["grad_norm"] for f in figures] == pytest.approx(plain["norms"], rel=GRAD_NORM)
     assert min(plain["norms"]) < OPTIMIZER.max_grad_norm < max(plain["norms"])  # some are clipped
     assert_close(parameters_of(engine), plain["parameters"], atol=1e-6)
     moved = max((before[n] - p).abs().max().item() for n, p in plain["parameters"].items())
     assert moved > OPTIMIZER.lr
+
+
+@pytest.mark.parametrize("budget", [17, 25])
+def test_in_float64_any_split_has_the_numbers_of_the_whole(llama_dir, batches, budget):
+    with float64_norms():
+        cut, whole = (open_engine(llama_dir, in_float64=True) for _ in range(2))
+        figures = [train(cut, batches, budget), train(whole, batches, 10_000)]
+    for got, expected in zip(*figures, strict=True):
+        assert got == pytest.approx(expected, rel=IN_FLOAT64, abs=IN_FLOAT64)
+    assert_close(parameters_of(cut), parameters_of(whole), atol=IN_FLOAT64)
 
 
 def test_gradient_checkpointing_recomputes_and_changes_no_number(llama_dir, batches, plain):
@@ -65,7 +78,7 @@ def test_gradient_checkpointing_recomputes_and_changes_no_number(llama_dir, batc
     engine._model.model.model.layers[0].self_attn.register_forward_hook(lambda *_: passes.append(1))
     figures = train(engine, batches, 10_000)
     assert len(passes) == 2 * STEPS
-    assert [f["grad_norm"] for f in figures] == pytest.approx(plain["norms"], rel=1e-5)
+    assert [f["grad_norm"] for f in figures] == pytest.approx(plain["norms"], rel=GRAD_NORM)
     assert_close(parameters_of(engine), plain["parameters"], atol=1e-6)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from pydantic import ValidationError
 
 from headway.contracts.config.algorithm import AlgorithmConfig
+from headway.contracts.config.critic import CriticConfig
 
 
 @pytest.mark.parametrize(
@@ -41,11 +44,39 @@ from headway.contracts.config.algorithm import AlgorithmConfig
         ({"kl_coef": 0.1, "kl_target": 1.0}, "set kl_in=reward"),
         ({"kl_horizon": 100}, "kl_horizon belongs to kl_target"),
         ({"overlong": {"max_tokens": 4, "buffer_tokens": 5}}, "exceeds max_tokens"),
+        ({"dense_rewards": "gain"}, "baseline=group is of whole trajectories"),
+        (
+            {"dense_rewards": "gain", "baseline": "none", "zero_truncated": True},
+            "zero_truncated: shape the score of a trajectory",
+        ),
+        (
+            {"dense_rewards": "score", "baseline": "none", "reward_bias": 1.0},
+            "reward_bias: shape the score of a trajectory",
+        ),
     ],
 )
 def test_a_choice_without_effect_is_refused(options, message):
     with pytest.raises(ValidationError, match=message):
         AlgorithmConfig.model_validate(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decay": 0.9}, "decay=0.9 belongs to normalization=exponential, not none"),
+        (
+            {"normalization_eps": 0.1, "normalization": "cumulative"},
+            "normalization_eps=0.1 belongs to normalization=exponential, not cumulative",
+        ),
+        (
+            {"initial_std": 0.1},
+            "initial_std=0.1 belongs to normalization=exponential or cumulative",
+        ),
+    ],
+)
+def test_a_critic_that_normalises_nothing_refuses_how(options, message):
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        CriticConfig.model_validate(options)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +87,7 @@ def test_a_choice_without_effect_is_refused(options, message):
         {"objective": "sapo", "decoupled": False},
         {"objective": "cispo", "eps_clip": 1.0, "eps_clip_higher": 5.0},
         {"kl_in": "reward", "kl_coef": 0.1, "kl_estimator": "k1", "kl_target": 0.2},
+        {"dense_rewards": "gain", "baseline": "none", "num_epochs": 2, "early_stop_ratio": 5.0},
         {"rejection": {"upper": 2.0}, "overlong": {"max_tokens": 9, "buffer_tokens": 3}},
     ],
 )

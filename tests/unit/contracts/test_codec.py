@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from rollout_builders import make_group, make_trajectory
+from safetensors.numpy import load, save
 
 from headway.contracts.codec import decode_groups, encode_groups, join_payloads
 from headway.contracts.errors import DataError
@@ -68,6 +70,22 @@ def test_joined_payloads_are_those_of_all_groups(batch):
     assert_equal_bits(tuple(batch), decode_groups(joined))
 
 
+@given(st.lists(groups(), max_size=4))
+def test_payloads_are_those_of_the_safetensors_library(batch):
+    payload = encode_groups(batch)
+    header, data = opened(payload)
+    other, same_data = opened(save(load(payload), header["__metadata__"]))
+    assert list(header) == list(other)  # in the order of their columns
+    assert (header, data) == (other, same_data)
+    assert (len(payload) - len(data)) % 8 == 0
+
+
+def opened(payload: bytes) -> tuple[dict, bytes]:
+    """Header and columns of a payload."""
+    start = 8 + int.from_bytes(payload[:8], "little")
+    return json.loads(payload[8:start]), payload[start:]
+
+
 def test_payloads_of_a_former_schema_join_with_those_of_this_one():
     path = Path(__file__).parents[2] / "contract" / "data" / "trajectories-schema-1.safetensors"
     payloads = [path.read_bytes(), encode_groups([make_group("new")])]
@@ -118,6 +136,12 @@ def test_columns_of_unequal_length_are_refused():
     short = Trajectory(**{**{f: getattr(row, f) for f in row.__slots__}, "logprobs": np.zeros(2)})
     with pytest.raises(DataError, match=r"r7/0 has columns of unequal length"):
         encode_groups([TrajectoryGroup("r7", "g", (short,))])
+
+
+def test_a_column_of_another_type_is_refused():
+    row = replace(make_trajectory("r7"), versions=np.zeros(3, np.int64))
+    with pytest.raises(DataError, match=r"r7/0 has versions of int64; int32 is wanted"):
+        encode_groups([TrajectoryGroup("r7", "g", (row,))])
 
 
 def test_a_trajectory_without_tokens_is_refused():

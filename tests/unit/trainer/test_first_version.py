@@ -15,7 +15,7 @@ from headway.contracts.config.weight_sync import (
     SharedMemorySync,
     WeightSyncConfig,
 )
-from trainer.experiments.grpo import first_version
+from trainer.experiments.policy import first_version
 from weight_sync.transports.base import make_publisher
 
 

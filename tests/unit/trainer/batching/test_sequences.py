@@ -115,17 +115,17 @@ def test_position_t_judges_token_t_plus_one(make_trajectory):
             at = start + t
             assert batch["input_ids"][at] == row.input_ids[t]
             assert batch["labels"][at] == row.input_ids[t + 1]
-            assert batch["loss_mask"][at] == row.loss_mask[t + 1]
+            assert batch["action_mask"][at] == row.loss_mask[t + 1]
             assert batch["behaviour_logprobs"][at] == row.logprobs[t + 1]
             assert batch["behaviour_versions"][at] == row.versions[t + 1]
             assert batch["sequence"][at] == index
         last = start + size - 1
-        assert not batch["loss_mask"][last]
+        assert not batch["action_mask"][last]
         assert batch["behaviour_logprobs"][last] == 0.0
         assert batch["behaviour_versions"][last] == -1
         start += size
     sampled = sum(int(row.loss_mask.sum()) for row in rows)
-    assert int(batch["loss_mask"].sum()) == sampled
+    assert int(batch["action_mask"].sum()) == sampled
 
 
 def test_columns_have_their_types_and_an_empty_batch_is_refused(make_trajectory):
@@ -133,7 +133,7 @@ def test_columns_have_their_types_and_an_empty_batch_is_refused(make_trajectory)
     assert {name: column.dtype for name, column in batch.columns.items()} == {
         "input_ids": torch.int64,
         "labels": torch.int64,
-        "loss_mask": torch.bool,
+        "action_mask": torch.bool,
         "behaviour_logprobs": torch.float32,
         "behaviour_versions": torch.int32,
         "sequence": torch.int64,

@@ -1,0 +1,37 @@
+"""The example of docs/workers.md runs as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.numeric.models import save_model
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_example_runs(tmp_path: Path):
+    page = (ROOT / "docs" / "workers.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    script = tmp_path / "train.py"
+    script.write_text(example)
+    model = save_model(tmp_path / "model", "llama")
+    done = subprocess.run(
+        [sys.executable, script, model, "2"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert re.fullmatch(r"6 rows, gradient norm \d+\.\d{3}\n", done.stdout)

@@ -1,0 +1,72 @@
+"""`headway config`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from headway.contracts.errors import ConfigError
+from headway.launch.show_config import main
+
+PPO = Path(__file__).parents[3] / "examples" / "gsm8k" / "ppo.yaml"
+
+
+def test_it_shows_every_setting(capsys):
+    main(["show", "ppo"])
+    shown = capsys.readouterr().out
+    assert "--critic.warmup-steps" in shown and "--dataflow.max-parallel" in shown
+    main(["ppo"])
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["show", "grop"], "did you mean 'grpo'"),
+        ([], "usage: headway config"),
+        (["graph"], "usage: headway config graph"),
+        (["graph", str(PPO), "--svg"], "--svg has no value"),
+    ],
+)
+def test_what_it_cannot_do_it_says(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        main(argv)
+
+
+def test_it_names_what_is_wrong_with_a_file_and_the_nearest_right_name(tmp_path, capsys):
+    main(["check", str(PPO)])
+    assert "right, as a configuration of `ppo`" in capsys.readouterr().out
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(PPO.read_text() + "\ntrainr: {total_steps: 3}\n")
+    with pytest.raises(ConfigError, match="unknown key trainr; did you mean 'trainer'"):
+        main(["check", str(wrong)])
+    wrong.write_text("type: pppo\n")
+    with pytest.raises(ConfigError, match="no experiment named 'pppo'; did you mean 'ppo'"):
+        main(["check", str(wrong)])
+    wrong.write_text("colour: red\n")
+    with pytest.raises(ConfigError, match="none of the keys"):
+        main(["check", str(wrong)])
+
+
+def test_it_draws_the_calls_of_an_experiment(tmp_path, capsys):
+    picture = tmp_path / "flow.svg"
+    main(["graph", str(PPO), "--svg", str(picture), "--algorithm.kl-coef", "0.1"])
+    shown = capsys.readouterr().out
+    for call in ("actor_gen", "ref_inf", "critic_inf", "critic_train", "actor_train"):
+        assert f"  {call}: " in shown
+    texts = [e.text for e in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
+    assert "critic_train" in texts and "inference · reference" in texts
+
+
+def test_a_graph_that_does_not_close_is_refused(tmp_path):
+    extra = """
+dataflow:
+  calls:
+    - {name: rew_inf, interface: {name: mine}, input_keys: [input_id], output_keys: [scores]}
+"""
+    file = tmp_path / "flow.yaml"
+    file.write_text(PPO.read_text() + extra)
+    with pytest.raises(ConfigError, match=r"'rew_inf' reads 'input_id'.*did you mean 'input_ids'"):
+        main(["graph", str(file)])
