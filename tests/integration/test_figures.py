@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(240)
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 SINKS = [name for name in ("tensorboard", "wandb") if importlib.util.find_spec(name) is not None]
 STEPS, KILLED_AFTER = 6, 3
-ABSENT = {"reference_kl", "kl_coef", "teacher_kl"}.union(
+ABSENT = {"stopped_fraction", "reference_kl", "kl_coef", "teacher_kl"}.union(
     *(GROUPS[part].split() for part in ("critic", "preference", "evaluation"))
 )
 """What needs parts that this run has not."""
