@@ -73,6 +73,8 @@ class Member:
     is_publishing: bool = False
     """It takes part in a transaction, which decides what it serves."""
     catching_up: asyncio.Task[None] | None = None
+    aims_at: WeightRecord | None = None
+    """What it is being brought to."""
 
     @property
     def name(self) -> str:

@@ -1,8 +1,9 @@
 """How a server comes to what is committed beside the publications: who joins, failed, or went astray.
 
 It holds no lock and keeps no publication waiting: it stages what is committed now, and only if that is
-still committed after its swap, it takes traffic. Else it goes on to what came meanwhile. A server that
-is reserved for a version is brought to that one in the same way.
+still committed after its swap, it takes traffic. Else it goes on to what came meanwhile; at once, since
+nobody may be left who holds the former version. A server that is reserved for a version is brought to
+that one in the same way.
 """
 
 from __future__ import annotations
@@ -53,7 +54,11 @@ class CatchUp:
             self._members.set_joining(member)
         if member.is_serving and not is_committing:
             self._watch(member)
-        if member.is_publishing or member.is_catching_up:
+        if member.is_publishing:
+            return
+        if member.catching_up is not None and member.is_catching_up:
+            if not _is_same(member.aims_at, self._target(member)):
+                member.catching_up.cancel()  # the next report begins anew
             return
         if member.state in ("joining", "fenced"):
             if self.is_current(member):
@@ -121,6 +126,7 @@ class CatchUp:
         record, epoch = self._target(member), self._book.epoch
         if member.is_leaving or record is None:
             return True
+        member.aims_at = record
         digest = await self._orders.prepare(member, record, epoch)
         if record.digest is None:
             await self._book.prove(record, digest)
@@ -131,3 +137,10 @@ class CatchUp:
             return False
         self._members.set_ready(member, self._reservation.holds(member))
         return True
+
+
+def _is_same(one: WeightRecord | None, other: WeightRecord | None) -> bool:
+    """Whether they are one publication; a digest may have become known meanwhile."""
+    if one is None or other is None:
+        return one is other
+    return (one.version, one.path) == (other.version, other.path)

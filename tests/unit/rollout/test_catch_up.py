@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from weight_server import WeightServer, opened_gateway, until
+from weight_server import DEADLINE_S, WeightServer, opened_gateway, until
 
+from headway.contracts.http.weights import WeightPrepareRequest
 from headway.contracts.types import WeightUpdateMeta
 
 
@@ -77,6 +78,33 @@ async def test_a_slow_joiner_keeps_no_publication_waiting_and_ends_at_the_newest
         await gateway.until_ready()
         assert [order.version for order in late.prepares] == [1, 2]
         assert [order.version for order in late.commits] == [2]
+
+
+async def test_a_joiner_leaves_a_version_that_nobody_holds_any_more_for_the_next(
+    late: WeightServer,
+):
+    never = asyncio.Event()
+
+    async def fetch(order: WeightPrepareRequest) -> None:
+        if order.version == 1:
+            await never.wait()
+
+    late.on_prepare = fetch
+    early = WeightServer("s0")
+    async with opened_gateway(early) as gateway:
+        await gateway.fleet.update_weights(meta(1))
+        gateway.fleet.report(early.report(draining=True))
+        gateway.servers[:] = [late]
+        gateway.heartbeat()
+        await until(lambda: late.prepares)
+        await gateway.fleet.update_weights(meta(2))
+        async with asyncio.timeout(DEADLINE_S):
+            while gateway.states()["late"] != "ready":
+                gateway.heartbeat()
+                await asyncio.sleep(0.005)
+        assert [order.version for order in late.prepares] == [1, 2]
+        assert [order.version for order in late.commits] == [2]
+        never.set()
 
 
 async def test_a_version_that_comes_during_the_swap_is_caught_up_too(late: WeightServer):
