@@ -112,8 +112,7 @@ def watched(engine: HybridEngine) -> Watched:
 
 def close(engine: HybridEngine) -> None:
     """Without the process group, which the ranks of a test leave themselves."""
-    engine._runner.run(engine._backend.aclose())
-    engine._runner.close()
+    engine.stop()
 
 
 def requests(round_: int, **gconfig: Any) -> list[LLMRequest]:

@@ -174,6 +174,7 @@ def test_a_hybrid_engine_generates_with_what_the_worker_trains(llama_dir: Path):
         told.append(worker.compute_log_prob(rows)["old_log_probs"])
         worker.update_actor([rows])
     assert not torch.allclose(*told, atol=1e-4)  # it has learned in between
+    worker.close()
 
 
 def test_rows_are_judged_as_sequences_are():

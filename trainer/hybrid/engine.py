@@ -96,6 +96,11 @@ class HybridEngine:
         """Make generation ready, beside a train engine that is initialised already."""
         self._runner.run(self._backend.start())
 
+    def stop(self) -> None:
+        """End generation; the train engine stays."""
+        self._runner.run(self._backend.aclose())
+        self._runner.close()
+
     # Generation.
 
     def rollout_mode(self, version: PolicyVersion | None = None) -> PolicyVersion:
@@ -244,8 +249,7 @@ class HybridEngine:
         self.train_engine.load(meta)
 
     def destroy(self) -> None:
-        self._runner.run(self._backend.aclose())
-        self._runner.close()
+        self.stop()
         self.train_engine.destroy()
 
     def _require(self, mode: Mode, call: str) -> None:

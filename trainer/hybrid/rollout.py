@@ -48,3 +48,6 @@ class HybridRollout:
         ends = list(accumulate(len(mine) for mine in each))
         end = ends[self._topology.rank]
         return responses[end - len(requests) : end]
+
+    def close(self) -> None:
+        self._engine.stop()

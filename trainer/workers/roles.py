@@ -195,6 +195,12 @@ class ActorRolloutRefWorker(ModelWorker):
         """Write the policy as a Hugging Face directory."""
         self._trained("export_model").save(SaveLoadMeta(folder, weight_format="hf")).result()
 
+    def close(self) -> None:
+        if self._rollout is not None:
+            self._rollout.close()
+            self._rollout = None
+        super().close()
+
     def _make_reference(self) -> tuple[TrainEngine, bool]:
         """An engine, and whether it is to be asked without its adapters."""
         config, path = self._config, self._config.reference.path

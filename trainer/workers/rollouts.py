@@ -29,6 +29,9 @@ class RolloutEngine(Protocol):
         It brings whatever it samples with into place before, and leaves the training engine as it was.
         """
 
+    def close(self) -> None:
+        """Let go of all but the training engine; the last call."""
+
 
 ROLLOUT_ENGINES: Registry[Callable[..., RolloutEngine]] = Registry(
     "rollout engine",
@@ -109,6 +112,9 @@ class ForwardRollout:
                 _sample(row, scores)
                 _end(row)
         return [_response(row, time.perf_counter() - begin) for row in rows]
+
+    def close(self) -> None:
+        """It holds nothing."""
 
     def _last_logits(self, rows: Sequence[_Row]) -> Tensor:
         """[N, V] of the token that comes next."""

@@ -63,6 +63,8 @@ def choose(lanes: Mapping[str, Lane], load: int, *homes: str | None) -> str:
         load: see `load_of`.
         homes: servers that hold a prefix of the request, best first.
     """
+    if len(lanes) == 1:
+        return next(iter(lanes))
     here = [home for home in homes if home is not None and home in lanes]
     limits = bounds(lanes, load) if here else {}
     for home in here:
