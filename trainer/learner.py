@@ -17,7 +17,7 @@ from trainer.batching.running_scores import running_scores
 from trainer.batching.sequences import batch_of_trajectories
 from trainer.dataflow.call import Call
 from trainer.dataflow.graph import Dataflow
-from trainer.dataflow.runner import Function, Moment, Runner, Said
+from trainer.dataflow.runner import Function, Moment, Runner, Said, function_of
 from trainer.dataflow.trace import Trace
 from trainer.interfaces.reward_verifier import with_rows
 
@@ -102,19 +102,16 @@ class Learner:
         return figures
 
     def _function(self, call: Call, interface: Any) -> Function:
-        if call.kind == "inference":
-            return lambda batch, _: Said(interface.inference(batch), {})
-        if call.kind == "compute":
-            return lambda batch, moment: Said(*interface.compute(batch, moment.version))
+        function = function_of(call, interface)
         if call.name != "actor_train":
-            return lambda batch, _: Said({}, interface.train_step(batch))
+            return function
 
         def train_actor(batch: Any, moment: Moment) -> Said:
             if not self.trains_policy(moment.step):
                 return Said({}, {})
-            figures = interface.train_step(batch)
+            said = function(batch, moment)
             if self._follower is not None:
                 self._follower.follow()
-            return Said({}, figures)
+            return said
 
         return train_actor

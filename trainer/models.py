@@ -20,14 +20,13 @@ from trainer.data import PromptData
 from trainer.dataflow.call import Call
 from trainer.dataflow.graph import Dataflow
 from trainer.dataflow.policy import CRITIC, POLICY, REFERENCE, TEACHER, policy_flow
+from trainer.dataflow.trace import TRACE_NAME
 from trainer.interfaces.base import InterfaceContext, make_interface
 from trainer.learner import Follower, Learner
 from trainer.meter import Meter
 from trainer.prompt_filter import PromptFilter
 from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
-
-TRACE_NAME = "trace.json"
 
 
 class PolicyModels:
@@ -159,11 +158,12 @@ class PolicyModels:
             interfaces[call.name] = made[key]
         return interfaces
 
-    def _context(self, call: Call) -> InterfaceContext:
+    def _context(self, call: Call) -> InterfaceContext[PolicyLearner]:
         engine = None if call.model is None else (self._trained | self._frozen)[call.model]
         mb_spec = MicroBatchSpec(self._config.trainer.max_tokens_per_mb)
         topology = self._apart(call.model or call.name)
-        return InterfaceContext(self._config, topology, mb_spec, engine, *self._shared)
+        meter = self._meter
+        return InterfaceContext(self._config, topology, mb_spec, meter, engine, *self._shared)
 
     def _apart(self, name: str) -> Topology:
         if name not in self._topologies:

@@ -12,6 +12,7 @@ from headway.contracts.config.optimizer import OptimizerConfig
 from trainer.api import MicroBatchSpec, ModelOutput, TrainEngine
 from trainer.backends.base import make_engine
 from trainer.batching.sequences import SequenceBatch
+from trainer.dataflow.supervised import is_own_base
 from trainer.meter import Meter
 from trainer.topology import Topology
 
@@ -38,12 +39,11 @@ def make_reference(
     config: DPOExperiment, policy: TrainEngine, topology: Topology, meter: Meter
 ) -> Reference:
     """The model that `reference` names, or the one that the run starts from; collective."""
+    if is_own_base(config):
+        return Reference(policy, is_base=True)
+    model = config.model
     if config.reference is not None:
         model = TrainedModelConfig(**config.reference.model_dump())
-    elif config.model.lora is not None:
-        return Reference(policy, is_base=True)
-    else:
-        model = config.model
     # An optimizer that never steps holds nothing.
     engine = meter.around(make_engine(config, topology, None, model, OptimizerConfig()), model)
     engine.initialize(None, None)

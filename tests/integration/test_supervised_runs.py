@@ -25,6 +25,7 @@ from tests.numeric.engines import open_engine
 from tests.numeric.models import save_model, write_char_tokenizer
 from trainer.api import MicroBatchSpec
 from trainer.data_supervised import Encoder, pack_examples, pairs
+from trainer.dataflow.trace import TRACE_NAME
 from trainer.experiments.base import EXPERIMENTS
 from trainer.interfaces.rw import score_sequences
 from trainer.tracking.lineage import LINEAGE_NAME
@@ -134,6 +135,26 @@ def test_demonstrations_are_imitated_and_held_out_rows_judged(start, tmp_path):
     assert len(judged) == 4
     assert judged[-1] < judged[0] - 0.5
     assert all(step["tokens"] > 0 and step["train_s"] > 0 for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls"),
+    [
+        ("sft", {"sft_train": "train_step"}),
+        ("rw", {"rw_train": "train_step"}),
+        ("dpo", {"ref_inf": "inference", "dpo_train": "train_step"}),
+    ],
+)
+def test_steps_are_runs_of_the_graph_and_the_first_are_traced(kind, calls, start, tmp_path):
+    steps = run(tree_of(kind, start, tmp_path, 3, dataflow={"trace_steps": 2}))
+    assert all(step["grad_norm"] > 0.0 for step in steps)
+    events = json.loads((tmp_path / "run" / TRACE_NAME).read_text())["traceEvents"]
+    kinds = {"rows": "data", **calls}
+    assert [(event["args"]["step"], event["name"], event["cat"]) for event in events] == [
+        (step, name, category) for step in range(2) for name, category in kinds.items()
+    ]
+    ends = [event["ts"] + event["dur"] for event in events]
+    assert all(end <= event["ts"] for end, event in zip(ends, events[1:], strict=False))
 
 
 def test_margins_of_rows_are_asked_for(start, tmp_path):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["generate", "inference", "train_step", "compute"]
-"""`generate` brings the batch, `inference` asks a model (or a verifier) about it, `train_step` is a
-model's update, `compute` is arithmetic on what others said."""
+Kind = Literal["data", "generate", "inference", "train_step", "compute"]
+"""`data` brings a batch of rows, `generate` one of rollouts, `inference` asks a model (or a verifier)
+about it, `train_step` is a model's update, `compute` is arithmetic on what others said."""
 
 
 @dataclass(frozen=True, slots=True)

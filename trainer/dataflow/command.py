@@ -6,11 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headway.contracts.config.rollout_experiments import PolicyLearner
 from headway.contracts.errors import ConfigError
 from headway.runtime.config import merge_sources, validate_config
 from trainer.dataflow.drawing import as_svg, as_text
-from trainer.dataflow.policy import policy_flow
 from trainer.experiments.base import EXPERIMENTS
 
 USAGE = "usage: headway config graph FILE [--svg OUT.svg] [--section.key value …]"
@@ -26,10 +24,10 @@ def main(argv: Sequence[str]) -> None:
     if isinstance(tree.get("trainer"), dict) and "rollout" in tree["trainer"]:
         tree = tree["trainer"]  # of a whole run
     kind = str(tree.get("type", "grpo"))
-    model = EXPERIMENTS.get(kind).config
-    if not issubclass(model, PolicyLearner):
-        raise ConfigError(f"type={kind} trains one model on fixed rows; it has no graph of calls")
-    flow = policy_flow(validate_config(model, tree))
+    experiment = EXPERIMENTS.get(kind)
+    if experiment.flow is None:
+        raise ConfigError(f"type={kind} has no graph of calls; give its `Experiment` a `flow`")
+    flow = experiment.flow(validate_config(experiment.config, tree))
     sys.stdout.write(as_text(flow))
     if picture is not None:
         picture.write_text(as_svg(flow), encoding="utf-8")

@@ -9,6 +9,7 @@ from trainer.dataflow.graph import Dataflow
 
 BOX_WIDTH, LINE, GAP_X, GAP_Y, MARGIN = 250, 17, 36, 64, 24
 COLOURS = {
+    "data": "#f4f0e4",
     "generate": "#d7ecd9",
     "inference": "#d8e6f6",
     "train_step": "#fbe3cc",

@@ -59,8 +59,8 @@ class Dataflow:
 
     @property
     def model_calls(self) -> tuple[Call, ...]:
-        """All but what is mere arithmetic."""
-        return tuple(call for call in self.calls if call.kind != "compute")
+        """All but rows, and what is mere arithmetic."""
+        return tuple(call for call in self.calls if call.kind not in ("data", "compute"))
 
     def _sources(self, call: Call) -> set[str]:
         for key in call.input_keys:

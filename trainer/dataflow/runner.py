@@ -40,6 +40,15 @@ Function = Callable[[SequenceBatch, Moment], Said]
 """`(the columns that the call reads, moment) -> what it adds`."""
 
 
+def function_of(call: Call, interface: Any) -> Function:
+    """What runs a call: the method of its interface that its kind names."""
+    if call.kind == "inference":
+        return lambda batch, _: Said(interface.inference(batch), {})
+    if call.kind == "compute":
+        return lambda batch, moment: Said(*interface.compute(batch, moment.version))
+    return lambda batch, _: Said({}, interface.train_step(batch))
+
+
 class Runner:
     """Calls that need nothing of one another run side by side, each in a thread."""
 

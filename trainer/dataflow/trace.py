@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+TRACE_NAME = "trace.json"
+"""In the run folder."""
+
 
 class Trace:
     """The calls of the first steps of a process, as complete events of the Trace Event Format."""

@@ -1,4 +1,4 @@
-"""Experiments by name: a configuration model and a function that runs it."""
+"""Experiments by name: a configuration model, the graph of its calls, and how it runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from headway.contracts.config.experiment import ExperimentConfig
 from headway.contracts.registry import Registry
+from trainer.dataflow.graph import Dataflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,8 @@ class Experiment:
 
     config: type[ExperimentConfig]
     run: Callable[[Any], None]
+    flow: Callable[[Any], Dataflow] | None = None
+    """The calls of a step, for drawings; None where it is no graph."""
 
 
 EXPERIMENTS: Registry[Experiment] = Registry(

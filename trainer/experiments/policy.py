@@ -16,6 +16,7 @@ from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.secret import read_token
 from trainer.checkpoint import Checkpoints, RunState
 from trainer.data import PromptData
+from trainer.dataflow.policy import policy_flow
 from trainer.evaluation.evaluations import Evaluations
 from trainer.evaluation.evaluator import Evaluator
 from trainer.experiments.base import Experiment
@@ -140,7 +141,7 @@ def first_version(
     return newest + 1 if newest else 0
 
 
-GRPO = Experiment(GRPOExperiment, run)
-PPO = Experiment(PPOExperiment, run)
-PPO_CODE = Experiment(PPOCodeExperiment, run)
-PPO_MATH = Experiment(PPOMathExperiment, run)
+GRPO = Experiment(GRPOExperiment, run, policy_flow)
+PPO = Experiment(PPOExperiment, run, policy_flow)
+PPO_CODE = Experiment(PPOCodeExperiment, run, policy_flow)
+PPO_MATH = Experiment(PPOMathExperiment, run, policy_flow)

@@ -13,9 +13,9 @@ from transformers import AutoConfig
 
 from headway.contracts.config.experiment import RWExperiment
 from trainer.data_supervised import Encoder, pairs
+from trainer.dataflow.supervised import rw_flow
 from trainer.experiments.base import Experiment
 from trainer.experiments.supervised import run_supervised
-from trainer.interfaces.rw import RewardModel
 from trainer.topology import Topology
 
 
@@ -25,7 +25,7 @@ def run(config: RWExperiment) -> None:
     padding = padding_of(encoder)
     if encoder.end == [padding]:
         encoder.end = []
-    run_supervised(config, encoder, pairs, lambda *_: RewardModel())
+    run_supervised(config, rw_flow(config), encoder, pairs)
     if padding is not None and Topology.from_environment().is_main:
         note_padding(Path(config.output_dir), padding)
 
@@ -45,4 +45,4 @@ def note_padding(folder: Path, padding: int) -> None:
         file.write_text(json.dumps(settings | {"pad_token_id": padding}, indent=2) + "\n")
 
 
-RW_EXPERIMENT = Experiment(RWExperiment, run)
+RW_EXPERIMENT = Experiment(RWExperiment, run, rw_flow)

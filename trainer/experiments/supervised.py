@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 
+from headway.contracts.config.base import PartConfig
 from headway.contracts.config.experiment import SupervisedExperiment
 from headway.contracts.types import FinetuneSpec
 from headway.runtime.config import write_resolved
-from trainer.api import SaveLoadMeta, TrainEngine
+from trainer.api import MicroBatchSpec, SaveLoadMeta
 from trainer.backends.base import make_engine
 from trainer.checkpoint import Checkpoints, Parts, RunState
 from trainer.data_supervised import Encoder, SupervisedData
-from trainer.interfaces.supervised import Supervised
+from trainer.dataflow.graph import Dataflow
+from trainer.interfaces.base import InterfaceContext, make_interface
 from trainer.meter import Meter
 from trainer.run_id import kept_run_id
 from trainer.supervised import train
@@ -25,14 +27,17 @@ from trainer.tracking.tracker import open_tracker
 
 Read = Callable[[Any, Encoder], SupervisedData]
 """`(a section like data, encoder) -> examples`."""
-MakeInterface = Callable[[TrainEngine, Topology, Meter], Supervised]
 
 
 def run_supervised(
-    config: SupervisedExperiment, encoder: Encoder, read: Read, make_interface: MakeInterface
+    config: SupervisedExperiment, flow: Dataflow, encoder: Encoder, read: Read
 ) -> None:
     """Train, and write a Hugging Face directory to `output_dir`; with `recovery.resume`, from the
-    newest checkpoint of the run folder."""
+    newest checkpoint of the run folder.
+
+    Args:
+        flow: `rows`, and calls on one interface, which has a `SupervisedInterface`'s parts.
+    """
     topology = Topology.from_environment()
     run_dir = Path(config.run_dir)
     if config.trainer.num_threads is not None:
@@ -42,7 +47,9 @@ def run_supervised(
     meter = Meter(config.metrics, topology)
     engine = meter.around(make_engine(config, topology, None), config.model)
     engine.initialize(None, FinetuneSpec(1, len(data), config.data.batch_size))
-    interface = make_interface(engine, topology, meter)
+    mb_spec = MicroBatchSpec(config.trainer.max_tokens_per_mb)
+    context = InterfaceContext(config, topology, mb_spec, meter, engine)
+    interface = make_interface(PartConfig(name=flow.model_calls[0].interface), context)
     checkpoints = Checkpoints(run_dir, config.recovery, topology)
     state = RunState(kept_run_id(run_dir, config.recovery.resume, topology))
     if config.recovery.resume:
@@ -52,7 +59,7 @@ def run_supervised(
     if topology.is_main:
         write_resolved(config, run_dir)
     metrics = open_tracker(config, topology, state.run_id, state.step)
-    train(state, config, interface, data, held_out, engine, topology, checkpoints, meter, metrics)
+    train(state, config, flow, interface, data, held_out, topology, checkpoints, meter, metrics)
     engine.save(SaveLoadMeta(config.output_dir, weight_format="hf"))
     metrics.close()
     engine.destroy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headway.contracts.config.algorithm import AlgorithmConfig
+from headway.contracts.config.rollout_experiments import PolicyLearner
 from headway.contracts.types import PolicyVersion
 from trainer.algorithms.judgement import judge
 from trainer.algorithms.kl import AdaptiveKL, FixedKL
@@ -43,6 +44,6 @@ def make_kl(config: AlgorithmConfig) -> FixedKL | AdaptiveKL:
     return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
 
 
-def make(context: InterfaceContext) -> Advantages:
+def make(context: InterfaceContext[PolicyLearner]) -> Advantages:
     """As the experiment says."""
     return Advantages(context.config.algorithm)

@@ -5,18 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from headway.contracts.config.base import PartConfig
-from headway.contracts.config.rollout_experiments import PolicyLearner
+from headway.contracts.config.experiment import ExperimentConfig
 from headway.contracts.engines import InferenceEngine
 from headway.contracts.errors import ConfigError
 from headway.contracts.registry import Registry
 from trainer.api import MicroBatchSpec, TrainEngine
 from trainer.batching.sequences import SequenceBatch
 from trainer.data import PromptData
+from trainer.meter import Meter
 from trainer.prompt_filter import PromptFilter
 from trainer.topology import Topology
 
@@ -24,6 +25,8 @@ Columns = dict[str, Tensor]
 """Name -> [T] over a whole batch, the same on every rank."""
 Figures = dict[str, float]
 """Name -> number, the same on every rank."""
+ConfigT = TypeVar("ConfigT", bound=ExperimentConfig)
+"""The experiments that an interface is for."""
 
 
 class Inference(Protocol):
@@ -41,15 +44,17 @@ class TrainStep(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class InterfaceContext:
+class InterfaceContext(Generic[ConfigT]):
     """What an interface of an experiment may use."""
 
-    config: PolicyLearner
+    config: ConfigT
     """The whole experiment."""
     topology: Topology
     """The ranks; the collectives of a call are its own, whatever runs beside it."""
     mb_spec: MicroBatchSpec
     """How batches are cut for memory."""
+    meter: Meter
+    """Counts what passes through engines that the interface loads itself."""
     engine: TrainEngine | None = None
     """The model of the call, if it has one."""
     service: InferenceEngine | None = None
@@ -78,10 +83,13 @@ INTERFACES: Registry[InterfaceFactory] = Registry(
     "model interface",
     {
         "advantages": "trainer.interfaces.advantages:make",
+        "dpo": "trainer.interfaces.dpo:make",
         "ppo_actor": "trainer.interfaces.ppo_actor:make",
         "ppo_critic": "trainer.interfaces.ppo_critic:make",
         "reference": "trainer.interfaces.frozen_model:make_reference",
         "reward_model": "trainer.interfaces.reward_model:make",
+        "rw": "trainer.interfaces.rw:make",
+        "sft": "trainer.interfaces.sft:make",
         "teacher": "trainer.interfaces.frozen_model:make_teacher",
         "verified_answers": "trainer.interfaces.verified_answers:make",
     },
@@ -99,7 +107,7 @@ def register_interface(name: str, target: str | InterfaceFactory) -> None:
     INTERFACES.register(name, target)
 
 
-def make_interface(config: PartConfig, context: InterfaceContext) -> Any:
+def make_interface(config: PartConfig, context: InterfaceContext[Any]) -> Any:
     """Build an interface.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headway.contracts.config.experiment import DPOExperiment
 from headway.contracts.config.preference import PreferenceConfig
 from trainer.algorithms.preference import (
     dpo_loss,
@@ -13,8 +14,10 @@ from trainer.algorithms.preference import (
 from trainer.algorithms.segments import Segments
 from trainer.api import LossOutput, MicroBatchSpec, ModelOutput
 from trainer.batching.sequences import SequenceBatch
+from trainer.interfaces.base import InterfaceContext
 from trainer.interfaces.rw import num_pairs
-from trainer.reference import Reference
+from trainer.interfaces.supervised import SupervisedInterface
+from trainer.reference import Reference, make_reference
 
 
 class DPO:
@@ -49,3 +52,10 @@ class DPO:
 
     def weight(self, batch: SequenceBatch) -> float:
         return num_pairs(batch)
+
+
+def make(context: InterfaceContext[DPOExperiment]) -> SupervisedInterface:
+    """As the experiment says, with the reference that it names; collective."""
+    config, engine = context.config, context.model
+    reference = make_reference(config, engine, context.topology, context.meter)
+    return SupervisedInterface(DPO(config.algorithm, reference), engine, context.mb_spec)

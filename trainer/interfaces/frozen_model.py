@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
+from headway.contracts.config.rollout_experiments import PolicyLearner
 from trainer.api import MicroBatchSpec, ModelOutput, TrainEngine
 from trainer.batching.sequences import SequenceBatch
 from trainer.batching.shares import infer_column
@@ -57,17 +58,17 @@ class FrozenModel:
         return output.logprobs(batch["labels"], self._temperature, batch["action_mask"])
 
 
-def make_reference(context: InterfaceContext) -> FrozenModel:
+def make_reference(context: InterfaceContext[PolicyLearner]) -> FrozenModel:
     """The model that the policy is kept near."""
     return _make(context, "reference_logprobs", is_base_reference(context.config))
 
 
-def make_teacher(context: InterfaceContext) -> FrozenModel:
+def make_teacher(context: InterfaceContext[PolicyLearner]) -> FrozenModel:
     """The model that the policy learns from."""
     return _make(context, "teacher_logprobs", is_base=False)
 
 
-def _make(context: InterfaceContext, column: str, is_base: bool) -> FrozenModel:
+def _make(context: InterfaceContext[PolicyLearner], column: str, is_base: bool) -> FrozenModel:
     temperature = context.config.sampling.temperature
     return FrozenModel(
         context.model, context.topology, context.mb_spec, temperature, column, is_base

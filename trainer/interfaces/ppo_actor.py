@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headway.contracts.config.algorithm import AlgorithmConfig
+from headway.contracts.config.rollout_experiments import PolicyLearner
 from trainer.algorithms.losses import policy_loss, policy_loss_weight
 from trainer.api import LossOutput, MicroBatchSpec, ModelOutput, TrainEngine
 from trainer.batching.sequences import SequenceBatch
@@ -91,7 +92,7 @@ class PPOActor:
         return policy_loss_weight(self._config, batch)
 
 
-def make(context: InterfaceContext) -> PPOActor:
+def make(context: InterfaceContext[PolicyLearner]) -> PPOActor:
     """As the experiment says."""
     config = context.config
     temperature = config.sampling.temperature

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headway.contracts.config.critic import CriticConfig
-from headway.contracts.config.rollout_experiments import critic_of
+from headway.contracts.config.rollout_experiments import PolicyLearner, critic_of
 from headway.contracts.errors import ConfigError
 from trainer.algorithms.aggregation import masked_mean
 from trainer.algorithms.moments import Moments
@@ -141,7 +141,7 @@ class PPOCritic:
         )
 
 
-def make(context: InterfaceContext) -> PPOCritic:
+def make(context: InterfaceContext[PolicyLearner]) -> PPOCritic:
     """As the experiment says.
 
     Raises:

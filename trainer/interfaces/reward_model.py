@@ -8,6 +8,7 @@ from transformers import AutoConfig
 
 from headway.contracts.config.model import TrainedModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
+from headway.contracts.config.rollout_experiments import PolicyLearner
 from trainer.algorithms.segments import Segments
 from trainer.api import MicroBatchSpec, ModelOutput, TrainEngine
 from trainer.backends.base import make_engine
@@ -92,7 +93,7 @@ def _values(output: ModelOutput, batch: SequenceBatch) -> Tensor:
 
 
 def make(
-    context: InterfaceContext, path: str, bias: float = 0.0, scaling: float = 1.0
+    context: InterfaceContext[PolicyLearner], path: str, bias: float = 0.0, scaling: float = 1.0
 ) -> ModelReward:
     """A model of its own.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from headway.contracts.config.experiment import RWExperiment
 from trainer.algorithms.preference import (
     bradley_terry_loss,
     pair_figures,
@@ -13,6 +14,8 @@ from trainer.algorithms.preference import (
 from trainer.algorithms.segments import Segments
 from trainer.api import LossOutput, MicroBatchSpec, ModelOutput
 from trainer.batching.sequences import SequenceBatch
+from trainer.interfaces.base import InterfaceContext
+from trainer.interfaces.supervised import SupervisedInterface
 
 
 class RewardModel:
@@ -31,6 +34,11 @@ class RewardModel:
 
     def weight(self, batch: SequenceBatch) -> float:
         return num_pairs(batch)
+
+
+def make(context: InterfaceContext[RWExperiment]) -> SupervisedInterface:
+    """As the experiment says."""
+    return SupervisedInterface(RewardModel(), context.model, context.mb_spec)
 
 
 def score_sequences(output: ModelOutput, batch: SequenceBatch) -> Tensor:

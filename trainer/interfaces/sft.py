@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from headway.contracts.config.experiment import SFTExperiment
 from trainer.algorithms.losses import sft_loss
 from trainer.api import LossOutput, MicroBatchSpec, ModelOutput
 from trainer.batching.sequences import SequenceBatch
+from trainer.interfaces.base import InterfaceContext
+from trainer.interfaces.supervised import SupervisedInterface
 from trainer.interfaces.updates import loss_tokens
 
 
@@ -22,3 +25,8 @@ class SFT:
 
     def weight(self, batch: SequenceBatch) -> float:
         return loss_tokens(batch)
+
+
+def make(context: InterfaceContext[SFTExperiment]) -> SupervisedInterface:
+    """As the experiment says."""
+    return SupervisedInterface(SFT(), context.model, context.mb_spec)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from headway.contracts.config.ppo_code import PPOCodeConfig, VerifiedPPOExperiment
+from headway.contracts.config.rollout_experiments import PolicyLearner
 from headway.contracts.errors import ConfigError
 from trainer.algorithms.answer_format import answer_score
 from trainer.batching.checks import check_verifier
@@ -59,7 +60,7 @@ class VerifiedAnswers:
         return columns
 
 
-def make(context: InterfaceContext) -> VerifiedAnswers:
+def make(context: InterfaceContext[PolicyLearner]) -> VerifiedAnswers:
     """As the experiment says.
 
     Raises:

@@ -26,12 +26,17 @@ class CallConfig(Config):
     """Columns that it adds; `scores` takes the place of those that come with the rollouts."""
 
 
-class DataflowConfig(Config):
+class FixedDataflowConfig(Config):
+    """Calls as the experiment has them, one after another."""
+
+    trace_steps: int = Field(20, ge=0)
+    """First steps of a process whose calls are written to `trace.json` in the run folder (Chrome trace
+    format); 0 writes none."""
+
+
+class DataflowConfig(FixedDataflowConfig):
     calls: tuple[CallConfig, ...] = Field((), max_length=64)
     """Further calls."""
     max_parallel: int = Field(4, ge=1, le=64)
     """Calls that run side by side where none needs the other; 1 holds the least memory. Several ranks on
     GPUs run one at a time. Updates follow one another in any case."""
-    trace_steps: int = Field(20, ge=0)
-    """First steps of a process whose calls are written to `trace.json` in the run folder (Chrome trace
-    format); 0 writes none."""

@@ -17,7 +17,7 @@ from headway.contracts.config.data import (
     PairDataConfig,
     RowsConfig,
 )
-from headway.contracts.config.dataflow import DataflowConfig
+from headway.contracts.config.dataflow import DataflowConfig, FixedDataflowConfig
 from headway.contracts.config.evaluation import EvaluationConfig
 from headway.contracts.config.metrics import MetricsConfig
 from headway.contracts.config.model import ModelConfig, TrainedModelConfig
@@ -68,6 +68,7 @@ class SupervisedExperiment(ExperimentConfig):
     held_out: HeldOutConfig | None = None
     """Evaluate on rows that are not trained on; None does not."""
     recovery: RecoveryConfig = RecoveryConfig()
+    dataflow: FixedDataflowConfig = FixedDataflowConfig()
 
 
 class SFTExperiment(SupervisedExperiment):

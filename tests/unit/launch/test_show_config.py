@@ -10,7 +10,8 @@ import pytest
 from headway.contracts.errors import ConfigError
 from headway.launch.show_config import main
 
-PPO = Path(__file__).parents[3] / "examples" / "gsm8k" / "ppo.yaml"
+EXAMPLES = Path(__file__).parents[3] / "examples"
+PPO = EXAMPLES / "gsm8k" / "ppo.yaml"
 
 
 def test_it_shows_every_setting(capsys):
@@ -58,6 +59,31 @@ def test_it_draws_the_calls_of_an_experiment(tmp_path, capsys):
         assert f"  {call}: " in shown
     texts = [e.text for e in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
     assert "critic_train" in texts and "inference · reference" in texts
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "lines"),
+    [
+        ("sft", (), ["  sft_train: train_step of model (sft)"]),
+        ("rw", ("--data.margin-key", "margin"), ["  rw_train: train_step of model (rw)"]),
+        ("dpo", (), ["  ref_inf: inference of reference (dpo)", "      ref_inf -> reference_lo"]),
+        ("dpo", ("--model.lora.rank", "2"), ["  ref_inf: inference of model (dpo)"]),
+    ],
+)
+def test_it_draws_the_calls_of_an_experiment_on_rows(kind, flags, lines, tmp_path, capsys):
+    picture = tmp_path / "flow.svg"
+    main(["graph", str(EXAMPLES / "preferences" / f"{kind}.yaml"), "--svg", str(picture), *flags])
+    shown = capsys.readouterr().out
+    for line in (
+        "level 0\n  rows: data (",
+        f"  {kind}_train: train_step of model ({kind})",
+        *lines,
+    ):
+        assert line in shown
+    assert ("margin" in shown) == (kind == "rw")
+    assert f"\n{1 + (kind == 'dpo')} model function call" in shown
+    texts = [e.text for e in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"rows", f"{kind}_train", "train_step · model"} <= set(texts)
 
 
 def test_a_graph_that_does_not_close_is_refused(tmp_path):
