@@ -98,6 +98,7 @@ class LocalGenerator:
             kv_usage=load.kv_usage,
             preemptions=load.preemptions,
             max_running=load.max_running,
+            max_context_tokens=self.backend.limits.max_context or None,
             num_ranks=self.backend.num_ranks,
             draining=self.admission.draining.is_set(),
         )

@@ -89,11 +89,15 @@ class PromptData(Rows):
         return Prompt(messages=self.messages_of(index), **group)
 
     def max_new_tokens(self, cursor: int) -> int | None:
-        """The row's own limit, if the configuration names a field for it."""
+        """The own limit of the row at a position, if the configuration names a field for it."""
+        return self.max_new_tokens_of(self.row_index(cursor))
+
+    def max_new_tokens_of(self, index: int) -> int | None:
+        """The own limit of a row."""
         key = self._limit_key
         if key is None:
             return None
-        row = self.rows[self.row_index(cursor)]
+        row = self.rows[index]
         if not isinstance(row.get(key), int):
             raise DataError(
                 f"{self._settings.path}: field {key!r} is {row.get(key)!r}; "

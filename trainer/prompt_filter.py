@@ -11,14 +11,24 @@ next.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 
 from headway.contracts.config.ppo_code import VerifiedPPOExperiment
 from headway.contracts.config.rollout_experiments import PolicyLearner
-from headway.contracts.errors import DataError
+from headway.contracts.context import (
+    RAISE_IT,
+    begins_with_prompt,
+    check_context,
+    first_new_tokens,
+    most_tokens,
+)
+from headway.contracts.errors import ConfigError, DataError
 from trainer.algorithms.curriculum import easy_prompts
 from trainer.data import PromptData
 from trainer.data_supervised import Encoder
+
+log = logging.getLogger(__name__)
 
 
 def long_prompts(data: PromptData, encoder: Encoder, chat: bool, max_tokens: int) -> set[int]:
@@ -30,6 +40,55 @@ def long_prompts(data: PromptData, encoder: Encoder, chat: bool, max_tokens: int
     """
     prompts = encoder.prompts(data, chat)
     return {row for row, ids in enumerate(prompts) if len(ids) > max_tokens}
+
+
+def unfit_prompts(data: PromptData, config: PolicyLearner, limit: int) -> set[int]:
+    """Rows whose first request no server could hold, as far as that is known.
+
+    Args:
+        limit: tokens per sequence, prompt included.
+    Raises:
+        RequestTooLong: all of them.
+    """
+    workflow, chat = config.rollout.workflow, config.data.chat
+    rows = range(len(data))
+    new = [data.max_new_tokens_of(row) or config.sampling.max_new_tokens for row in rows]
+    if not begins_with_prompt(workflow) or all(
+        most_tokens(_texts(data, row, chat)) + new[row] <= limit for row in rows
+    ):
+        return set()
+    try:
+        prompts = Encoder(config.model.path).prompts(data, chat)
+    except (ConfigError, DataError) as error:
+        log.warning("whether all prompts fit is not known", extra={"reason": str(error)})
+        return set()
+    lengths = [len(ids) for ids in prompts]
+    needs = [lengths[row] + first_new_tokens(workflow, lengths[row], new[row]) for row in rows]
+    unfit = {row for row in rows if needs[row] > limit}
+    if len(unfit) == len(data):
+        shortest = min(rows, key=needs.__getitem__)
+        length = lengths[shortest]
+        where = f"none of {len(data)} prompts can be played; the shortest, {data.place(shortest)}: "
+        check_context(length, needs[shortest] - length, limit, where)
+    if unfit:
+        longest = max(unfit, key=needs.__getitem__)
+        log.warning(
+            "prompts are left out: with max_new_tokens they exceed the context of the servers",
+            extra={
+                "prompts": len(unfit),
+                "of": len(data),
+                "longest": data.place(longest),
+                "prompt_tokens": lengths[longest],
+                "max_new_tokens": needs[longest] - lengths[longest],
+                "context": limit,
+                "remedy": f"shorten them, lower sampling.max_new_tokens, or {RAISE_IT}",
+            },
+        )
+    return unfit
+
+
+def _texts(data: PromptData, row: int, chat: bool) -> list[str]:
+    return [m.content for m in data.messages_of(row)] if chat else [data.text_of(row)]
 
 
 class PromptFilter:
@@ -65,6 +124,15 @@ class PromptFilter:
         """Rows in play, in the order of the data set."""
         out = self._never | self._left
         return [row for row in range(len(self._data)) if row not in out]
+
+    def leave_out(self, rows: Collection[int]) -> None:
+        """Rows that are never in play, besides those that are not already.
+
+        Raises:
+            DataError: no row is left.
+        """
+        self._never |= frozenset(rows)
+        self._refuse_none()
 
     def observe(self, positions: Sequence[int], rewards: Sequence[float]) -> None:
         """Take in a batch.
@@ -161,3 +229,22 @@ def make_prompt_filter(config: PolicyLearner, data: PromptData) -> PromptFilter 
         left_out = long_prompts(data, Encoder(config.model.path), config.data.chat, max_tokens)
     share = ppo.dataset_max_filter_percentage
     return PromptFilter(data, ppo.dataset_filter_threshold, share, left_out)
+
+
+def without_unfit(
+    known: PromptFilter | None, config: PolicyLearner, data: PromptData, limit: int | None
+) -> PromptFilter | None:
+    """The same, which also leaves out what no server could hold; None where nothing is left out.
+
+    Args:
+        limit: tokens per sequence, prompt included; None is not known.
+    Raises:
+        RequestTooLong: no prompt could be played.
+        DataError: what is left out otherwise leaves nothing.
+    """
+    unfit = set() if limit is None else unfit_prompts(data, config, limit)
+    if not unfit:
+        return known
+    left = PromptFilter(data, threshold=0.0, max_share=0.0) if known is None else known
+    left.leave_out(unfit)
+    return left

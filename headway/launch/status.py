@@ -132,6 +132,7 @@ def _summary(status: StatusResponse, weights: WeightStatus | None, speed: float 
         "in play": f"{status.running} trajectories, {status.capacity} more may start",
         "staleness": bound,
         "weight updates": f"{status.updates}, {status.updates_in_flight} of them in mid-generation",
+        "context": _context(status),
         "generated": f"{status.generated_tokens:,} tokens"
         + ("" if speed is None else f", {speed:,.0f} per second"),
     }
@@ -139,6 +140,14 @@ def _summary(status: StatusResponse, weights: WeightStatus | None, speed: float 
     for name, value in rows.items():
         table.add_row(Text(name, "dim"), Text(value))
     return table
+
+
+def _context(status: StatusResponse) -> str:
+    smallest, largest = status.smallest_context_tokens, status.largest_context_tokens
+    if smallest is None or largest is None:
+        return "not known"
+    first = "" if smallest == largest else f"{smallest:,} to "
+    return f"{first}{largest:,} tokens per sequence"
 
 
 def _servers(servers: Sequence[ServerStatus]) -> RenderableType:

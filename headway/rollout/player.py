@@ -8,10 +8,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from headway.contracts.context import (
+    begins_with_prompt,
+    check_context,
+    first_new_tokens,
+    most_tokens,
+)
 from headway.contracts.engines import Generator
 from headway.contracts.errors import (
     ConfigError,
     DataError,
+    RequestTooLong,
     StaleVersion,
     VersionMoved,
     WorkflowError,
@@ -20,6 +27,7 @@ from headway.contracts.types import (
     LLMRequest,
     LLMResponse,
     PolicyVersion,
+    Prompt,
     RolloutRequest,
     Trajectory,
     TrajectoryGroup,
@@ -75,6 +83,30 @@ class Player:
                 f"executor.max_concurrent={self._max_group_size}: it could never start"
             )
 
+    def too_long(self, requests: Sequence[RolloutRequest], limit: int) -> dict[str, RequestTooLong]:
+        """Rollouts that no server could hold, as far as that is known before they are played.
+
+        It encodes the prompts that may be too long, which takes a while: for a thread.
+
+        Args:
+            limit: tokens per sequence, prompt included.
+        """
+        found: dict[str, RequestTooLong] = {}
+        for request in requests:
+            new = request.gconfig.max_new_tokens
+            is_short = _most_tokens(request.prompt) + new <= limit
+            if is_short or not begins_with_prompt(request.workflow):
+                continue
+            try:
+                length = len(self._need_tokenizer().encode_prompt(request.prompt))
+                new = first_new_tokens(request.workflow, length, new)
+                check_context(length, new, limit, f"rollout {request.rollout_id!r}: ")
+            except RequestTooLong as error:
+                found[request.rollout_id] = error
+            except DataError:
+                pass  # told when it is played, as of short ones
+        return found
+
     async def play(self, request: RolloutRequest) -> Played:
         """Play the whole group; the first sample that fails ends the others."""
         tokenizer = self._need_tokenizer()
@@ -111,6 +143,12 @@ class Player:
         if self._tokenizer is None:
             raise WorkflowError("this server has no tokenizer.json, so it plays no workflows")
         return self._tokenizer
+
+
+def _most_tokens(prompt: Prompt) -> int:
+    if prompt.input_ids is not None:
+        return len(prompt.input_ids)
+    return most_tokens([prompt.text or "", *(m.content for m in prompt.messages or ())])
 
 
 async def _all(plays: Sequence[Awaitable[T]]) -> list[T]:

@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry
 from headway.contracts.config.base import PartConfig
 from headway.contracts.config.gateway import ExecutorConfig, RetentionConfig
 from headway.contracts.config.server import UpdatePolicy
+from headway.contracts.context import ContextLimits
 from headway.contracts.engines import Generator
 from headway.contracts.errors import BackendError, Fenced, NotFound, Starved, StateError
 from headway.contracts.http.consumers import ConsumerRequest
@@ -148,14 +149,28 @@ class RolloutService:
         return await self._jury.judge(reward, answers)
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> list[bool]:
-        """Queue prompt groups; names and arguments are checked before anything is stored."""
+        """Queue prompt groups; names, arguments and lengths are checked before anything is stored.
+
+        Raises:
+            RequestTooLong: a prompt + max_new_tokens exceed what any server can hold.
+        """
         for request in requests:
             self._player.check(request)
             self._scorer.prepare(request.reward)
+        await self._check_lengths(requests)
         config = self._config
         new = await self.ledger.submit(requests, config.max_queued, config.max_queued_each)
         self._changed.notify()
         return new
+
+    async def _check_lengths(self, requests: Sequence[RolloutRequest]) -> None:
+        limit = ContextLimits.of(self.generator.statuses()).largest
+        if limit is None:
+            return
+        too_long = await asyncio.to_thread(self._player.too_long, requests, limit)
+        for rollout_id, error in too_long.items():
+            if await self.ledger.get(rollout_id, with_payload=False) is None:
+                raise error  # else it is sent again, and was taken when servers held more
 
     async def cancel(self, rollout_ids: Sequence[str], reason: str) -> int:
         """End rollouts that are not consumed yet; returns the groups."""
@@ -307,6 +322,8 @@ class RolloutService:
         """A picture of the service now."""
         bound = self._consumers.bound
         counts = await self.ledger.counts()
+        servers = self.generator.statuses()
+        limits = ContextLimits.of(servers)
         return StatusResponse(
             version=self.generator.version,
             head=self.generator.head,
@@ -314,7 +331,9 @@ class RolloutService:
             capacity=await self.headroom(),
             max_staleness=None if bound is None else bound.max_staleness,
             counts=counts,
-            servers=self.generator.statuses(),
+            servers=servers,
+            smallest_context_tokens=limits.smallest,
+            largest_context_tokens=limits.largest,
             updates=self._updates.count,
             updates_in_flight=self.generator.updates_in_flight,
             generated_tokens=self.generator.generated_tokens,

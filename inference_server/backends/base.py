@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headway.contracts.config.server import UpdatePolicy
-from headway.contracts.errors import DataError, RequestTooLong
+from headway.contracts.context import check_context
+from headway.contracts.errors import DataError
 from headway.contracts.http.generation import PauseMode
 from headway.contracts.registry import Registry
 from headway.contracts.types import (
@@ -160,12 +161,7 @@ def check_request(req: LLMRequest, limits: Limits) -> None:
         RequestTooLong: prompt + max_new_tokens exceed the context.
         DataError: a token id is outside of the vocabulary.
     """
-    wanted = len(req.input_ids) + req.gconfig.max_new_tokens
-    if wanted > limits.max_context:
-        raise RequestTooLong(
-            f"{len(req.input_ids)} prompt tokens + max_new_tokens={req.gconfig.max_new_tokens} "
-            f"exceed the context of {limits.max_context}; shorten the prompt or max_new_tokens"
-        )
+    check_context(len(req.input_ids), req.gconfig.max_new_tokens, limits.max_context)
     named = {
         "input_ids": req.input_ids,
         "stop_token_ids": req.gconfig.stop_token_ids,

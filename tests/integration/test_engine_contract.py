@@ -17,7 +17,7 @@ from headway.contracts.engines import InferenceEngine
 from headway.contracts.errors import (
     Conflict,
     DataError,
-    Fruitless,
+    RequestTooLong,
     Starved,
     SyncError,
     UnknownName,
@@ -168,9 +168,9 @@ def test_answers_are_scored_outside_of_rollouts(served: Served) -> None:
     assert served.engine.score(EXACT, []) == []
 
 
-def test_a_prompt_beyond_the_context_is_a_recorded_failure(served: Served) -> None:
-    with pytest.raises(Fruitless, match="exceed the context of 256"):
-        served.engine.rollout([rollout(served.name("long"), max_new_tokens=1000)], timeout=30)
+def test_a_prompt_beyond_the_context_is_refused_at_submission(served: Served) -> None:
+    with pytest.raises(RequestTooLong, match="exceed the context of 256"):
+        served.engine.submit([rollout(served.name("long"), max_new_tokens=1000)])
 
 
 def test_a_new_version_samples_after_it_is_committed(served: Served) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,13 +25,16 @@ from trainer.feed import Feed
 from trainer.loop import train
 from trainer.meter import Meter
 from trainer.models import PolicyModels
-from trainer.prompt_filter import make_prompt_filter
+from trainer.prompt_filter import make_prompt_filter, without_unfit
 from trainer.publication import Publication
 from trainer.run_id import kept_run_id
 from trainer.topology import Topology
 from trainer.tracking.tracker import open_tracker
 from weight_sync.channel import WeightPublisher
 from weight_sync.transports.base import make_publisher
+
+LOOK_S = 0.2
+"""Between looks for the first server."""
 
 
 def run(config: PolicyLearner) -> None:
@@ -56,6 +60,8 @@ def run(config: PolicyLearner) -> None:
     if client is not None:
         write_resolved(config, run_dir)
         client.initialize()
+    limit = topology.max(0 if client is None else _context_of(client, config)) or None
+    prompt_filter = without_unfit(prompt_filter, config, data, limit)
     evaluations = _make_evaluations(config, topology, state.run_id)
     publication = Publication(models.policy, publisher, client, evaluations.versions)
     state = _attach(config, state, topology, publication, publisher, client)
@@ -83,6 +89,14 @@ def _make_client(config: PolicyLearner) -> RemoteInferenceEngine:
     rollout = config.rollout
     token = read_token(rollout.token_env)
     return RemoteInferenceEngine(rollout.url, rollout.connect_timeout_s, token=token)
+
+
+def _context_of(client: RemoteInferenceEngine, config: PolicyLearner) -> int:
+    """Tokens per sequence that a server can hold, once one has reported itself; 0 is not known."""
+    deadline = time.monotonic() + config.rollout.connect_timeout_s
+    while not (status := client.status()).servers and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+    return status.largest_context_tokens or 0
 
 
 def _make_evaluations(config: PolicyLearner, topology: Topology, run_id: str) -> Evaluations:

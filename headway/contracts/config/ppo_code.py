@@ -188,7 +188,7 @@ class PPOCodeRolloutConfig(RolloutConfig):
     max_context_tokens: int | None = Field(None, ge=2)
     """Tokens per sequence that every generation server can hold, prompt included: the longest prompt and
     `sampling.max_new_tokens` have to fit (limits of rows, `data.max_new_tokens_key`, are not looked at).
-    None leaves it to the servers to refuse what does not."""
+    None takes what the servers tell at the start, and leaves out the prompts that do not fit."""
 
 
 class VerifiedPPOExperiment(RolloutExperiment):

@@ -56,6 +56,8 @@ class ServerReport(Config):
     """Running sequences that lost their cache for want of memory, since the server started."""
     max_running: int = Field(0, ge=0, lt=MAX_COUNT)
     """Sequences that it decodes at once, at most; 0 if that is not known."""
+    max_context_tokens: int | None = Field(None, ge=1, lt=MAX_COUNT)
+    """Tokens per sequence that it can hold, prompt included; None if that is not known."""
     num_ranks: int = Field(1, ge=1, lt=MAX_COUNT)
     """Seats that this server takes in a process group: its engine's ranks."""
     draining: bool = False

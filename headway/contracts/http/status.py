@@ -25,6 +25,11 @@ class StatusResponse(Config):
     max_staleness: int | None
     counts: LedgerCounts
     servers: list[ServerStatus] = []
+    smallest_context_tokens: int | None = None
+    """Tokens per sequence that every server can hold, prompt included; None if none tells its own."""
+    largest_context_tokens: int | None = None
+    """Tokens per sequence that some server can hold; more is refused when it is submitted. None if a
+    server does not tell its own, or none is there."""
     updates: int = 0
     """Committed weight updates."""
     updates_in_flight: int = 0

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from headway.contracts.config.gateway import FleetConfig
+from headway.contracts.context import ContextLimits
 from headway.contracts.errors import BackendError, Draining, NotFound, ServiceError
 from headway.contracts.http.servers import ServerReport, ServerState, ServerStatus
 from headway.contracts.http.weights import WeightRecord
@@ -101,6 +102,11 @@ class Member:
         """Whether a request may be sent to it."""
         return self.is_serving and self.busy_until <= now and self.health.admits(now)
 
+    def holds(self, num_tokens: int) -> bool:
+        """Whether it can hold a sequence; yes while it does not tell its limit."""
+        limit = self.report.max_context_tokens
+        return limit is None or num_tokens <= limit
+
     def free_at(self) -> float:
         """When it may be, as far as that is known; infinite while a trial goes on."""
         until = self.health.until
@@ -172,6 +178,10 @@ class Members:
             ServerStatus(**member.report.model_dump(), state=member.shown_state)
             for member in self._members.values()
         ]
+
+    def context_limits(self) -> ContextLimits:
+        """Of every server that was seen lately: one that drains or was lost may come back."""
+        return ContextLimits.of(member.report for member in self._members.values())
 
     def ready(self) -> list[Member]:
         """The servers that take traffic."""

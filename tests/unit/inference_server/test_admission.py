@@ -99,7 +99,11 @@ async def test_a_drain_lets_end_what_ends_in_time():
     assert (response.stop_reason, len(response.output_tokens)) == ("length", 30)
     with pytest.raises(Draining, match="draining"):
         await generator.agenerate(request("b", 1))
-    assert generator.report("s", "http://h:1").draining
+    report = generator.report("s", "http://h:1")
+    assert (report.draining, report.max_context_tokens) == (
+        True,
+        generator.backend.limits.max_context,
+    )
     assert [status.state for status in generator.statuses()] == ["draining"]
 
 

@@ -47,6 +47,7 @@ class ScriptedGenerator:
         """Publications wait for it."""
         self.begun: list[PolicyVersion] = []
         self.given_up: list[PolicyVersion] = []
+        self.servers: list[ServerStatus] = []
         self.updates_in_flight = 0
         self.generated_tokens = 0
         self.attempts: Counter[str] = Counter()
@@ -63,7 +64,7 @@ class ScriptedGenerator:
         return version in (self.version, self.kept)
 
     def statuses(self) -> list[ServerStatus]:
-        return []
+        return self.servers
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
         self.attempts[req.rid] += 1

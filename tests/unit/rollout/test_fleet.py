@@ -13,12 +13,14 @@ from rollout_builders import make_response
 from weight_server import until
 
 from headway.contracts.config.gateway import FleetConfig
+from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import (
     BackendError,
     Conflict,
     Draining,
     NotFound,
     QueueFull,
+    RequestTooLong,
     ServiceError,
 )
 from headway.contracts.http.paths import GENERATE, GENERATION_ABORT
@@ -366,3 +368,64 @@ async def test_a_server_with_more_room_gets_more_of_the_work(told: bool):
         await asyncio.gather(*(play() for _ in range(20)))
         assert len(small.rids) + len(big.rids) == 300
         assert 2.5 * len(small.rids) < len(big.rids)
+
+
+def of_length(num_tokens: int) -> LLMRequest:
+    """A request that ends with so many tokens, at most."""
+    gconfig = SamplingConfig(max_new_tokens=num_tokens - 2)
+    return LLMRequest(rid="long", input_ids=(1, 2), gconfig=gconfig)
+
+
+async def test_a_request_goes_where_it_can_be_held():
+    small, big = Server(), Server()
+    async with opened(small, big, hedge_after_s=0.01) as fleet:
+        fleet.report(report(0, small, max_context_tokens=10))
+        fleet.report(report(1, big, max_context_tokens=20))
+        big.latency_s = 0.1  # long enough for a second server to be looked for
+        for _ in range(3):
+            await fleet.agenerate(of_length(20))
+        assert (len(small.rids), len(big.rids)) == (0, 3)
+        big.latency_s = 0.0
+        await asyncio.gather(*(fleet.agenerate(of_length(10)) for _ in range(8)))
+        assert small.rids
+
+
+async def test_what_no_server_can_hold_is_refused_at_once():
+    small, big = Server(), Server()
+    async with opened(small, big, wait_s=60.0) as fleet:
+        fleet.report(report(0, small, max_context_tokens=10))
+        fleet.report(report(1, big, max_context_tokens=20))
+        seen = "2 prompt tokens \\+ max_new_tokens=19 exceed the context of 20"
+        with pytest.raises(RequestTooLong, match=seen):
+            await fleet.agenerate(of_length(21))
+        assert (small.rids, big.rids) == ([], [])
+        assert states(fleet) == {"s0": "ready", "s1": "ready"}
+
+
+async def test_a_long_request_waits_for_a_server_that_drains_or_its_successor():
+    small, big = Server(), Server()
+    async with opened(small, big, wait_s=20.0) as fleet:
+        fleet.report(report(0, small, max_context_tokens=10))
+        fleet.report(report(1, big, max_context_tokens=20, draining=True))
+        asked = asyncio.create_task(fleet.agenerate(of_length(20)))
+        await asyncio.sleep(0)
+        fleet.report(ServerReport(server_id="s2", url=big.url, version=0, max_context_tokens=20))
+        assert (await asked).output_tokens == [7]
+        assert (small.rids, len(big.rids)) == ([], 1)
+
+
+async def test_what_a_server_at_the_same_address_held_before_does_not_count():
+    only = Server()
+    async with opened(only, wait_s=60.0) as fleet:
+        fleet.report(report(0, only, max_context_tokens=20))
+        fleet.report(report(1, only, max_context_tokens=10))
+        with pytest.raises(RequestTooLong, match="exceed the context of 10"):
+            await fleet.agenerate(of_length(11))
+
+
+async def test_a_server_that_tells_no_limit_is_asked():
+    only = Server(RequestTooLong("too long"))
+    async with opened(only) as fleet:
+        with pytest.raises(RequestTooLong, match="too long"):
+            await fleet.agenerate(of_length(10**6))
+        assert len(only.rids) == 1

@@ -7,11 +7,12 @@ import json
 import pytest
 
 from headway.contracts.config.data import DataConfig
-from headway.contracts.errors import DataError
+from headway.contracts.config.experiment import GRPOExperiment
+from headway.contracts.errors import DataError, RequestTooLong
 from tests.numeric.models import write_char_tokenizer
 from trainer.data import PromptData
 from trainer.data_supervised import Encoder
-from trainer.prompt_filter import PromptFilter, long_prompts
+from trainer.prompt_filter import PromptFilter, long_prompts, without_unfit
 
 NUM_ROWS = 6
 
@@ -127,3 +128,80 @@ def test_long_prompts_are_counted_in_tokens(data, tmp_path):
     assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
     wanted = {row for row, length in enumerate(lengths) if length > lengths[2]}
     assert long_prompts(data, encoder, False, lengths[2]) == wanted == {3, 4, 5}
+
+
+def learner(data_path: str, model: str, **sections) -> GRPOExperiment:
+    """Samples 4 tokens, unless a row says otherwise."""
+    tree = {
+        "model": {"path": model},
+        "data": {
+            "path": data_path,
+            "batch_size": 2,
+            "max_new_tokens_key": sections.pop("key", None),
+        },
+        "sampling": {"max_new_tokens": 4},
+        "rollout": {"reward": {"name": "exact"}, **sections},
+        "weight_sync": {"type": "disk", "root": "nowhere"},
+    }
+    return GRPOExperiment.model_validate(tree)
+
+
+@pytest.fixture
+def long_rows(tmp_path) -> str:
+    """Prompts of 1,000 to 1,005 characters, each of one token; every second row samples 10."""
+    write_char_tokenizer(tmp_path)
+    path = tmp_path / "long.jsonl"
+    rows = [{"prompt": "x" * (1000 + i), "limit": 10 if i % 2 else 4} for i in range(NUM_ROWS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def left_out(config: GRPOExperiment, limit: int | None) -> list[int]:
+    data = PromptData(config.data)
+    rows = without_unfit(None, config, data, limit)
+    return [] if rows is None else sorted(set(range(NUM_ROWS)) - set(rows.active))
+
+
+def test_prompts_beyond_the_context_are_left_out_and_told_once(long_rows, tmp_path, caplog):
+    config = learner(long_rows, str(tmp_path))
+    data = PromptData(config.data)
+    first = len(Encoder(str(tmp_path)).prompts(data, chat=False)[0])
+    assert left_out(config, first + 3 + 4) == [4, 5]
+    (told,) = caplog.records
+    assert "prompts are left out" in told.message
+    assert (told.prompts, told.of, told.prompt_tokens, told.context) == (2, 6, first + 5, first + 7)
+    assert "sampling.max_new_tokens" in told.remedy
+    assert left_out(learner(long_rows, str(tmp_path), key="limit"), first + 10) == [1, 3, 5]
+
+
+@pytest.mark.parametrize("limit", [None, 10_000])
+def test_where_every_prompt_fits_there_is_no_filter(long_rows, tmp_path, limit):
+    config = learner(long_rows, str(tmp_path))
+    assert without_unfit(None, config, PromptData(config.data), limit) is None
+
+
+def test_a_filter_that_is_there_leaves_them_out_too(long_rows, tmp_path):
+    config = learner(long_rows, str(tmp_path))
+    data = PromptData(config.data)
+    first = len(Encoder(str(tmp_path)).prompts(data, chat=False)[0])
+    rows = PromptFilter(data, 0.5, 1.0, left_out=[0])
+    assert without_unfit(rows, config, data, first + 3 + 4) is rows
+    assert rows.active == [1, 2, 3]
+
+
+def test_a_run_none_of_whose_prompts_fits_is_refused(long_rows, tmp_path):
+    config = learner(long_rows, str(tmp_path))
+    seen = r"none of 6 prompts .*long.jsonl row 1: \d+ prompt tokens \+ max_new_tokens=4 exceed"
+    with pytest.raises(RequestTooLong, match=seen):
+        left_out(config, 900)
+
+
+def test_a_row_that_the_workflow_bounds_is_not_too_long(long_rows, tmp_path):
+    bounded = {"name": "multi_turn", "args": {"max_tokens": 1010}}
+    assert left_out(learner(long_rows, str(tmp_path), workflow=bounded), 1010) == []
+    assert left_out(learner(long_rows, str(tmp_path), workflow={"name": "session"}), 1010) == []
+
+
+def test_without_a_tokenizer_nobody_knows_and_nothing_is_left_out(long_rows, caplog):
+    assert left_out(learner(long_rows, "/nowhere"), 900) == []
+    assert "whether all prompts fit is not known" in caplog.text
