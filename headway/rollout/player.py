@@ -83,23 +83,24 @@ class Player:
                 f"executor.max_concurrent={self._max_group_size}: it could never start"
             )
 
-    def too_long(self, requests: Sequence[RolloutRequest], limit: int) -> dict[str, RequestTooLong]:
-        """Rollouts that no server could hold, as far as that is known before they are played.
+    def may_be_too_long(self, request: RolloutRequest, limit: int) -> bool:
+        """Whether its prompt has to be encoded to know; see `too_long`."""
+        most = _most_tokens(request.prompt) + request.gconfig.max_new_tokens
+        return most > limit and begins_with_prompt(request.workflow)
 
-        It encodes the prompts that may be too long, which takes a while: for a thread.
+    def too_long(self, requests: Sequence[RolloutRequest], limit: int) -> dict[str, RequestTooLong]:
+        """Of those that may be too long, the rollouts that no server could hold.
+
+        It encodes their prompts, which takes a while: for a thread.
 
         Args:
             limit: tokens per sequence, prompt included.
         """
         found: dict[str, RequestTooLong] = {}
         for request in requests:
-            new = request.gconfig.max_new_tokens
-            is_short = _most_tokens(request.prompt) + new <= limit
-            if is_short or not begins_with_prompt(request.workflow):
-                continue
             try:
                 length = len(self._need_tokenizer().encode_prompt(request.prompt))
-                new = first_new_tokens(request.workflow, length, new)
+                new = first_new_tokens(request.workflow, length, request.gconfig.max_new_tokens)
                 check_context(length, new, limit, f"rollout {request.rollout_id!r}: ")
             except RequestTooLong as error:
                 found[request.rollout_id] = error

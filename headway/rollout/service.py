@@ -167,7 +167,10 @@ class RolloutService:
         limit = ContextLimits.of(self.generator.statuses()).largest
         if limit is None:
             return
-        too_long = await asyncio.to_thread(self._player.too_long, requests, limit)
+        doubtful = [each for each in requests if self._player.may_be_too_long(each, limit)]
+        if not doubtful:
+            return
+        too_long = await asyncio.to_thread(self._player.too_long, doubtful, limit)
         for rollout_id, error in too_long.items():
             if await self.ledger.get(rollout_id, with_payload=False) is None:
                 raise error  # else it is sent again, and was taken when servers held more
