@@ -14,6 +14,8 @@ ARGS ?=
 TEST_WORKERS ?= 2
 
 export HF_HUB_OFFLINE := 1
+# Tests start hundreds of processes: none of them need compile the project anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help quickstart test check format install system-packages sglang-cpu test-sglang clean
 
@@ -27,7 +29,7 @@ quickstart: $(VENV)/.installed
 	$(BIN)/headway quickstart $(ARGS)
 
 test: system-packages $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # A real SGLang in an environment of its own: $$HEADWAY_SGLANG_VENV, or ~/.cache/headway/sglang-cpu.
 sglang-cpu:
