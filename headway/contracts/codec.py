@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from struct import pack
 from typing import Any
 
 import numpy as np
@@ -26,24 +27,27 @@ from headway.contracts.types import StopReason, Trajectory, TrajectoryGroup, Tur
 SCHEMA_VERSION = 2
 MEDIA_TYPE = "application/vnd.headway.trajectories+safetensors"
 
-_TOKEN_COLUMNS: dict[str, type[np.generic]] = {
-    "input_ids": np.int32,
-    "loss_mask": np.bool_,
-    "logprobs": np.float32,
-    "versions": np.int32,
+_TOKEN_COLUMNS: dict[str, np.dtype[Any]] = {
+    "input_ids": np.dtype(np.int32),
+    "loss_mask": np.dtype(np.bool_),
+    "logprobs": np.dtype(np.float32),
+    "versions": np.dtype(np.int32),
 }
-
-
-_COLUMNS: dict[str, type[np.generic]] = {
-    "lengths": np.int64,
-    "logprobs": np.float32,
-    "rewards": np.float32,
-    "input_ids": np.int32,
-    "versions": np.int32,
-    "loss_mask": np.bool_,
+_COLUMNS: dict[str, np.dtype[Any]] = {
+    "lengths": np.dtype(np.int64),
+    "logprobs": np.dtype(np.float32),
+    "rewards": np.dtype(np.float32),
+    "input_ids": np.dtype(np.int32),
+    "versions": np.dtype(np.int32),
+    "loss_mask": np.dtype(np.bool_),
 }
 """In the order of a payload: the widest first, so that each begins at a multiple of its width."""
-_TYPE_NAMES = {np.int64: "I64", np.int32: "I32", np.float32: "F32", np.bool_: "BOOL"}
+_TYPE_NAMES = {
+    np.dtype(np.int64): "I64",
+    np.dtype(np.int32): "I32",
+    np.dtype(np.float32): "F32",
+    np.dtype(np.bool_): "BOOL",
+}
 """What safetensors calls them."""
 _Turn = tuple[int, int, StopReason, float | None, dict[str, Any]]
 """The fields of a `Turn`, in its order."""
@@ -105,11 +109,10 @@ def encode_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
     for row in rows:
         _check_row(row)
     columns = {
-        name: np.concatenate([getattr(row, name) for row in rows]) if rows else np.empty(0, dtype)
-        for name, dtype in _TOKEN_COLUMNS.items()
+        name: b"".join([getattr(row, name).tobytes() for row in rows]) for name in _TOKEN_COLUMNS
     }
-    columns["lengths"] = np.array([row.num_tokens for row in rows], dtype=np.int64)
-    columns["rewards"] = np.array([row.reward for row in rows], dtype=np.float32)
+    columns["lengths"] = pack(f"<{len(rows)}q", *[row.num_tokens for row in rows])
+    columns["rewards"] = pack(f"<{len(rows)}f", *[row.reward for row in rows])
     header = {
         "groups": [[group.rollout_id, group.group_id, len(group.trajectories)] for group in groups],
         "sample_index": [row.sample_index for row in rows],
@@ -134,10 +137,7 @@ def join_payloads(payloads: Sequence[bytes]) -> bytes:
     if any(part.schema < SCHEMA_VERSION for part in parts):
         return encode_groups([group for payload in payloads for group in decode_groups(payload)])
     try:
-        columns = {
-            name: np.frombuffer(b"".join([part.column(name) for part in parts]), dtype)
-            for name, dtype in _COLUMNS.items()
-        }
+        columns = {name: b"".join([part.column(name) for part in parts]) for name in _COLUMNS}
         headers = [from_json(part.header) for part in parts]
         header = {
             name: [row for one in headers for row in one[name]] for name in _Header.model_fields
@@ -156,8 +156,8 @@ def decode_groups(payload: bytes) -> tuple[TrajectoryGroup, ...]:
     """
     header = _read_header(payload)
     columns = _load_columns(payload)
-    lengths = _column(columns, "lengths", np.int64)
-    rewards = _column(columns, "rewards", np.float32)
+    lengths = _column(columns, "lengths", _COLUMNS["lengths"])
+    rewards = _column(columns, "rewards", _COLUMNS["rewards"])
     num_rows, num_tokens = len(lengths), sum(lengths.tolist())  # exact: no int64 to overflow
     token_columns = {name: _column(columns, name, dtype) for name, dtype in _TOKEN_COLUMNS.items()}
     sizes = {name: len(column) for name, column in token_columns.items()}
@@ -216,13 +216,17 @@ def _not_finite(
 
 
 def _check_row(row: Trajectory) -> None:
-    sizes = {name: len(getattr(row, name)) for name in _TOKEN_COLUMNS}
-    if len(set(sizes.values())) != 1 or row.num_tokens < 1:
-        raise DataError(f"trajectory {row.trajectory_id} has columns of unequal length: {sizes}")
+    shape = (row.num_tokens,)
     for name, wanted in _TOKEN_COLUMNS.items():
-        if (kind := getattr(row, name).dtype) != wanted:
+        column = getattr(row, name)
+        if column.shape != shape or shape == (0,):
+            sizes = {name: list(getattr(row, name).shape) for name in _TOKEN_COLUMNS}
             raise DataError(
-                f"trajectory {row.trajectory_id} has {name} of {kind}; {np.dtype(wanted)} is wanted"
+                f"trajectory {row.trajectory_id} has columns of unequal length: {sizes}"
+            )
+        if column.dtype != wanted:
+            raise DataError(
+                f"trajectory {row.trajectory_id} has {name} of {column.dtype}; {wanted} is wanted"
             )
     if not (np.isfinite(row.logprobs).all() and math.isfinite(row.reward)):
         raise DataError(
@@ -278,19 +282,18 @@ def _unreadable(payload: bytes, error: Exception) -> DataError:
     return DataError(f"{len(payload)} bytes are not a trajectory payload: {error}")
 
 
-def _save(columns: Mapping[str, NDArray[Any]], header: Mapping[str, Any]) -> bytes:
+def _save(columns: Mapping[str, bytes], header: Mapping[str, Any]) -> bytes:
     """As `safetensors.numpy.save` would, which takes six times as long for columns as short as these."""
     metadata = {"schema_version": str(SCHEMA_VERSION), "trajectories": to_json(header).decode()}
     places: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, dtype in _COLUMNS.items():
-        begin, end = end, end + columns[name].nbytes
-        shape, offsets = [len(columns[name])], [begin, end]
+        begin, end = end, end + len(columns[name])
+        shape, offsets = [(end - begin) // dtype.itemsize], [begin, end]
         places[name] = {"dtype": _TYPE_NAMES[dtype], "shape": shape, "data_offsets": offsets}
     head = to_json(places)
     head += b" " * (-len(head) % 8)
-    data = [columns[name].tobytes() for name in _COLUMNS]
-    return b"".join([len(head).to_bytes(8, "little"), head, *data])
+    return b"".join([len(head).to_bytes(8, "little"), head, *(columns[name] for name in _COLUMNS)])
 
 
 def _load_columns(payload: bytes) -> dict[str, NDArray[Any]]:
@@ -303,9 +306,9 @@ def _load_columns(payload: bytes) -> dict[str, NDArray[Any]]:
     return columns
 
 
-def _column(columns: dict[str, NDArray[Any]], name: str, dtype: type[np.generic]) -> NDArray[Any]:
+def _column(columns: dict[str, NDArray[Any]], name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
     column = columns.get(name)
     if column is None or column.dtype != dtype or column.ndim != 1:
         seen = "nothing" if column is None else f"{column.dtype}{list(column.shape)}"
-        raise DataError(f"trajectory column {name!r}: {np.dtype(dtype)}[n] wanted, {seen} found")
+        raise DataError(f"trajectory column {name!r}: {dtype}[n] wanted, {seen} found")
     return column
