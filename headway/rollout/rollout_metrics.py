@@ -55,8 +55,11 @@ class RolloutMetrics:
     def ended(self, attempt: Attempt) -> None:
         request = attempt.request
         self._attempts.labels(request.workflow.name, attempt.outcome).observe(attempt.seconds)
-        for row in () if attempt.group is None else attempt.group.trajectories:
-            self._rewards.labels(request.reward.name).observe(row.reward)
+        if attempt.group is None:
+            return
+        rewards = self._rewards.labels(request.reward.name)
+        for row in attempt.group.trajectories:
+            rewards.observe(row.reward)
             self._verdicts.labels(row.verdict).inc()
             self._tokens.observe(int(row.loss_mask.sum()))
 

@@ -92,7 +92,7 @@ def lease(transaction: Transaction, admission: Admission) -> list[Lease]:
     free, budget = admission.free, _budget(transaction, admission)
     if free < 1 or transaction.tally("queued") == (0, 0):
         return []
-    transaction.flush()
+    transaction.flush_tallies("queued")
     others = transaction.db.execute(
         "SELECT consumer FROM tallies WHERE state = 'queued' AND num_groups > 0 AND consumer NOT IN "
         "('', ?)",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,9 +17,10 @@ from headway.rollout.ledger.transitions import STATES, EventName
 ALL = ""
 """Stands for all consumers in the tallies; no consumer has an empty name."""
 
-SET_TALLY = (
+COUNT = (
     "INSERT INTO tallies VALUES (?, ?, ?, ?) ON CONFLICT (state, consumer) DO UPDATE "
-    "SET num_groups = excluded.num_groups, trajectories = excluded.trajectories"
+    "SET num_groups = num_groups + excluded.num_groups, "
+    "trajectories = trajectories + excluded.trajectories"
 )
 GROW = "INSERT INTO numbers VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value"
 REVISION = "revision"
@@ -32,19 +34,24 @@ class Transaction:
         self.owner = owner
         self.lease_s = lease_s
         self.now = time.time()
-        self._tallies: dict[tuple[str, str], list[int]] = {}
-        self._counted: set[tuple[str, str]] = set()
+        self._counted: defaultdict[tuple[str, str], list[int]] = defaultdict(_nothing)
+        """Groups and trajectories that came to a state and consumer, less those that went."""
         self._events: list[tuple[int, int, str, str | None, float]] = []
         self._num_changes = 0
 
     def tally(self, state: RolloutState, consumer: str = ALL) -> tuple[int, int]:
         """Groups and trajectories in a state."""
-        groups, trajectories = self._tally(state, consumer)
-        return groups, trajectories
+        row = self.db.execute(
+            "SELECT num_groups, trajectories FROM tallies WHERE state = ? AND consumer = ?",
+            (state, consumer),
+        ).fetchone()
+        groups, trajectories = row or (0, 0)
+        more_groups, more = self._counted.get((state, consumer), (0, 0))
+        return groups + more_groups, trajectories + more
 
     def trajectories(self, consumer: str = ALL) -> dict[RolloutState, int]:
         """Trajectories by state."""
-        return {state: self._tally(state, consumer)[1] for state in STATES}
+        return {state: self.tally(state, consumer)[1] for state in STATES}
 
     def log(self, seq: int, number: int, event: EventName, detail: str | None = None) -> None:
         """Append to the log of one rollout; `number` counts its events from 1."""
@@ -59,10 +66,9 @@ class Transaction:
             if state is None:
                 continue
             for name in (consumer, ALL):
-                tally = self._tally(state, name)
-                tally[0] += sign
-                tally[1] += sign * size
-                self._counted.add((state, name))
+                counted = self._counted[(state, name)]
+                counted[0] += sign
+                counted[1] += sign * size
 
     def touch(self) -> None:
         """Something changed that is no transition."""
@@ -71,14 +77,14 @@ class Transaction:
     @contextmanager
     def savepoint(self) -> Iterator[None]:
         """Take back what is done within, if it raises."""
-        tallies = {key: list(tally) for key, tally in self._tallies.items()}
-        counted, events, num_changes = set(self._counted), list(self._events), self._num_changes
+        counted = {key: list(counts) for key, counts in self._counted.items()}
+        events, num_changes = list(self._events), self._num_changes
         self.db.execute("SAVEPOINT one")
         try:
             yield
         except BaseException:
-            self._tallies, self._counted, self._events = tallies, counted, events
-            self._num_changes = num_changes
+            self._counted = defaultdict(_nothing, counted)
+            self._events, self._num_changes = events, num_changes
             self.db.execute("ROLLBACK TO one")
             raise
         finally:
@@ -89,16 +95,16 @@ class Transaction:
         if not self._num_changes:
             return
         self.db.executemany("INSERT INTO events VALUES (?, ?, ?, ?, ?)", self._events)
-        self.db.executemany(SET_TALLY, [(*key, *self._tallies[key]) for key in self._counted])
+        self.db.executemany(COUNT, [(*key, *counts) for key, counts in self._counted.items()])
         self.db.execute(GROW, (REVISION, self._num_changes))
-        self._events, self._counted, self._num_changes = [], set(), 0
+        self._counted.clear()
+        self._events, self._num_changes = [], 0
 
-    def _tally(self, state: str, consumer: str) -> list[int]:
-        known = self._tallies.get((state, consumer))
-        if known is None:
-            row = self.db.execute(
-                "SELECT num_groups, trajectories FROM tallies WHERE state = ? AND consumer = ?",
-                (state, consumer),
-            ).fetchone()
-            known = self._tallies[(state, consumer)] = list(row or (0, 0))
-        return known
+    def flush_tallies(self, state: RolloutState) -> None:
+        """`flush`, if the tallies of a state are not written yet."""
+        if any(counted == state for counted, _ in self._counted):
+            self.flush()
+
+
+def _nothing() -> list[int]:
+    return [0, 0]
