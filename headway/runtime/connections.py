@@ -52,7 +52,7 @@ class Answer:
 
 
 class Connections:
-    """Kept by address; used on one event loop."""
+    """Kept by address; made and used on one event loop."""
 
     def __init__(
         self,
@@ -73,6 +73,7 @@ class Connections:
         fields = {"content-type": "application/json", **headers}
         self._fields = "".join(f"{name}: {value}\r\n" for name, value in fields.items()).encode()
         self._room = asyncio.Semaphore(max_connections)
+        self._loop = asyncio.get_running_loop()
         self._connect_timeout_s = connect_timeout_s
         self._keep_alive_s = keep_alive_s
         self._idle: defaultdict[_Address, list[_Connection]] = defaultdict(list)
@@ -106,6 +107,12 @@ class Connections:
                 self._used.discard(connection)
                 self._keep(place.address, connection)
 
+    def cut(self, url: str, reason: str) -> None:
+        """Give up what is asked of the service at this URL: those calls raise `BrokenOff` now."""
+        address = _read(url).address
+        for connection in [one for one in self._used if one.address == address]:
+            connection.give_up(reason)
+
     async def aclose(self) -> None:
         """Close every connection; requests in flight fail."""
         if self._sweeper is not None:
@@ -125,12 +132,14 @@ class Connections:
         return None
 
     async def _connect(self, address: _Address) -> _Connection:
-        loop = asyncio.get_running_loop()
         context = self._context if address.is_encrypted else None
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await loop.create_connection(
-                    _Connection, address.host, address.port, ssl=context
+                _, connection = await self._loop.create_connection(
+                    lambda: _Connection(address, self._loop),
+                    address.host,
+                    address.port,
+                    ssl=context,
                 )
         except TimeoutError as error:
             raise NotConnected(f"no connection within {self._connect_timeout_s:g} s") from error
@@ -142,17 +151,15 @@ class Connections:
         if not connection.is_ready:
             connection.close()
             return
-        loop = asyncio.get_running_loop()
-        connection.used_at = loop.time()
+        connection.used_at = self._loop.time()
         self._idle[address].append(connection)
         if self._sweeper is None:
-            self._sweeper = loop.call_later(self._keep_alive_s, self._sweep)
+            self._sweeper = self._loop.call_later(self._keep_alive_s, self._sweep)
 
     def _sweep(self) -> None:
         """Close what was not used for long."""
         self._sweeper = None
-        loop = asyncio.get_running_loop()
-        since = loop.time() - self._keep_alive_s
+        since = self._loop.time() - self._keep_alive_s
         for address, kept in list(self._idle.items()):
             fresh = [one for one in kept if one.is_ready and one.used_at > since]
             for connection in set(kept).difference(fresh):
@@ -162,7 +169,7 @@ class Connections:
             else:
                 del self._idle[address]
         if self._idle:
-            self._sweeper = loop.call_later(self._keep_alive_s, self._sweep)
+            self._sweeper = self._loop.call_later(self._keep_alive_s, self._sweep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +205,9 @@ class _Connection(asyncio.Protocol):
 
     used_at = 0.0
 
-    def __init__(self) -> None:
+    def __init__(self, address: _Address, loop: asyncio.AbstractEventLoop) -> None:
+        self.address = address
+        self._loop = loop
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._answer: asyncio.Future[Answer] | None = None
@@ -214,9 +223,14 @@ class _Connection(asyncio.Protocol):
     def ask(self, request: bytes) -> asyncio.Future[Answer]:
         """Send a request while `is_ready`; await the answer."""
         assert self._transport is not None
-        self._answer = answer = asyncio.get_running_loop().create_future()
+        self._answer = answer = self._loop.create_future()
         self._transport.write(request)
         return answer
+
+    def give_up(self, reason: str) -> None:
+        """Close it, and tell who waits for an answer why."""
+        self._fail(BrokenOff(reason))
+        self.close()
 
     def close(self) -> None:
         """Who still waits for an answer is told that it broke off."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
 
 from headway.contracts.errors import BackendError, ErrorBody, NotFound, ServiceError
 from headway.contracts.http import paths
@@ -23,20 +24,30 @@ _KINDS: Mapping[int, type[ServiceError]] = {
 
 
 async def post_generate(
-    connections: Connections, url: str, req: LLMRequest, timeout_s: float | None = None
+    connections: Connections,
+    url: str,
+    req: LLMRequest,
+    timeout_s: float | None = None,
+    rid: str | None = None,
 ) -> LLMResponse:
     """One generation on one server.
 
+    Args:
+        rid: the id that the server knows the request by, if it is not the request's own.
     Raises:
         BackendError: the server did not answer, or answered with something else than a response.
         ServiceError: whatever the server raised.
     """
     target = url + paths.GENERATE
-    content = await _post(connections, target, req, timeout_s)
+    # Neither is copied, which would take as long as writing the one and reading the other.
+    body = to_json(req if rid is None else {**vars(req), "rid": rid})
+    content = await _post(connections, target, body, timeout_s)
     try:
-        return LLMResponse.model_validate_json(content)
+        response = LLMResponse.model_validate_json(content)
     except ValidationError as error:
         raise BackendError(f"{target} answered with no generation: {error}") from error
+    vars(response)["rid"] = req.rid  # frozen for all who will see it; nobody has yet
+    return response
 
 
 async def post_order(
@@ -48,13 +59,13 @@ async def post_order(
         BackendError: no answer within `timeout_s`, or none at all.
         ServiceError: whatever the server raised.
     """
-    return await _post(connections, target, body, timeout_s)
+    return await _post(connections, target, to_json(body), timeout_s)
 
 
 async def _post(
-    connections: Connections, target: str, body: BaseModel, timeout_s: float | None
+    connections: Connections, target: str, body: bytes, timeout_s: float | None
 ) -> bytes:
-    post = connections.post(target, body.model_dump_json().encode())
+    post = connections.post(target, body)
     try:
         answer = await (post if timeout_s is None else asyncio.wait_for(post, timeout_s))
     except TimeoutError as error:

@@ -18,7 +18,7 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from itertools import count
 
@@ -89,7 +89,7 @@ class Dispatch:
                     raise
             else:
                 if response is not None:
-                    return response.model_copy(update={"rid": req.rid})
+                    return response
 
     async def _play(self, member: Member, req: LLMRequest) -> LLMResponse | None:
         """On this server, and on a second one if it takes long; None if it refused."""
@@ -116,7 +116,7 @@ class Dispatch:
         load = load_of(req)
         member.outstanding_tokens += load
         try:
-            response = await self._members.generate(member, req.model_copy(update={"rid": rid}))
+            response = await self._members.generate(member, req, rid)
             self._members.note_room(member)
             return response
         except Draining:
@@ -140,9 +140,8 @@ class Dispatch:
             if not ready:
                 gconfig, limits = req.gconfig, self._members.context_limits()
                 check_context(len(req.input_ids), gconfig.max_new_tokens, limits.largest)
-            free = {member.name: member for member in ready if member.is_free(now)}
-            if free:
-                return free[self._route(req, free.values())]
+            if free := [member for member in ready if member.is_free(now)]:
+                return self._route(req, free)
             if now >= deadline:
                 known = {status.server_id: status.state for status in self._members.statuses()}
                 raise BackendError(
@@ -172,11 +171,12 @@ class Dispatch:
         there = self._members.at(req.version)
         return [one for one in there if one.state == "reserved"] or there
 
-    def _route(self, req: LLMRequest, free: Collection[Member]) -> str:
+    def _route(self, req: LLMRequest, free: Sequence[Member]) -> Member:
         if self._routed != self._book.committed:
             self._routed = self._book.committed
             self._router.forget()  # what was computed with other weights is of no use
-        return self._router.choose(req, _lanes(free))
+        name = self._router.choose(req, _lanes(free))
+        return next(member for member in free if member.name == name)
 
     def _second(self, req: LLMRequest, first: Member) -> Member | None:
         """The least loaded of the other servers."""

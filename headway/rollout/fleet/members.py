@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -65,8 +65,6 @@ class Member:
     busy_until: float = 0.0
     """It has no room before this moment (monotonic clock)."""
     outstanding_tokens: int = 0
-    calls: set[asyncio.Timeout] = field(default_factory=set)
-    """What is asked of it now; a call whose time is over was lost with it."""
     num_deviations: int = 0
     """Reports of another version than the committed one, in a row."""
     deviates_from: WeightRecord | None = None
@@ -296,11 +294,12 @@ class Members:
             member.busy_until = 0.0
             self.arrival.notify()
 
-    async def generate(self, member: Member, req: LLMRequest) -> LLMResponse:
+    async def generate(self, member: Member, req: LLMRequest, rid: str) -> LLMResponse:
         """See `post_generate`; how it ends tells of the server's health."""
         is_trial = member.health.begin()
         try:
-            response = await self._call(member, post_generate(self._http, member.report.url, req))
+            call = post_generate(self._http, member.report.url, req, rid=rid)
+            response = await self._call(member, call)
         except ServiceError as error:
             self._blame(member, error, is_trial)
             raise
@@ -332,14 +331,7 @@ class Members:
     async def _call(self, member: Member, work: Coroutine[Any, Any, T]) -> T:
         """Await an answer, for as long as the server is not lost."""
         try:
-            async with asyncio.timeout(None) as until_lost:
-                member.calls.add(until_lost)
-                try:
-                    return await work
-                finally:
-                    member.calls.discard(until_lost)
-        except TimeoutError:
-            raise BackendError(f"server {member.name} was lost") from None
+            return await work
         except Draining:
             self.drain(member)
             raise
@@ -383,8 +375,8 @@ class Members:
         log.log(level, "server lost", extra={"server": member.name, "reason": reason})
         member.state = "lost"
         member.lost_at = time.monotonic()
-        for call in member.calls:
-            call.reschedule(0.0)
+        if self._connections is not None:
+            self._connections.cut(member.report.url, f"server {member.name} was lost")
 
     async def _watch_leases(self) -> None:
         while True:

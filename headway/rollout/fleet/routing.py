@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from headway.contracts.types import LLMRequest
 
@@ -22,8 +22,7 @@ MAX_HOMES = 16384
 """Groups and sessions remembered; the one that was of no use for longest is forgotten."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lane:
+class Lane(NamedTuple):
     """A server as the router sees it."""
 
     outstanding: int

@@ -295,3 +295,24 @@ async def test_closing_ends_what_is_under_way():
         await connections.aclose()
         with breaks_off():
             await call
+
+
+async def test_what_is_asked_of_one_service_is_cut_and_no_other():
+    heard = asyncio.Semaphore(0)
+
+    async def silent(peer: Peer) -> None:
+        await peer.hear()
+        heard.release()
+        await peer.until_gone()
+
+    async with opened(silent) as (lost, connections), opened(silent) as (other, _):
+        calls = [asyncio.create_task(connections.post(lost.url, b"{}")) for _ in range(3)]
+        stays = asyncio.create_task(connections.post(other.url, b"{}"))
+        for _ in range(4):
+            await heard.acquire()
+        connections.cut(f"{lost.url}/any/path", "it was lost")
+        for call in calls:
+            with pytest.raises(BrokenOff, match="it was lost"):
+                await call
+        assert not stays.done()
+        stays.cancel()
