@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import httpx
 from pydantic import BaseModel
+from pydantic_core import to_json
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
 from tenacity.stop import stop_base
 
@@ -75,7 +75,8 @@ from headway.contracts.types import (
     TrajectoryBatch,
     WeightUpdateMeta,
 )
-from headway.runtime.connections import Connections
+from headway.runtime.blocking import BlockingConnections, Patience
+from headway.runtime.connections import Answer, Connections
 from headway.runtime.secret import authorization
 from headway.runtime.server_calls import error_of, post_generate
 from headway.runtime.tls import client_context
@@ -83,7 +84,6 @@ from headway.runtime.tls import client_context
 POLL_S = 20.0
 MAX_CONNECTIONS = 100
 KEEP_ALIVE_S = 15.0
-"""Of what `agenerate` opens."""
 SUBMIT_CHUNK = 256
 SCORE_CHUNK = 64
 """Answers of one request: what has to be judged again when it breaks off."""
@@ -112,7 +112,7 @@ class RemoteInferenceEngine:
         self._connect_timeout_s = connect_timeout_s
         self._request_timeout_s = request_timeout_s
         self._headers = authorization(token)
-        self._client = httpx.Client(headers=self._headers, verify=client_context())
+        self._calls = BlockingConnections(client_context(), self._headers, KEEP_ALIVE_S)
         self._updates = ThreadPoolExecutor(1, thread_name_prefix="weight-update")
         self._connections: Connections | None = None
         self._consumer = DEFAULT_CONSUMER
@@ -287,7 +287,7 @@ class RemoteInferenceEngine:
             version=version,
         )
         answer = self._call("POST", paths.ROLLOUTS_WAIT, request)
-        if answer.status_code != 200:
+        if answer.status != 200:
             return None
         return TrajectoryBatch(decode_groups(answer.content))
 
@@ -341,7 +341,7 @@ class RemoteInferenceEngine:
     def destroy(self) -> None:
         """Close the connections; those of `agenerate` are closed by `aclose` on its own loop."""
         self._updates.shutdown(wait=True)
-        self._client.close()
+        self._calls.close()
 
     async def aclose(self) -> None:
         """Close what `agenerate` opened."""
@@ -373,17 +373,17 @@ class RemoteInferenceEngine:
                 term=self._term,
             )
             answer = self._call("POST", paths.ROLLOUTS_WAIT, request)
-            if answer.status_code == 200:
+            if answer.status == 200:
                 return TrajectoryBatch(decode_groups(answer.content))
             if time.monotonic() >= deadline:
-                ready = answer.headers.get(paths.READY_HEADER, "0")
+                ready = answer.headers.get(paths.READY_HEADER.lower().encode(), b"0")
                 raise WaitTimeout(
-                    f"{ready} of {count} prompt groups were ready after {timeout:g} s"
+                    f"{ready.decode()} of {count} prompt groups were ready after {timeout:g} s"
                 )
 
     def _call(
         self, method: str, path: str, body: BaseModel | None = None, deadline: float | None = None
-    ) -> httpx.Response:
+    ) -> Answer:
         retrying = Retrying(
             retry=retry_if_exception(_is_retryable),
             wait=wait_random_exponential(multiplier=0.1, max=2.0),
@@ -392,7 +392,7 @@ class RemoteInferenceEngine:
         )
         try:
             return retrying(self._call_once, method, path, body, deadline)
-        except httpx.TransportError as error:
+        except OSError as error:
             seen = f"({type(error).__name__}: {error})"
             if deadline is not None and time.monotonic() >= deadline:
                 raise BackendError(f"{self._url}{path} did not answer in time {seen}") from error
@@ -403,30 +403,23 @@ class RemoteInferenceEngine:
 
     def _call_once(
         self, method: str, path: str, body: BaseModel | None, deadline: float | None
-    ) -> httpx.Response:
-        content = None if body is None else body.model_dump_json()
-        headers = {} if body is None else {"content-type": "application/json"}
+    ) -> Answer:
+        content = None if body is None else to_json(body)
         try:
-            answer = self._client.request(
-                method,
-                self._url + path,
-                content=content,
-                headers=headers,
-                timeout=self._patience(deadline),
-            )
-        except httpx.TransportError:
+            answer = self._calls.ask(method, self._url + path, content, self._patience(deadline))
+        except OSError:
             self._urls.rotate(-1)
             raise
-        if answer.is_error:
-            raise error_of(answer.status_code, answer.content, f"{self._url}{path}")
+        if answer.status >= 400:
+            raise error_of(answer.status, answer.content, f"{self._url}{path}")
         return answer
 
-    def _patience(self, deadline: float | None) -> httpx.Timeout:
+    def _patience(self, deadline: float | None) -> Patience:
         """Of one attempt; the last one before a deadline is not waited for beyond it."""
         left = self._request_timeout_s
         if deadline is not None:
             left = min(left, max(SHORTEST_S, deadline - time.monotonic()))
-        return httpx.Timeout(left, connect=min(left, CONNECT_S))
+        return Patience(connect_s=min(left, CONNECT_S), silent_s=left)
 
 
 def settle_score(
@@ -486,6 +479,4 @@ class _Outage(stop_base):
 
 
 def _is_retryable(error: BaseException) -> bool:
-    return isinstance(error, httpx.TransportError) or (
-        isinstance(error, ServiceError) and error.retryable
-    )
+    return isinstance(error, OSError) or (isinstance(error, ServiceError) and error.retryable)

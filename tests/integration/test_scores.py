@@ -28,6 +28,8 @@ from headway.contracts.http import paths
 from headway.contracts.http.rewards import MAX_ANSWERS, AnswerToScore, ScoreRequest
 from headway.launch.launchers.local import LocalRun
 from headway.runtime import inference_client
+from headway.runtime.blocking import Patience
+from headway.runtime.connections import Answer
 from headway.runtime.inference_client import SCORE_CHUNK, RemoteInferenceEngine
 from tests.integration.conftest import eventually, run_config
 
@@ -237,13 +239,13 @@ def test_the_client_cuts_a_batch_and_keeps_its_order(
     client: RemoteInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    call = client._client.request
+    ask = client._calls.ask
 
-    def counted(*args: Any, **options: Any) -> httpx.Response:
-        sizes.append(len(ScoreRequest.model_validate_json(options["content"]).answers))
-        return call(*args, **options)
+    def counted(method: str, url: str, body: bytes, patience: Patience) -> Answer:
+        sizes.append(len(ScoreRequest.model_validate_json(body).answers))
+        return ask(method, url, body, patience)
 
-    monkeypatch.setattr(client._client, "request", counted)
+    monkeypatch.setattr(client._calls, "ask", counted)
     answers = [given(str(number % 5), answer=str(number % 3)) for number in range(150)]
     results = client.score(PartConfig(name="exact"), answers)
     assert [r.score for r in results] == [float(n % 5 == n % 3) for n in range(150)]

@@ -9,6 +9,7 @@ import socket
 import tempfile
 from pathlib import Path
 
+import httpx
 import pytest
 import uvicorn
 from ledger_suite import RedisServer
@@ -116,11 +117,10 @@ async def test_refusals_come_back_as_they_are(url: str):
 
 async def test_the_bound_on_what_is_in_play_is_told_as_it_moves(played):
     url, fleet, generation = played
-    client = RemoteInferenceEngine(url)
     most = ExecutorConfig().max_concurrent
 
     def limit() -> float:
-        page = client._call("GET", "/metrics").text
+        page = httpx.get(f"{url}/metrics").text
         return float(page.partition("\nheadway_fleet_limit_trajectories ")[2].partition("\n")[0])
 
     assert await asyncio.to_thread(limit) == most
@@ -129,14 +129,11 @@ async def test_the_bound_on_what_is_in_play_is_told_as_it_moves(played):
             fleet.report(generation.report().model_copy(update={"preemptions": preemptions}))
             if await asyncio.to_thread(limit) < most:
                 break
-    client.destroy()
 
 
 async def test_publications_are_measured(url: str):
-    client = RemoteInferenceEngine(url)
-    page = (await asyncio.to_thread(client._call, "GET", "/metrics")).text
+    page = (await asyncio.to_thread(httpx.get, f"{url}/metrics")).text
     assert 'headway_weight_publications_total{outcome="committed"} 2.0' in page
     assert "headway_weight_commit_seconds_count 2.0" in page
     assert "headway_weight_head_version 2.0" in page
     assert "headway_weight_publishing 0.0" in page
-    client.destroy()
