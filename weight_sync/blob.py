@@ -33,18 +33,26 @@ class Blob:
 
     name: str
     pieces: list[memoryview]
-    drafts: list[TensorEntry]
-    """One per tensor; those of codec `raw` without their checksum."""
-    places: list[int]
-    """Piece of each draft."""
+    tensors: Sequence[tuple[str, torch.Tensor, Encoded]]
+    places: list[tuple[int, int]]
+    """Of each tensor: its piece, and where that begins."""
 
     def entries(self, checksums: Sequence[str]) -> list[TensorEntry]:
-        """The entries, once the pieces were written and have their checksums."""
+        """What the manifest says, once the pieces were written and have their checksums."""
         return [
-            draft.model_copy(update={"checksum": checksums[place]})
-            if draft.codec == "raw"
-            else draft
-            for draft, place in zip(self.drafts, self.places, strict=True)
+            TensorEntry(
+                name=name,
+                shape=tuple(tensor.shape),
+                dtype=dtype_name(tensor.dtype),
+                checksum=checksums[piece] if encoded.codec == "raw" else encoded.checksum,
+                blob=self.name,
+                offset=offset,
+                size=encoded.payload.nbytes,
+                codec=encoded.codec,
+            )
+            for (name, tensor, encoded), (piece, offset) in zip(
+                self.tensors, self.places, strict=True
+            )
         ]
 
 
@@ -95,26 +103,14 @@ def _blob(
     pads: bool,
 ) -> Blob:
     offset = sum(piece.nbytes for piece in pieces)
-    drafts, places = [], []
-    for tensor_name, tensor, encoded in tensors:
+    places = []
+    for _, _, encoded in tensors:
         payload = bytes_of(encoded.payload)
-        drafts.append(
-            TensorEntry(
-                name=tensor_name,
-                shape=tuple(tensor.shape),
-                dtype=dtype_name(tensor.dtype),
-                checksum=encoded.checksum,
-                blob=name,
-                offset=offset,
-                size=payload.nbytes,
-                codec=encoded.codec,
-            )
-        )
         padding = -payload.nbytes % ALIGNMENT if pads else 0
-        places.append(len(pieces))
+        places.append((len(pieces), offset))
         pieces += [payload, memoryview(bytes(padding))] if padding else [payload]
         offset += payload.nbytes + padding
-    return Blob(name, pieces, drafts, places)
+    return Blob(name, pieces, tensors, places)
 
 
 def by_blob(manifest: Manifest) -> dict[str, list[TensorEntry]]:
