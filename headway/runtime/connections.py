@@ -109,7 +109,10 @@ class Connections:
 
     def cut(self, url: str, reason: str) -> None:
         """Give up what is asked of the service at this URL: those calls raise `BrokenOff` now."""
-        address = _read(url).address
+        try:
+            address = _read(url).address
+        except ValueError:  # nothing was ever connected to what is no URL
+            return
         for connection in [one for one in self._used if one.address == address]:
             connection.give_up(reason)
 

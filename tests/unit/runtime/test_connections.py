@@ -310,6 +310,7 @@ async def test_what_is_asked_of_one_service_is_cut_and_no_other():
         stays = asyncio.create_task(connections.post(other.url, b"{}"))
         for _ in range(4):
             await heard.acquire()
+        connections.cut("http://[::1", "it never was")
         connections.cut(f"{lost.url}/any/path", "it was lost")
         for call in calls:
             with pytest.raises(BrokenOff, match="it was lost"):
