@@ -8,6 +8,7 @@ proxies, and answers that only the end of their connection ends.
 from __future__ import annotations
 
 import select
+import socket
 import ssl
 import threading
 import time
@@ -54,10 +55,14 @@ class BlockingConnections:
             NotConnected: nothing was sent.
             BrokenOff, NoAnswer, OSError: it may have been heard.
         """
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise NotConnected(f"this is no URL: {error}") from error
         target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
         service = f"{parts.scheme}://{parts.netloc}"
         connection = self._take(service) or self._connect(service, patience.connect_s)
+        is_whole = False
         try:
             connection.sock.settimeout(patience.silent_s)
             connection.request(method, target, body, self._headers)
@@ -65,11 +70,22 @@ class BlockingConnections:
             if answer.length is None and not answer.chunked:
                 raise IncompleteRead(b"")  # of a head, or only its end would tell that it is whole
             content = answer.read()
-        except BaseException as error:
-            self._close(connection)
-            raise _told(error, patience.silent_s) from error
+            is_whole = True
+        except TimeoutError as error:
+            raise TimeoutError(f"no answer within {patience.silent_s:g} s") from error
+        except (ConnectionError, IncompleteRead) as error:
+            why = f"the connection ended before the answer did ({error})"
+            raise BrokenOff(why) from error
+        except HTTPException as error:
+            raise NoAnswer(f"what came back is not HTTP: {error!r}") from error
+        finally:
+            if not is_whole:
+                self._close(connection)
         self._keep(service, connection)
-        headers = {name.lower().encode(): value.encode() for name, value in answer.getheaders()}
+        headers = {
+            name.lower().encode("latin-1"): value.encode("latin-1")
+            for name, value in answer.getheaders()
+        }
         return Answer(answer.status, headers, content)
 
     def close(self) -> None:
@@ -99,20 +115,25 @@ class BlockingConnections:
 
     def _connect(self, service: str, timeout_s: float) -> HTTPConnection:
         try:
-            connection = self._opened(urlsplit(service).scheme, urlsplit(service).netloc, timeout_s)
-            connection.connect()
-        except (OSError, HTTPException, ValueError) as error:
-            raise NotConnected(f"{type(error).__name__}: {error}") from error
+            connection = self._made(service, timeout_s)
+        except (HTTPException, ValueError) as error:
+            raise NotConnected(f"{service} is no URL of a service: {error}") from error
         with self._lock:
             self._open.add(connection)
+        try:
+            connection.connect()
+        except (OSError, HTTPException, ValueError) as error:
+            self._close(connection)
+            raise NotConnected(f"{type(error).__name__}: {error}") from error
         return connection
 
-    def _opened(self, scheme: str, address: str, timeout_s: float) -> HTTPConnection:
-        if scheme == "https":
-            return HTTPSConnection(address, timeout=timeout_s, context=self._context)
-        if scheme == "http" and address:
-            return HTTPConnection(address, timeout=timeout_s)
-        raise ValueError(f"{scheme}://{address} is no URL of a service; http://HOST:PORT is wanted")
+    def _made(self, service: str, timeout_s: float) -> HTTPConnection:
+        parts = urlsplit(service)
+        if parts.scheme == "https" and parts.netloc:
+            return HTTPSConnection(parts.netloc, timeout=timeout_s, context=self._context)
+        if parts.scheme == "http" and parts.netloc:
+            return HTTPConnection(parts.netloc, timeout=timeout_s)
+        raise ValueError("http://HOST:PORT is wanted")
 
     def _close(self, connection: HTTPConnection) -> None:
         connection.close()
@@ -120,19 +141,8 @@ class BlockingConnections:
             self._open.discard(connection)
 
 
-def _is_readable(sock: ssl.SSLSocket | object) -> bool:
+def _is_readable(sock: socket.socket) -> bool:
     """What can be read while nothing was asked is the end of a connection, or nobody's answer."""
     poll = select.poll()
-    poll.register(sock, select.POLLIN)  # type: ignore[arg-type]
+    poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))
-
-
-def _told(error: BaseException, silent_s: float) -> BaseException:
-    """The error as `Connections` would raise it."""
-    if isinstance(error, TimeoutError):
-        return TimeoutError(f"no answer within {silent_s:g} s")
-    if isinstance(error, ConnectionError | IncompleteRead):
-        return BrokenOff(f"the connection ended before the answer did ({error})")
-    if isinstance(error, HTTPException):
-        return NoAnswer(f"what came back is not HTTP: {error!r}")
-    return error
