@@ -7,9 +7,9 @@ import time
 
 from headway.contracts.errors import SyncError
 
-POLL_S = (0.0003, 0.005)
+POLL_S = (0.001, 0.005)
 """Between looks: a share of the silence so far, between these."""
-POLL_SHARE = 0.05
+POLL_SHARE = 0.1
 
 
 class Patience:
