@@ -294,6 +294,12 @@ class Members:
             member.busy_until = 0.0
             self.arrival.notify()
 
+    def note_version(self, member: Member, version: PolicyVersion, digest: str | None) -> None:
+        """It answered what it serves: newer than what another gateway still tells of it."""
+        serving = {"version": version, "digest": digest}
+        member.report = member.report.model_copy(update=serving)
+        member.last_seen = time.monotonic()
+
     async def generate(self, member: Member, req: LLMRequest, rid: str) -> LLMResponse:
         """See `post_generate`; how it ends tells of the server's health."""
         is_trial = member.health.begin()

@@ -107,8 +107,7 @@ class WeightOrders:
         timeout_s = self._config.commit_timeout_s
         content = await self._members.order(member, WEIGHTS_COMMIT, order, timeout_s)
         answer = _parsed(WeightUpdateResponse, content)
-        serving = {"version": answer.version, "digest": answer.digest}
-        member.report = member.report.model_copy(update=serving)
+        self._members.note_version(member, answer.version, answer.digest)
         if answer.version != record.version:
             raise SyncError(
                 f"it serves version {answer.version} after a commit of {record.version}"

@@ -336,3 +336,12 @@ async def test_a_server_that_is_reserved_through_one_stays_for_all(store: Store,
         await other.fleet.end_reservation("e")
         await until_all(one, other, {"a": "ready", "b": "ready"})
         assert {server.version for gateway in (one, other) for server in gateway.servers} == {2}
+
+
+async def test_what_a_server_answered_is_not_undone_by_what_it_had_told_another(store: Store):
+    async with two(store) as (one, other):
+        before = other.servers[0].report()
+        await one.fleet.update_weights(update(1))
+        member = one.fleet._members.find("b")
+        assert one.fleet._members.overhear(before, age_s=1.0) is None
+        assert member.report.version == 1
