@@ -8,7 +8,6 @@ Schema 1 had no verdicts, details, turns and branches; it is read still.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from struct import pack
@@ -25,6 +24,7 @@ from headway.contracts.errors import DataError
 from headway.contracts.types import StopReason, Trajectory, TrajectoryGroup, Turn, Verdict
 
 SCHEMA_VERSION = 2
+MAX_REWARD = float(np.finfo(np.float32).max)
 MEDIA_TYPE = "application/vnd.headway.trajectories+safetensors"
 
 _TOKEN_COLUMNS: dict[str, np.dtype[Any]] = {
@@ -228,9 +228,9 @@ def _check_row(row: Trajectory) -> None:
             raise DataError(
                 f"trajectory {row.trajectory_id} has {name} of {column.dtype}; {wanted} is wanted"
             )
-    if not (np.isfinite(row.logprobs).all() and math.isfinite(row.reward)):
+    if not (np.isfinite(row.logprobs).all() and abs(row.reward) <= MAX_REWARD):
         raise DataError(
-            f"trajectory {row.trajectory_id} holds a logprob or reward that is not finite "
+            f"trajectory {row.trajectory_id} holds a logprob or reward that is not finite as float32 "
             f"(reward={row.reward}, versions {set(row.versions.tolist())})"
         )
 

@@ -124,7 +124,7 @@ def test_a_logprob_that_is_not_finite_is_refused(bad):
         encode_groups([TrajectoryGroup("r7", "g", (row,))])
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1e39])
 def test_a_reward_that_is_not_finite_is_refused(bad):
     row = make_trajectory("r7", 3, reward=bad)
     with pytest.raises(DataError, match="not finite"):
