@@ -58,7 +58,7 @@ class Blob:
 
 def plain(tensor: torch.Tensor) -> Encoded:
     """A tensor as it is; its checksum comes when it is written."""
-    return Encoded("raw", tensor.detach().contiguous().view(-1).view(torch.uint8), NO_CHECKSUM)
+    return Encoded("raw", tensor, NO_CHECKSUM)
 
 
 def make_blob(number: int, tensors: Sequence[tuple[str, torch.Tensor, Encoded]]) -> Blob:

@@ -63,7 +63,7 @@ class Encoded:
 
     codec: Codec
     payload: torch.Tensor
-    """[size] uint8 on CPU; of `raw` it is the tensor's own memory."""
+    """On CPU; its bytes are stored. [size] uint8, or of `raw` the tensor itself."""
     checksum: str
     """Of the values that a receiver ends up with."""
 
@@ -131,18 +131,24 @@ def decode(entry: TensorEntry, payload: torch.Tensor, base: torch.Tensor | None)
         SyncError: the payload or the base does not fit the entry, or the payload is damaged.
     """
     dtype = torch_dtype(entry.dtype)
-    if math.prod(max(1, dim) for dim in entry.shape) * dtype.itemsize >= 1 << 63:
+    num_bytes = math.prod(entry.shape) * dtype.itemsize
+    if num_bytes >= 1 << 63 or (num_bytes == 0 and not _is_possible(entry.shape, dtype)):
         raise SyncError(f"{entry.name} has an impossible shape: {entry.shape}")
     if payload.dtype != torch.uint8 or payload.shape != (entry.size,):
         raise SyncError(
             f"{entry.name} came as {tuple(payload.shape)} {payload.dtype}, should be {entry.size} bytes"
         )
     if entry.codec == "raw":
-        _check_size(entry, math.prod(entry.shape) * dtype.itemsize)
-        return _viewed(payload, dtype).reshape(entry.shape)
+        _check_size(entry, num_bytes)
+        return _viewed(payload, dtype).view(entry.shape)
     if entry.codec in CODES:
         return _decode_quantized(entry, payload, dtype)
     return _decode_delta(entry, payload, _fitting(entry, base, dtype))
+
+
+def _is_possible(shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether a tensor without elements may have this shape."""
+    return math.prod(max(1, dim) for dim in shape) * dtype.itemsize < 1 << 63
 
 
 def _decode_quantized(

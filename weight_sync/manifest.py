@@ -41,6 +41,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorEntry(Config):
@@ -164,8 +165,12 @@ def part_name(number: int) -> str:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, not copied; valid as long as the tensor is."""
-    flat = tensor.detach().contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+    flat = tensor.detach().contiguous()
+    if flat.ndim != 1:
+        flat = flat.view(-1)
+    if flat.dtype != torch.uint8 and flat.numel():
+        flat = flat.view(torch.uint8)
+    return flat.numpy().data if flat.numel() else memoryview(b"")
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
@@ -179,10 +184,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     Raises:
         SyncError: a type that versions cannot hold.
     """
-    for name, known in DTYPES.items():
-        if known == dtype:
-            return name
-    raise SyncError(f"weights of type {dtype} cannot be published; known: {', '.join(DTYPES)}")
+    if dtype not in _NAMES:
+        raise SyncError(f"weights of type {dtype} cannot be published; known: {', '.join(DTYPES)}")
+    return _NAMES[dtype]
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
+from threading import Semaphore
 
 import torch
 
@@ -260,13 +262,19 @@ class _Writing:
     def run(self, ready: Iterator[Bucket], patience: Patience) -> Manifest:
         """Write all buckets, then the manifest."""
         writing: deque[Future[list[TensorEntry]]] = deque()
+        room = Semaphore(WRITERS + 1)  # one lies ready, so that no writer waits for it
         with ThreadPoolExecutor(WRITERS, thread_name_prefix="weights-write") as writers:
             try:
-                for number, bucket in enumerate(ready):
+                for number in count():
+                    room.acquire()
+                    bucket = next(ready, None)
+                    if bucket is None:
+                        break
                     _ = patience.left_s
-                    if len(writing) == WRITERS:
-                        self._entries += writing.popleft().result()
                     writing.append(writers.submit(self._write, number, bucket))
+                    writing[-1].add_done_callback(lambda _: room.release())
+                    while writing and writing[0].done():
+                        self._entries += writing.popleft().result()
                 while writing:
                     self._entries += writing.popleft().result()
             finally:

@@ -30,6 +30,7 @@ from weight_sync.store import StoredSource, version_name, write_checked
 
 LOCK_NAME = ".publisher.lock"
 FILE_SCHEME = "file://"
+_ANEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 
 class LocalStore:
@@ -51,22 +52,27 @@ class LocalStore:
         return [entry.name for entry in self.root.iterdir()]
 
     def text(self, version: PolicyVersion, name: str) -> bytes | None:
-        return _text(self.folder(version) / name)
+        return _text(f"{self.folder(version)}/{name}")
 
     def write_text(self, version: PolicyVersion, name: str, text: str) -> None:
-        folder = self.folder(version)
-        folder.mkdir(exist_ok=True)
+        folder = str(self.folder(version))
         is_final = self._is_durable and name == MANIFEST_NAME
-        temporary = folder / f".{name}"
-        with temporary.open("w") as file:
-            file.write(text)
-            file.flush()
+        temporary = f"{folder}/.{name}"
+        try:
+            descriptor = os.open(temporary, _ANEW, 0o644)
+        except FileNotFoundError:
+            os.mkdir(folder)
+            descriptor = os.open(temporary, _ANEW, 0o644)
+        try:
+            _write_whole(descriptor, memoryview(text.encode()))
             if is_final:
-                os.fsync(file.fileno())
-        temporary.rename(folder / name)
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.rename(temporary, f"{folder}/{name}")
         if is_final:
             _fsync(folder)
-            _fsync(self.root)
+            _fsync(str(self.root))
 
     def write_blob(
         self, version: PolicyVersion, name: str, pieces: Sequence[memoryview]
@@ -107,15 +113,15 @@ class LocalPlace:
     """`Place` in a directory. Bytes are copied: the file may go while its weights still serve."""
 
     def __init__(self, folder: Path, buffers: Buffers | None = None) -> None:
-        self._folder = folder
+        self._path = str(folder)
         self._buffers = buffers or Buffers()
         self._files: dict[str, int] = {}
 
     def text(self, name: str) -> bytes | None:
         try:
-            return _text(self._folder / name)
+            return _text(f"{self._path}/{name}")
         except OSError as error:
-            raise SyncError(f"cannot read {self._folder / name}: {error}") from error
+            raise SyncError(f"cannot read {self._path}/{name}: {error}") from error
 
     def expect(self, entries: Sequence[TensorEntry]) -> None:
         """Each is read when it is asked for."""
@@ -123,18 +129,16 @@ class LocalPlace:
     def read(self, name: str, offset: int, size: int) -> torch.Tensor:
         try:
             if size > os.fstat(self._open(name)).st_size - offset:  # before memory is taken for it
-                raise SyncError(f"{self._folder / name} is torn: it ends before {offset + size}")
+                raise SyncError(f"{self._path}/{name} is torn: it ends before {offset + size}")
             buffer = self._buffers.take(size)
             view, done = bytes_of(buffer), 0
             while done < size:
                 count = os.preadv(self._open(name), [view[done:]], offset + done)
                 if count == 0:
-                    raise SyncError(
-                        f"{self._folder / name} is torn: it ends before {offset + size}"
-                    )
+                    raise SyncError(f"{self._path}/{name} is torn: it ends before {offset + size}")
                 done += count
         except OSError as error:
-            raise SyncError(f"{self._folder / name} is torn: {error}") from error
+            raise SyncError(f"{self._path}/{name} is torn: {error}") from error
         return buffer
 
     def close(self) -> None:
@@ -143,7 +147,7 @@ class LocalPlace:
 
     def _open(self, name: str) -> int:
         if name not in self._files:
-            self._files[name] = _open_no_link(str(self._folder / name), os.O_RDONLY)
+            self._files[name] = _open_no_link(f"{self._path}/{name}", os.O_RDONLY)
         return self._files[name]
 
 
@@ -287,10 +291,10 @@ def _lock(root: Path) -> IO[str]:
     return file
 
 
-def _text(path: Path) -> bytes | None:
+def _text(path: str) -> bytes | None:
     try:
-        with open(path, "rb", opener=_open_no_link) as file:
-            return file.read()
+        with open(path, "rb", buffering=0, opener=_open_no_link) as file:
+            return file.readall()
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -313,7 +317,7 @@ def _finish(descriptor: int, is_durable: bool) -> None:
         os.close(descriptor)
 
 
-def _fsync(folder: Path) -> None:
+def _fsync(folder: str) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -80,8 +80,7 @@ class RecyclingStore(LocalStore):
 
     def __init__(self, root: str, scheme: str = "") -> None:
         super().__init__(root, is_durable=False, scheme=scheme)
-        self._free = self.root / FREE_NAME
-        self._free.mkdir(exist_ok=True)
+        self._free = _FreeBlobs(self.root / FREE_NAME)
         self._mappings = Mappings(writes=True)
 
     def write_blob(
@@ -92,7 +91,7 @@ class RecyclingStore(LocalStore):
         if size == 0:  # nothing can be mapped
             path.touch()
             return write_checked(pieces, len)
-        descriptor = self._recycled(path, size)
+        descriptor = self._free.take(size, path)
         if descriptor is None:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         try:
@@ -112,7 +111,7 @@ class RecyclingStore(LocalStore):
             self._forget_free()
         for blob in blobs:
             with suppress(FileNotFoundError):
-                blob.rename(self._free / uuid.uuid4().hex)
+                self._free.add(blob)
         super().delete(version)
 
     def close(self) -> None:
@@ -128,26 +127,57 @@ class RecyclingStore(LocalStore):
             os.posix_fallocate(descriptor, 0, size)
 
     def _forget_free(self) -> None:
-        for surplus in self._free.iterdir():
-            surplus.unlink(missing_ok=True)
+        self._free.clear()
         self._mappings.prune()
 
-    def _recycled(self, path: Path, size: int) -> int | None:
-        """A retired blob of this size that nobody uses, at its new place."""
-        for candidate in self._free.iterdir():
-            try:
-                if candidate.stat().st_size != size:
+
+class _FreeBlobs:
+    """Retired blobs in a directory of their own, by size; any thread may take one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._of_size: dict[int, list[Path]] = {}
+        self._lock = threading.Lock()
+        folder.mkdir(exist_ok=True)
+        for blob in folder.iterdir():
+            self._of_size.setdefault(blob.stat().st_size, []).append(blob)
+
+    def add(self, blob: Path) -> None:
+        """Move a blob here; readers may go on reading it.
+
+        Raises:
+            FileNotFoundError: it is gone.
+        """
+        retired = blob.rename(self._folder / uuid.uuid4().hex)
+        with self._lock:
+            self._of_size.setdefault(retired.stat().st_size, []).append(retired)
+
+    def take(self, size: int, path: Path) -> int | None:
+        """Move a blob of this size that nobody reads to `path`; it is open, and locked.
+
+        Raises:
+            OSError: it cannot be moved there.
+        """
+        with self._lock:
+            fitting = self._of_size.get(size, [])
+            for index, blob in enumerate(fitting):
+                descriptor = os.open(blob, os.O_RDWR)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:  # in use
+                    os.close(descriptor)
                     continue
-                descriptor = os.open(candidate, os.O_RDWR)
-            except FileNotFoundError:
-                continue
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                candidate.rename(path)
+                del fitting[index]
+                blob.rename(path)
                 return descriptor
-            except (BlockingIOError, FileNotFoundError):  # in use, or taken by another thread
-                os.close(descriptor)
-        return None
+            return None
+
+    def clear(self) -> None:
+        """Delete all; readers may go on reading them."""
+        with self._lock:
+            self._of_size.clear()
+            for blob in self._folder.iterdir():
+                blob.unlink(missing_ok=True)
 
 
 class _Cursor:
