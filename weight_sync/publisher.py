@@ -273,6 +273,7 @@ class _Writing:
                     _ = patience.left_s
                     writing.append(writers.submit(self._write, number, bucket))
                     writing[-1].add_done_callback(lambda _: room.release())
+                    del bucket  # as soon as it was written it may be freed
                     while writing and writing[0].done():
                         self._entries += writing.popleft().result()
                 while writing:

@@ -1,6 +1,7 @@
 """What a version looks like on a disk."""
 
 import json
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -11,12 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headway.contracts.config.weight_sync import DiskSync
+from headway.contracts.config.weight_sync import DiskSync, StoredSync
 from weight_sync.manifest import MANIFEST_NAME
 from weight_sync.publisher import StoredPublisher
 from weight_sync.transports.base import make_publisher
+from weight_sync.transports.disk import LocalStore
 
 MIB = 1 << 20
+LIMIT_S = 60.0
 
 
 @pytest.fixture
@@ -98,3 +101,21 @@ def test_few_shards_are_held_at_a_time(publisher):
 
     publisher(shard_bytes=MIB).publish(1, tensors())
     assert most <= 8
+
+
+def test_a_bucket_that_is_slow_to_write_holds_up_no_other(tmp_path):
+    last_came = threading.Event()
+
+    class SlowStore(LocalStore):
+        def write_blob(self, version, name, pieces):
+            if name.startswith("shard-00000"):
+                assert last_came.wait(LIMIT_S)
+            if name.startswith("shard-00005"):
+                last_came.set()
+            return super().write_blob(version, name, pieces)
+
+    publisher = StoredPublisher(SlowStore(str(tmp_path)), StoredSync(shard_bytes=MIB))
+    weights = {f"w{i}": torch.full((MIB // 4,), float(i)) for i in range(6)}
+    publisher.publish(1, weights.items())
+    publisher.close()
+    assert last_came.is_set()

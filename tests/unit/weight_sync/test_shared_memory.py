@@ -72,6 +72,21 @@ def test_blobs_that_nobody_reads_are_written_again(publisher, root):
     assert_version(stage(root, meta), 3)
 
 
+def test_a_publisher_that_comes_back_writes_old_blobs_again(root):
+    config = SharedMemorySync(root=str(root), keep=1, shard_bytes=1 << 20)
+    first = make_publisher(config)
+    publish(first, 1)
+    publish(first, 2)  # version 1 is retired
+    retired = {file.stat().st_ino for file in (root / ".free").iterdir()}
+    first.close()
+    second = make_publisher(config)
+    meta = publish(second, 3)
+    second.close()
+    assert retired
+    assert blobs(root) == retired
+    assert_version(stage(root, meta), 3)
+
+
 def test_blobs_that_serve_are_not_written_again(publisher, root):
     serving = stage(root, publish(publisher, 1))
     first = blobs(root)
