@@ -160,16 +160,23 @@ class _FreeBlobs:
         """
         with self._lock:
             fitting = self._of_size.get(size, [])
-            for index, blob in enumerate(fitting):
-                descriptor = os.open(blob, os.O_RDWR)
+            for blob in list(fitting):
+                try:
+                    descriptor = os.open(blob, os.O_RDWR)
+                except FileNotFoundError:  # somebody tidied up
+                    fitting.remove(blob)
+                    continue
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    blob.rename(path)
                 except BlockingIOError:  # in use
                     os.close(descriptor)
-                    continue
-                del fitting[index]
-                blob.rename(path)
-                return descriptor
+                except BaseException:
+                    os.close(descriptor)
+                    raise
+                else:
+                    fitting.remove(blob)
+                    return descriptor
             return None
 
     def clear(self) -> None:

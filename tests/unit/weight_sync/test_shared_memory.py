@@ -87,6 +87,15 @@ def test_a_publisher_that_comes_back_writes_old_blobs_again(root):
     assert_version(stage(root, meta), 3)
 
 
+def test_retired_blobs_may_be_deleted_by_anybody(publisher, root):
+    publish(publisher, 1)
+    publish(publisher, 2)
+    for file in (root / ".free").iterdir():
+        file.unlink()
+    assert_version(stage(root, publish(publisher, 3)), 3)
+    assert_version(stage(root, publish(publisher, 4)), 4)
+
+
 def test_blobs_that_serve_are_not_written_again(publisher, root):
     serving = stage(root, publish(publisher, 1))
     first = blobs(root)
