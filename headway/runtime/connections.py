@@ -79,6 +79,7 @@ class Connections:
         self._idle: defaultdict[_Address, list[_Connection]] = defaultdict(list)
         """The one that was used last comes last."""
         self._used: set[_Connection] = set()
+        self._attempts: set[_Attempt] = set()
         self._sweeper: asyncio.TimerHandle | None = None
 
     async def post(self, url: str, body: bytes) -> Answer:
@@ -108,13 +109,18 @@ class Connections:
                 self._keep(place.address, connection)
 
     def cut(self, url: str, reason: str) -> None:
-        """Give up what is asked of the service at this URL: those calls raise `BrokenOff` now."""
+        """Give up what is asked of the service at this URL: those calls raise `BrokenOff` now.
+
+        Those that are still connecting raise `NotConnected`.
+        """
         try:
             address = _read(url).address
         except ValueError:  # nothing was ever connected to what is no URL
             return
         for connection in [one for one in self._used if one.address == address]:
             connection.give_up(reason)
+        for attempt in [one for one in self._attempts if one.address == address]:
+            attempt.give_up(reason)
 
     async def aclose(self) -> None:
         """Close every connection; requests in flight fail."""
@@ -136,8 +142,11 @@ class Connections:
 
     async def _connect(self, address: _Address) -> _Connection:
         context = self._context if address.is_encrypted else None
+        limit = asyncio.timeout(self._connect_timeout_s)
+        attempt = _Attempt(address, limit, f"no connection within {self._connect_timeout_s:g} s")
+        self._attempts.add(attempt)
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with limit:
                 _, connection = await self._loop.create_connection(
                     lambda: _Connection(address, self._loop),
                     address.host,
@@ -145,9 +154,11 @@ class Connections:
                     ssl=context,
                 )
         except TimeoutError as error:
-            raise NotConnected(f"no connection within {self._connect_timeout_s:g} s") from error
+            raise NotConnected(attempt.reason) from error
         except (OSError, UnicodeError) as error:  # a name that can be no host's is the latter
             raise NotConnected(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._attempts.discard(attempt)
         return connection
 
     def _keep(self, address: _Address, connection: _Connection) -> None:
@@ -180,6 +191,21 @@ class _Address:
     host: str
     port: int
     is_encrypted: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """A connection that is being made."""
+
+    address: _Address
+    limit: asyncio.Timeout
+    reason: str
+    """Of the failure, when the limit is over."""
+
+    def give_up(self, reason: str) -> None:
+        if not self.limit.expired():
+            self.reason = reason
+            self.limit.reschedule(asyncio.get_running_loop().time())
 
 
 @dataclass(frozen=True, slots=True)

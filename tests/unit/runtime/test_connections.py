@@ -317,3 +317,23 @@ async def test_what_is_asked_of_one_service_is_cut_and_no_other():
                 await call
         assert not stays.done()
         stays.cancel()
+
+
+async def test_what_is_still_connecting_is_cut_too():
+    reached = asyncio.Semaphore(0)
+
+    async def shakes_no_hand(peer: Peer) -> None:
+        reached.release()
+        await peer.until_gone()
+
+    async with opened(shakes_no_hand, connect_timeout_s=10 * PATIENCE_S) as (lost, connections):
+        url = lost.url.replace("http", "https")
+        calls = [asyncio.create_task(connections.post(url, b"{}")) for _ in range(2)]
+        for _ in calls:
+            await reached.acquire()
+        connections.cut("https://127.0.0.1:1", "it was another one")
+        for _ in range(2):
+            connections.cut(url, "it was lost")
+        for call in calls:
+            with pytest.raises(NotConnected, match="it was lost"):
+                await call
