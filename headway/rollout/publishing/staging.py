@@ -93,9 +93,14 @@ class Staging:
                 members = await self._announce(change, deadline)
                 quorum = self._quorum_of(members)
                 continue
-            members = [member for member in members if member not in refusals]
+            # A group ends for all when one leaves it: those who only say so are asked again.
+            leaving = [member for member in ballot.refusals if member.is_leaving]
+            out = leaving or ballot.refusals
+            members = [member for member in members if member not in out]
             if len(members) < quorum or not ballot.refusals:
                 raise self._failure(ballot, refusals)
+            for member in members:
+                refusals.pop(member, None)
 
     def release(self) -> None:
         """The transaction is over."""
