@@ -94,7 +94,7 @@ class Staging:
                 quorum = self._quorum_of(members)
                 continue
             # A group ends for all when one leaves it: those who only say so are asked again.
-            leaving = [member for member in ballot.refusals if member.is_leaving]
+            leaving = [member for member in members if member.is_leaving]
             out = leaving or ballot.refusals
             members = [member for member in members if member not in out]
             if len(members) < quorum or not ballot.refusals:

@@ -369,6 +369,23 @@ async def test_a_group_begins_anew_without_a_member_that_failed():
         assert gateway.states() == {"s0": "ready", "s1": "fenced", "s2": "ready"}
 
 
+async def test_who_only_says_that_another_left_the_group_is_asked_again():
+    servers = servers_of(3)
+    for server in (servers[0], servers[2]):
+        server.waits_for_others_in_a_group_of(4)
+    async with opened_gateway(*servers) as gateway:
+
+        async def hears_of_it(order) -> None:
+            if order.seat.world_size == 4:
+                gateway.fleet.report(servers[0].report(draining=True))
+                raise SyncError("rank 1 left")
+
+        servers[1].on_prepare = hears_of_it
+        assert await gateway.fleet.update_weights(meta(1, "gloo://trainer:1/")) == 1
+        assert [len(server.prepares) for server in servers] == [1, 2, 2]
+        assert (servers[1].version, servers[2].version) == (1, 1)
+
+
 async def test_a_group_is_given_up_when_too_few_survive():
     servers = servers_of(3)
     for server in servers:
