@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from headway.contracts.errors import ServiceError
+from headway.runtime.template import ForkedProcess, ProcessTemplate
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.05
@@ -42,20 +44,15 @@ class ProcessSpec:
 class Process:
     """A started child; it gets SIGTERM when this process dies, however it dies."""
 
-    def __init__(self, spec: ProcessSpec) -> None:
+    def __init__(self, spec: ProcessSpec, template: ProcessTemplate | None = None) -> None:
+        """Args:
+        template: what a Python module (`python -m module`) is forked from; None starts afresh.
+        """
         self.spec = spec
         if spec.ready_file is not None:
             spec.ready_file.unlink(missing_ok=True)
         with _open_log(spec.log) as log:
-            self._popen = subprocess.Popen(
-                spec.argv,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **spec.env},
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
+            self._popen = _start(spec, log, template)
 
     @property
     def pid(self) -> int:
@@ -117,6 +114,23 @@ class Process:
         except OSError as error:
             return f"(its log {self.spec.log} cannot be read: {error.strerror})"
         return "\n".join(lines[-LOG_TAIL_LINES:])
+
+
+def _start(
+    spec: ProcessSpec, log: BinaryIO, template: ProcessTemplate | None
+) -> subprocess.Popen[bytes] | ForkedProcess:
+    env = {**os.environ, **spec.env}
+    if template is not None and list(spec.argv[:2]) == [sys.executable, "-m"]:
+        return template.start(spec.argv[2], spec.argv[3:], env, log.fileno())
+    return subprocess.Popen(
+        spec.argv,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=env,
+        start_new_session=True,
+        preexec_fn=_die_with_parent,
+    )
 
 
 def _open_log(path: Path | None) -> BinaryIO:

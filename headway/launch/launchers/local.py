@@ -23,15 +23,34 @@ from headway.contracts.errors import ServiceError
 from headway.runtime.config import dump_yaml
 from headway.runtime.process import Process, ProcessSpec
 from headway.runtime.secret import read_token
+from headway.runtime.template import ProcessTemplate
 
 GRACE_S = 15.0
+PRELOADED = (
+    "inference_server.main",
+    "inference_server.backends.embedded.backend",
+    "trainer.main",
+    "trainer.experiments.policy",
+    "trainer.backends.fsdp2",
+    "trainer.interfaces.ppo_actor",
+    "transformers.generation.utils",
+    "torch.distributed.checkpoint.state_dict",
+    "uvloop",
+    "headway.rollout.gateway",
+)
+"""Modules that the processes of a run import, by name: the launcher itself imports none of them."""
 
 
 class LocalRun:
     """Starts a run, keeps it alive, ends it; a context manager that leaves no process behind."""
 
-    def __init__(self, config: LaunchConfig) -> None:
+    def __init__(self, config: LaunchConfig, template: ProcessTemplate | None = None) -> None:
+        """Args:
+        template: what processes are forked from; None makes one in `start`, for this run.
+        """
         self._config = config
+        self._template = template
+        self._own_template: ProcessTemplate | None = None
         self._run_dir = Path(config.trainer.run_dir).resolve()
         self._processes: dict[str, Process] = {}
         self._restarts = 0
@@ -51,11 +70,15 @@ class LocalRun:
         self.stop()
 
     def start(self) -> None:
-        """Start everything; returns once the trainer is running."""
+        """Start everything side by side; returns once all servers are ready."""
         self._write_config("run", self._config)
+        if self._template is None:
+            environment = child_environment(self._config.threads_per_process)
+            self._template = self._own_template = ProcessTemplate(PRELOADED, environment)
         self.start_gateway()
-        self.start_servers()
+        self._launch_servers()
         self.start_trainer()
+        self._wait_for_servers()
 
     def start_gateway(self) -> None:
         """Start the gateway and learn its URL."""
@@ -75,8 +98,11 @@ class LocalRun:
 
     def start_servers(self) -> None:
         """Start all generation servers, then wait until each is ready."""
-        names = [f"server-{number}" for number in range(self._config.num_servers)]
-        for name in names:
+        self._launch_servers()
+        self._wait_for_servers()
+
+    def _launch_servers(self) -> None:
+        for name in self._servers():
             server = _served(self._config.server, self._ready_file(name)).model_copy(
                 update={
                     "gateway": self.url,
@@ -85,13 +111,24 @@ class LocalRun:
                 }
             )
             self._launch(name, _module("inference_server"), server)
-        for name in names:
+
+    def _wait_for_servers(self) -> None:
+        for name in self._servers():
             self._processes[name].wait_ready(self._config.start_timeout_s)
+
+    def _servers(self) -> list[str]:
+        return [f"server-{number}" for number in range(self._config.num_servers)]
 
     def start_trainer(self) -> None:
         """Start the trainer, under torchrun if it has several ranks."""
-        rollout = self._config.trainer.rollout.model_copy(
-            update={"url": self.url, "token_env": self._config.gateway.service.env_for("consume")}
+        given = self._config.trainer.rollout
+        rollout = given.model_copy(
+            update={
+                "url": self.url,
+                "token_env": self._config.gateway.service.env_for("consume"),
+                # It may be up before the first server is.
+                "connect_timeout_s": max(given.connect_timeout_s, self._config.start_timeout_s),
+            }
         )
         trainer = self._config.trainer.model_copy(update={"rollout": rollout})
         ranks = self._config.num_trainer_ranks
@@ -115,7 +152,7 @@ class LocalRun:
                     f"{process.log_tail()}"
                 )
             self._restarts += 1
-            self._processes[name] = Process(process.spec)
+            self._processes[name] = Process(process.spec, self._template)
         trainer = self._processes.get("trainer")
         return None if trainer is None else trainer.exit_code()
 
@@ -128,6 +165,9 @@ class LocalRun:
         for name in reversed(self._processes):  # started last, stopped first
             self._processes[name].stop(GRACE_S)
         self._processes.clear()
+        if self._own_template is not None:
+            self._own_template.close()
+            self._template = self._own_template = None
 
     def _receiver(self) -> ReceiverConfig:
         """Where servers may take weights from: our trainer, and whatever else they were given."""
@@ -148,7 +188,13 @@ class LocalRun:
             env=child_environment(self._config.threads_per_process),
             ready_file=None if name == "trainer" else self._ready_file(name),
         )
-        self._processes[name] = Process(spec)
+        self._processes[name] = Process(spec, self._template_for(name))
+
+    def _template_for(self, name: str) -> ProcessTemplate | None:
+        """The gateway imports little: it is up before a new template has imported the rest."""
+        if name == "gateway" and self._template is not None and not self._template.is_ready():
+            return None
+        return self._template
 
     def _write_config(self, name: str, config: BaseModel) -> None:
         file = self._config_file(name)
