@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NoReturn
 
-from setproctitle import setproctitle
+from setproctitle import getproctitle, setproctitle
 
 from headway.runtime.template import MAX_REQUEST_BYTES, STATUS_BYTES
 
@@ -144,6 +144,7 @@ def main() -> None:
     """Import, say so, and fork until the other end of the socket is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
     channel = socket.socket(fileno=int(sys.argv[1]))
+    getproctitle()  # finds the command line's memory, which a changed environment hides
     _preload(sys.argv[2:])
     is_usable = _can_be_forked()
     try:

@@ -19,7 +19,8 @@ from headway.contracts.config.server import ServerConfig
 from headway.contracts.config.weight_sync import ReceiverConfig, WeightSyncConfig
 from headway.runtime.config import load_config
 from headway.runtime.inference_client import RemoteInferenceEngine
-from headway.runtime.process import Process, ProcessSpec
+from headway.runtime.process import ProcessSpec
+from tests.processes import start_process
 from weight_sync.manifest import MANIFEST_NAME, parse_manifest
 from weight_sync.transports.base import TRANSPORTS, check_allowed
 
@@ -95,7 +96,7 @@ def server_url(tmp_path: Path) -> Iterator[str]:
     file = tmp_path / "server.yaml"
     file.write_text(yaml.safe_dump(config))
     argv = [sys.executable, "-m", "inference_server", "--config", str(file)]
-    process = Process(ProcessSpec("server", argv, tmp_path / "server.log", {}, ready))
+    process = start_process(ProcessSpec("server", argv, tmp_path / "server.log", {}, ready))
     yield process.wait_ready(60.0)
     process.stop(10.0)
 

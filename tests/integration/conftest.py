@@ -19,6 +19,7 @@ from headway.launch.launchers.local import LocalRun
 from headway.launch.quickstart import task
 from headway.runtime.config import validate_config
 from headway.runtime.inference_client import RemoteInferenceEngine
+from tests.processes import local_run
 from weight_sync.model_dir import load_model
 from weight_sync.transports.disk import make_local_publisher
 
@@ -135,7 +136,7 @@ def start() -> Iterator[Callable[[LaunchConfig], LocalRun]]:
     runs: list[LocalRun] = []
 
     def start_services(config: LaunchConfig) -> LocalRun:
-        run = LocalRun(config)
+        run = local_run(config)
         runs.append(run)
         run.start_gateway()
         run.start_servers()

@@ -22,6 +22,7 @@ from headway.runtime.config import dump_yaml, validate_config
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.process import Process, ProcessSpec
 from tests.integration.storyteller import chat, problem, write_model
+from tests.processes import start_process
 from weight_sync.channel import WeightPublisher
 from weight_sync.transports.disk import make_local_publisher
 
@@ -157,6 +158,6 @@ def _start(
     file.write_text(dump_yaml(config))
     argv = [sys.executable, *command, "--config", str(file)]
     ready_file = folder / f"{name}.json"
-    process = Process(ProcessSpec(name, argv, folder / f"{name}.log", env, ready_file))
+    process = start_process(ProcessSpec(name, argv, folder / f"{name}.log", env, ready_file))
     stack.callback(process.stop, GRACE_S)
     return process

@@ -36,6 +36,7 @@ from tests.integration.builders import generation, rollout
 from tests.integration.conftest import eventually
 from tests.integration.publishing_trainer import LIMIT_S, Plan, Sync, Trainer, weights
 from tests.integration.traps import Traps, is_stopped
+from tests.processes import template
 from weight_sync.manifest import MANIFEST_NAME, bytes_of, parse_manifest
 from weight_sync.model_dir import load_model
 
@@ -52,7 +53,7 @@ class TrappedRun(LocalRun):
     """`LocalRun` of the same programs, with traps, and servers that take versions from several places."""
 
     def __init__(self, config: LaunchConfig, traps: Path, origins: tuple[str, ...]) -> None:
-        super().__init__(config)
+        super().__init__(config, template())
         self._traps = traps
         self._origins = origins
 
@@ -61,9 +62,8 @@ class TrappedRun(LocalRun):
         if kind == "server":
             receiver: ReceiverConfig = config.weights.model_copy(update={"allow": self._origins})
             config = config.model_copy(update={"weights": receiver})
-        path = f"PYTHONPATH={ROOT}"
         program = [sys.executable, "-m", "tests.integration.trapped_service"]
-        super()._launch(name, ["env", path, *program, str(self._traps / name), kind], config)
+        super()._launch(name, [*program, str(self._traps / name), kind], config)
 
 
 class Sightings(threading.Thread):

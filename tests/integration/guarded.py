@@ -18,6 +18,7 @@ from headway.contracts.http.paths import STATUS
 from headway.launch.launchers.local import LocalRun
 from headway.runtime.secret import authorization
 from tests.integration.conftest import eventually, run_config
+from tests.processes import local_run
 
 GATEWAY, SERVER = "gateway", "server"
 KINDS = (GATEWAY, SERVER)
@@ -68,7 +69,7 @@ def guarded_run(folder: Path, model_dir: Path, allow: tuple[str, ...] = ()) -> I
             backend=FakeBackendConfig(max_context=2048),
             weights=_updated(config.server.weights, allow=allow),
         )
-        with LocalRun(_updated(config, gateway=gateway, server=server)) as run:
+        with local_run(_updated(config, gateway=gateway, server=server)) as run:
             run.start_gateway()
             run.start_servers()
             urls = {GATEWAY: run.url, SERVER: run.process("server-0").wait_ready(30)}

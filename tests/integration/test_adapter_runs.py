@@ -14,6 +14,7 @@ from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.conftest import eventually
 from tests.integration.test_runs import finish, steps_of
 from tests.integration.test_transport_runs import START_S, check_run, kill, manifests
+from tests.processes import local_run
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -41,7 +42,7 @@ def test_a_run_publishes_adapters_also_after_its_trainer_was_killed(
     eventually(lambda: len(steps_of(config)) >= 3, START_S, "3 steps are done")
     kill(run, "trainer")
     again = with_lora(make_config(steps=STEPS, num_trainer_ranks=ranks, resume=True))
-    resumed = LocalRun(again)
+    resumed = local_run(again)
     resumed.url = run.url
     try:
         resumed.start_trainer()

@@ -15,6 +15,7 @@ from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.builders import rollout
 from tests.integration.conftest import eventually, run_config
 from tests.integration.test_runs import finish
+from tests.processes import local_run
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -47,8 +48,8 @@ def log_of(config: LaunchConfig) -> str:
 def test_a_fleet_refuses_what_none_of_its_servers_holds(
     make_config: MakeConfig, connect: Connect, tmp_path: Path, model_dir: Path
 ) -> None:
-    run = LocalRun(holding(make_config(), SMALL))
-    large = LocalRun(holding(run_config(tmp_path / "large", model_dir), LARGE))
+    run = local_run(holding(make_config(), SMALL))
+    large = local_run(holding(run_config(tmp_path / "large", model_dir), LARGE))
     try:
         run.start_gateway()
         client = connect(run.url)

@@ -25,13 +25,14 @@ from headway.contracts.errors import (
 )
 from headway.contracts.http.rewards import AnswerToScore
 from headway.contracts.types import ConsumerSpec, TrajectoryBatch, WeightUpdateMeta
-from headway.launch.launchers.local import LocalRun, child_environment
+from headway.launch.launchers.local import child_environment
 from headway.runtime.config import dump_yaml
 from headway.runtime.inference_client import RemoteInferenceEngine
-from headway.runtime.process import Process, ProcessSpec
+from headway.runtime.process import ProcessSpec
 from inference_server.engine import LocalInferenceEngine
 from tests.integration.builders import EXACT, generation, rollout
 from tests.integration.conftest import publishing, run_config
+from tests.processes import local_run, start_process
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -67,7 +68,7 @@ def served(
             url = stack.enter_context(running(folder, alone))
             engine = RemoteInferenceEngine(url, connect_timeout_s=30.0)
         else:
-            run = stack.enter_context(LocalRun(config))
+            run = stack.enter_context(local_run(config))
             run.start_gateway()
             run.start_servers()
             engine = RemoteInferenceEngine(run.url, connect_timeout_s=30.0)
@@ -85,7 +86,7 @@ def running(folder: Path, config: ServerConfig) -> Iterator[str]:
     file.write_text(dump_yaml(config.model_copy(update={"service": service})))
     argv = [sys.executable, "-m", "inference_server", "--config", str(file)]
     spec = ProcessSpec("server", argv, folder / "server.log", child_environment(1), ready)
-    process = Process(spec)
+    process = start_process(spec)
     try:
         yield process.wait_ready(60)
     finally:

@@ -21,6 +21,7 @@ from headway.launch.quickstart import task
 from headway.runtime.config import validate_config
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.conftest import eventually
+from tests.processes import local_run
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -206,7 +207,7 @@ def test_a_trainer_that_was_killed_goes_on_with_its_evaluation(
     os.kill(run.process("trainer").pid, signal.SIGKILL)
     eventually(lambda: run.watch() is not None, 10, "the trainer is dead")
     judge.may_answer.set()
-    resumed = LocalRun(configure({"every_steps": 4}, resume=True, **settings))
+    resumed = local_run(configure({"every_steps": 4}, resume=True, **settings))
     resumed.url = run.url
     try:
         resumed.start_trainer()

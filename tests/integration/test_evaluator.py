@@ -19,7 +19,8 @@ from headway.contracts.types import WeightUpdateMeta
 from headway.launch.launchers.local import LocalRun, child_environment
 from headway.runtime.config import dump_yaml, validate_config
 from headway.runtime.inference_client import RemoteInferenceEngine
-from headway.runtime.process import Process, ProcessSpec
+from headway.runtime.process import ProcessSpec
+from tests.processes import start_process
 from trainer.evaluation.evaluator import Evaluator, Order
 
 pytestmark = pytest.mark.timeout(120)
@@ -73,7 +74,7 @@ def lone_url(config: LaunchConfig, tmp_path: Path) -> Iterator[str]:
     file.write_text(dump_yaml(server))
     argv = [sys.executable, "-m", "inference_server", "--config", str(file)]
     log = tmp_path / "server.log"
-    process = Process(ProcessSpec("server", argv, log, child_environment(1), ready))
+    process = start_process(ProcessSpec("server", argv, log, child_environment(1), ready))
     yield process.wait_ready(60)
     process.stop(15)
 

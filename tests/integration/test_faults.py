@@ -17,6 +17,7 @@ from headway.launch.launchers.local import LocalRun
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.builders import generation, rollout
 from tests.integration.conftest import eventually
+from tests.processes import local_run
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -123,7 +124,7 @@ def test_a_late_server_has_the_committed_version_before_it_takes_traffic(
     eventually(lambda: client.status().servers != [], 20, "the first server is here")
     client.update_weights(publish(1)).result(30)
     client.update_weights(publish(2)).result(30)
-    late = LocalRun(make_config())
+    late = local_run(make_config())
     try:
         late.url = run.url
         late.start_servers()

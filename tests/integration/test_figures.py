@@ -13,9 +13,9 @@ import pytest
 
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.metrics import MetricsConfig
-from headway.launch.launchers.local import LocalRun
 from headway.runtime.journal import METRICS_NAME, read_steps
 from tests.integration.conftest import eventually
+from tests.processes import local_run
 from trainer.tracking.groups import GROUPS
 
 pytestmark = pytest.mark.timeout(240)
@@ -47,7 +47,7 @@ def folder(make_config, start, monkeypatch) -> Path:
     eventually(lambda: len(read_steps(journal)) >= KILLED_AFTER, 90, "some steps are done")
     os.kill(run.process("trainer").pid, signal.SIGKILL)
     eventually(lambda: run.watch() is not None, 10, "the trainer is dead")
-    resumed = LocalRun(with_sinks(make_config(steps=STEPS, resume=True)))
+    resumed = local_run(with_sinks(make_config(steps=STEPS, resume=True)))
     resumed.url = run.url
     try:
         resumed.start_trainer()

@@ -36,6 +36,7 @@ from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.builders import generation, rollout
 from tests.integration.conftest import eventually, run_config, with_weight_sync
 from tests.integration.version_model import logprob_of, token_of, weights_of, write_version_model
+from tests.processes import local_run
 from trainer.publication import Publication
 from weight_sync.channel import WeightPublisher
 from weight_sync.store import version_name
@@ -95,7 +96,7 @@ class Servers:
     def join(self, client: RemoteInferenceEngine) -> None:
         """Start one more; returns once it has caught up and takes traffic."""
         count = len(ready(client))
-        run = LocalRun(self._config_of(f"server-{len(self._runs)}"))
+        run = local_run(self._config_of(f"server-{len(self._runs)}"))
         run.url = self._url
         self._runs.append(run)
         run.start_servers()

@@ -16,6 +16,7 @@ from headway.launch.launchers.local import LocalRun
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.conftest import eventually
 from tests.integration.test_runs import finish, steps_of
+from tests.processes import local_run
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -118,7 +119,7 @@ def test_a_trainer_that_dies_within_a_call_goes_on_with_the_batch(
     assert run.watch() == -signal.SIGKILL
     assert [step["step"] for step in steps_of(config)] == [0, 1]
     again = make_config(steps=4, every_steps=1, resume=True, **sections)
-    resumed = LocalRun(again)
+    resumed = local_run(again)
     resumed.url = run.url
     try:
         resumed.start_trainer()

@@ -26,11 +26,11 @@ from headway.contracts.config.weight_sync import (
     SharedMemorySync,
 )
 from headway.contracts.errors import Conflict, Fenced
-from headway.launch.launchers.local import LocalRun
 from headway.launch.quickstart import task
 from tests.integration.conftest import run_config
 from tests.integration.fault_fleet import SERVERS, TOKENS, Fleet, Misled
 from tests.integration.publishing_trainer import BUCKET, FORKS, MODULES, Outcome, Sync, Trainer
+from tests.processes import local_run
 from weight_sync.model_dir import load_model
 
 pytestmark = pytest.mark.timeout(180)
@@ -362,7 +362,7 @@ def test_a_second_gateway_by_mistake_gets_no_hold_over_the_servers(
     stage: Stage, tmp_path: Path
 ) -> None:
     """It publishes to servers of another one, in the middle of that one's publication."""
-    fleet, other = stage.fleet(), LocalRun(stage.config(tmp_path / "other"))
+    fleet, other = stage.fleet(), local_run(stage.config(tmp_path / "other"))
     first = reach(fleet, stage.disk("first"), "prepared")
     other.start_gateway()
     misled = Misled(fleet, other.url)

@@ -20,6 +20,7 @@ from headway.runtime.config import dump_yaml, load_config
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.journal import read_steps
 from tests.integration.conftest import eventually
+from tests.processes import local_run
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -106,7 +107,7 @@ def test_a_killed_trainer_resumes_without_losing_or_repeating_a_trajectory(
     eventually(lambda: run.watch() is not None, 10, "the trainer is dead")
     assert run.watch() == -signal.SIGKILL
     again = make_config(steps=7, every_steps=every_steps, resume=True, **sections)
-    resumed = LocalRun(again)
+    resumed = local_run(again)
     resumed.url = run.url
     try:
         resumed.start_trainer()

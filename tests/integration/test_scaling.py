@@ -31,6 +31,7 @@ from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.process import Process, ProcessSpec
 from tests.integration.builders import generation, rollout
 from tests.integration.conftest import eventually
+from tests.processes import start_process
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -110,7 +111,7 @@ class Site:
             env=child_environment(1),
             ready_file=self._folder / f"{name}.ready.json",
         )
-        self._processes[name] = Process(spec)
+        self._processes[name] = start_process(spec)
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from headway.runtime.blocking import Patience
 from headway.runtime.connections import Answer
 from headway.runtime.inference_client import SCORE_CHUNK, RemoteInferenceEngine
 from tests.integration.conftest import eventually, run_config
+from tests.processes import local_run
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -71,7 +72,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterat
     )
     modules = (TROUBLE,)
     changed = config.gateway.model_copy(update={"executor": executor, "modules": modules})
-    with LocalRun(config.model_copy(update={"gateway": changed})) as run:
+    with local_run(config.model_copy(update={"gateway": changed})) as run:
         run.start_gateway()
         gateway = Gateway(run)
         yield gateway
@@ -212,7 +213,7 @@ def test_a_client_that_goes_away_ends_its_judgements(
         "reward": {"name": "trouble/hangs"},
         "answers": [said(str(file)), *[said(f"{file}.never")] * 40],
     }
-    with LocalRun(config.model_copy(update={"gateway": changed})) as run:
+    with local_run(config.model_copy(update={"gateway": changed})) as run:
         run.start_gateway()
         url = httpx.URL(run.url)
         content = json.dumps(body).encode()
@@ -318,7 +319,7 @@ def test_a_gateway_that_is_killed_in_the_middle_is_asked_again(
     modules = (TROUBLE,)
     changed = config.gateway.model_copy(update={"executor": executor, "modules": modules})
     file = tmp_path / "pid"
-    with LocalRun(config.model_copy(update={"gateway": changed})) as run:
+    with local_run(config.model_copy(update={"gateway": changed})) as run:
         run.start_gateway()
         client = RemoteInferenceEngine(run.url, connect_timeout_s=60.0)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from headway.launch.launchers.local import child_environment
 from headway.runtime.command import EXIT_INTERRUPTED
+from headway.runtime.process import Process, ProcessSpec
 from tests.integration.conftest import eventually
 from tests.integration.sglang_client import InFlight, SGLangClient, Trainer
 from tests.numeric.models import (
@@ -34,6 +35,7 @@ from tests.numeric.models import (
     reference_logprobs,
     write_char_tokenizer,
 )
+from tests.processes import start_process
 from weight_sync.transports.disk import make_local_publisher
 
 pytestmark = pytest.mark.timeout(180)
@@ -73,7 +75,7 @@ class Served:
     root: Path
     a: Path
     b: Path
-    process: subprocess.Popen[bytes]
+    process: Process
     names: int = 0
 
     def name(self, text: str) -> str:
@@ -87,7 +89,7 @@ class Served:
         assert self.client.update_from_disk(folder, **named).status_code == 200
 
 
-def start(folder: Path, model: Path, *flags: str) -> tuple[subprocess.Popen[bytes], str]:
+def start(folder: Path, model: Path, *flags: str) -> tuple[Process, str]:
     """A server process and its URL."""
     ready = folder / "ready.json"
     command = [
@@ -95,20 +97,14 @@ def start(folder: Path, model: Path, *flags: str) -> tuple[subprocess.Popen[byte
         *("--service.port", "0", "--service.ready-file", str(ready)),
         *("--group-timeout-s", str(GROUP_TIMEOUT_S), *flags),
     ]
-    with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, stderr=log)
-    eventually(lambda: ready.exists() or process.poll() is not None, 60, "the server answers")
-    assert process.poll() is None, (folder / "server.log").read_text()
-    return process, json.loads(ready.read_text())["url"]
+    spec = ProcessSpec("server", command, folder / "server.log", child_environment(1), ready)
+    process = start_process(spec)
+    return process, process.wait_ready(60)
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
+def stop(process: Process) -> None:
+    process.stop(20)
+    assert process.exit_code() == EXIT_INTERRUPTED, "it did not end by itself"
 
 
 @pytest.fixture(scope="module")
@@ -899,11 +895,10 @@ def test_a_server_that_waits_for_a_trainer_ends_when_it_is_told_to(
                 20,
                 "the server waits for the trainer",
             )
-            process.send_signal(signal.SIGTERM)
+            process.signal(signal.SIGTERM)
             assert process.wait(20) == EXIT_INTERRUPTED
             assert stuck.exception(20) is not None or stuck.result().status_code >= 400
     finally:
         sender.kill()
         client.close()
-        process.kill()
-        process.wait(10)
+        process.stop(0.0)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,10 +16,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from headway.contracts.errors import ConfigError, DataError
+from headway.launch.launchers.local import child_environment
 from headway.runtime.config import validate_config
 from headway.runtime.journal import METRICS_NAME, read_steps
+from headway.runtime.process import Process, ProcessSpec
 from tests.numeric.engines import open_engine
 from tests.numeric.models import save_model, write_char_tokenizer
+from tests.processes import start_process
 from trainer.api import MicroBatchSpec
 from trainer.data_supervised import Encoder, pack_examples, pairs
 from trainer.dataflow.trace import TRACE_NAME
@@ -234,11 +234,10 @@ def test_a_killed_run_resumes_to_the_same_bits(kind, start, tmp_path):
     try:
         deadline = time.monotonic() + PATIENCE_S
         while len(read_steps(journal)) < 5:  # one beyond the checkpoint
-            assert process.poll() is None and time.monotonic() < deadline
+            assert process.exit_code() is None and time.monotonic() < deadline
             time.sleep(0.002)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.stop(0.0)
     assert not Path(killed["output_dir"]).exists()
     with pytest.raises(ConfigError, match=r"recovery\.resume=true"):
         run(killed)
@@ -256,11 +255,9 @@ def test_a_killed_run_resumes_to_the_same_bits(kind, start, tmp_path):
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def start_trainer(file: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "trainer", "--config", str(file)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+def start_trainer(file: Path) -> Process:
+    argv = [sys.executable, "-m", "trainer", "--config", str(file)]
+    return start_process(ProcessSpec("trainer", argv, None, child_environment(1)))
 
 
 def test_the_time_limit_ends_a_run_with_a_checkpoint_and_an_export(start, tmp_path):

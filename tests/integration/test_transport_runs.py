@@ -26,6 +26,7 @@ from headway.launch.launchers.local import LocalRun
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.conftest import eventually, with_weight_sync
 from tests.integration.test_runs import BATCH, finish, steps_of
+from tests.processes import local_run
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -151,7 +152,7 @@ def test_a_killed_trainer_resumes_at_another_address(
     if with_server:  # nobody holds the committed version any more
         kill(run, "server-0")
         run.watch()
-    resumed = LocalRun(with_weight_sync(make_config(steps=6, resume=True), sync(name)))
+    resumed = local_run(with_weight_sync(make_config(steps=6, resume=True), sync(name)))
     resumed.url = run.url
     try:
         resumed.start_trainer()
@@ -178,7 +179,7 @@ def test_a_resumed_trainer_takes_the_next_free_number_whatever_serves(
     head = client.weights().head
     assert (client.rollback if way == "rollback" else client.pin)(head - 1).head == head
     assert client.status().version == head - 1
-    resumed = LocalRun(make_config(steps=6, resume=True))
+    resumed = local_run(make_config(steps=6, resume=True))
     resumed.url = run.url
     try:
         resumed.start_trainer()

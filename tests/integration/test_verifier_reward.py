@@ -13,11 +13,11 @@ from headway.contracts.config.base import PartConfig
 from headway.contracts.errors import RewardError
 from headway.contracts.http.rewards import AnswerToScore
 from headway.contracts.types import RewardResult
-from headway.launch.launchers.local import LocalRun
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.conftest import run_config
 from tests.numeric.models import EOS, save_model, write_char_tokenizer
 from tests.numeric.ranks import run_ranks
+from tests.processes import local_run
 from trainer.batching.sequences import SequenceBatch, shift_left
 from trainer.interfaces.answers import TextRule, spread_scores
 from trainer.interfaces.reward_verifier import VerifierReward
@@ -33,7 +33,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real gateway, whose tokenizer has one token per character."""
     folder = tmp_path_factory.mktemp("gateway")
     write_char_tokenizer(save_model(folder / "model", "llama"))
-    with LocalRun(run_config(folder, folder / "model")) as run:
+    with local_run(run_config(folder, folder / "model")) as run:
         run.start_gateway()
         yield run.url
 

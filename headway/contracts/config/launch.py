@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
 
 from headway.contracts.config.base import Config
+from headway.contracts.config.experiment import ExperimentConfig
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.rollout_experiments import RolloutExperimentConfig
 from headway.contracts.config.server import ServerConfig
 
+SHARED_MEMORY = "/dev/shm"
+
+
+def shared_root(run_dir: str) -> str:
+    """Directory in shared memory that belongs to a run folder on this machine."""
+    digest = hashlib.sha256(str(Path(run_dir).resolve()).encode()).hexdigest()
+    return f"{SHARED_MEMORY}/headway-{digest[:12]}"
+
 
 class LaunchConfig(Config):
     """The launcher fills in what the processes tell one another: URLs, ready files,
-    weights, and where tokens come from."""
+    weights, and where tokens come from.
+
+    Versions go through shared memory unless `trainer.weight_sync` names a type or a place; over the
+    disk where /dev/shm cannot hold three of them.
+    """
 
     model: str | None = None
     """Model directory of every process that names none of its own."""
@@ -52,3 +67,16 @@ class LaunchConfig(Config):
                     merged["model"] = {**path, **own}
                 tree = {**tree, name: merged}
         return tree
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share_memory(cls, tree: Any) -> Any:
+        trainer = tree.get("trainer") if isinstance(tree, dict) else None
+        if not isinstance(trainer, dict):
+            return tree
+        given = trainer.get("weight_sync") or {}
+        if not isinstance(given, dict) or not given.keys().isdisjoint({"type", "root"}):
+            return tree
+        run_dir = trainer.get("run_dir") or ExperimentConfig.model_fields["run_dir"].default
+        chosen = {"type": "shared_memory", "root": shared_root(str(run_dir)), "keep": 1}
+        return {**tree, "trainer": {**trainer, "weight_sync": {**chosen, **given}}}

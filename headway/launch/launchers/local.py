@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.weight_sync import HttpSync, ReceiverConfig
 from headway.contracts.errors import ServiceError
+from headway.launch.launchers.version_store import discard_versions
 from headway.runtime.config import dump_yaml
 from headway.runtime.process import Process, ProcessSpec
 from headway.runtime.secret import read_token
@@ -72,6 +73,7 @@ class LocalRun:
     def start(self) -> None:
         """Start everything side by side; returns once all servers are ready."""
         self._write_config("run", self._config)
+        discard_versions(self._config)  # a run that was killed may have left some
         if self._template is None:
             environment = child_environment(self._config.threads_per_process)
             self._template = self._own_template = ProcessTemplate(PRELOADED, environment)
@@ -165,6 +167,7 @@ class LocalRun:
         for name in reversed(self._processes):  # started last, stopped first
             self._processes[name].stop(GRACE_S)
         self._processes.clear()
+        discard_versions(self._config)
         if self._own_template is not None:
             self._own_template.close()
             self._template = self._own_template = None

@@ -15,6 +15,7 @@ from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.errors import ConfigError, ServiceError
 from headway.launch.follow import follow, summarise
 from headway.launch.launchers.local import LocalRun, run_module
+from headway.launch.launchers.version_store import place_versions
 from headway.launch.progress import Progress
 from headway.launch.quickstart import recipe, task
 from headway.runtime.process import POLL_S
@@ -43,6 +44,9 @@ def main(argv: Sequence[str]) -> None:
     with Progress(options.steps) as progress:
         progress.say(f"run folder: {run_dir}")
         _warm_start(run_dir, options, progress)
+        config, changed = place_versions(config)
+        if changed is not None:
+            progress.say(changed)
         with LocalRun(config) as run:
             run.start()
             progress.say(

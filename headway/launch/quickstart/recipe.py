@@ -9,7 +9,7 @@ from headway.contracts.config.base import PartConfig
 from headway.contracts.config.data import DataConfig, DemonstrationDataConfig
 from headway.contracts.config.experiment import GRPOExperiment, SFTExperiment
 from headway.contracts.config.gateway import ExecutorConfig, GatewayConfig, ServiceConfig
-from headway.contracts.config.launch import LaunchConfig
+from headway.contracts.config.launch import LaunchConfig, shared_root
 from headway.contracts.config.model import ModelConfig, TrainedModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
 from headway.contracts.config.recovery import RecoveryConfig
@@ -17,7 +17,7 @@ from headway.contracts.config.rollout import RolloutConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import EmbeddedTorchConfig, ServerConfig
 from headway.contracts.config.trainer import TrainerConfig
-from headway.contracts.config.weight_sync import DiskSync
+from headway.contracts.config.weight_sync import SharedMemorySync
 from headway.launch.quickstart.task import MAX_RESPONSE_TOKENS
 
 PROMPTS_PER_STEP = 32
@@ -74,7 +74,7 @@ def reinforce(
         optimizer=OptimizerConfig(
             lr=2.5e-4, beta2=0.98, schedule="linear", warmup_steps=5, min_lr_ratio=0.2
         ),
-        weight_sync=DiskSync(root=str(run_dir / "weights")),
+        weight_sync=SharedMemorySync(root=shared_root(str(run_dir)), keep=1),
         trainer=TrainerConfig(total_steps=steps, max_tokens_per_mb=1024, num_threads=1, seed=seed),
         recovery=RecoveryConfig(every_steps=20, resume=resume),
     )

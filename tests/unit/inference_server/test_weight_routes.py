@@ -17,7 +17,8 @@ from headway.contracts.errors import Fenced, SyncError
 from headway.contracts.http import paths
 from headway.contracts.http.weights import WeightPrepareResponse, WeightUpdateResponse, held_root
 from headway.contracts.types import WeightUpdateMeta
-from headway.runtime.process import Process, ProcessSpec
+from headway.runtime.process import ProcessSpec
+from tests.processes import start_process
 from tests.unit.inference_server.test_serving import PATIENCE_S, Served, body, serving
 from weight_sync.channel import ProvenVersion
 from weight_sync.manifest import MANIFEST_NAME, parse_manifest
@@ -253,7 +254,7 @@ async def test_sigterm_ends_a_server_that_waits_for_a_publisher(tmp_path, publis
     }
     (tmp_path / "server.yaml").write_text(yaml.safe_dump(config))
     argv = [sys.executable, "-m", "inference_server", "--config", str(tmp_path / "server.yaml")]
-    server = Process(ProcessSpec("server", argv, tmp_path / "log", {}, ready))
+    server = start_process(ProcessSpec("server", argv, tmp_path / "log", {}, ready))
     try:
         url = await asyncio.to_thread(server.wait_ready, PATIENCE_S * 3)
         wanted = order(1, publisher.announce(1))
