@@ -1,4 +1,4 @@
-"""Where a run on one machine keeps its versions if its configuration does not say: shared memory, or disk."""
+"""Where versions of a run on one machine lie if its configuration is silent: shared memory, or disk."""
 
 from __future__ import annotations
 

@@ -52,6 +52,7 @@ from weight_sync.manifest import Adapter
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+FREE_BYTES = 16 << 20
 FREE_INTERVAL_S = 0.005
 
 
@@ -542,10 +543,13 @@ class EmbeddedTorchBackend:
 
 
 def _let_go(tensors: list[Tensor]) -> None:
-    """Free tensors one by one: giving back memory holds up who asks for some, as decoding does."""
+    """Free tensors a few at a time: giving back memory delays threads that allocate, as decoding does."""
+    freed = 0
     while tensors:
-        time.sleep(FREE_INTERVAL_S)
-        tensors.pop()
+        freed += tensors.pop().nbytes
+        if freed >= FREE_BYTES:
+            time.sleep(FREE_INTERVAL_S)
+            freed = 0
 
 
 def _take_all(mine: list[tuple[Caller, LLMDelta | LLMResponse | Exception]]) -> None:

@@ -17,6 +17,7 @@ from headway.contracts.errors import (
     SyncError,
 )
 from inference_server.backends.base import BACKENDS
+from inference_server.backends.embedded import backend as embedded
 from inference_server.backends.embedded.backend import EmbeddedTorchBackend
 from tests.numeric.backends import (
     PATIENCE_S,
@@ -367,3 +368,15 @@ async def test_an_unknown_parameter_is_the_caller_s_mistake_and_the_engine_goes_
         await asyncio.to_thread(backend.read_parameter, "x")
     assert backend.failure is None
     assert len((await generate(backend)).output_tokens) == 20
+
+
+def test_small_weights_are_freed_at_once_and_large_ones_with_pauses(monkeypatch):
+    """The next version is staged once they are gone: a tiny model's must not be waited for."""
+    pauses = []
+    monkeypatch.setattr(embedded.time, "sleep", pauses.append)
+    small = [torch.zeros(1000) for _ in range(200)]
+    embedded._let_go(small)
+    assert not small and pauses == []
+    large = [torch.empty(embedded.FREE_BYTES, dtype=torch.uint8) for _ in range(3)]
+    embedded._let_go(large)
+    assert not large and pauses == [embedded.FREE_INTERVAL_S] * 3
