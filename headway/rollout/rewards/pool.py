@@ -1,6 +1,7 @@
 """Verifiers run in processes that are killed when they hang.
 
-A worker is READY, and has made the reward, before the clock of an answer starts; one that hung, died or
+A worker is READY, and has made the reward, before the clock of an answer starts, and the clock stands
+still while the machine gives it no CPU; one that hung, died or
 was interrupted is replaced by a fork of a template process. Covered: endless loops, crashes, memory,
 what a verifier starts besides. Not covered: hostile code (a verifier is trusted; programs need a
 sandbox).
@@ -20,7 +21,8 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +32,8 @@ from headway.rollout.rewards.template import PID_BYTES
 
 START_TIMEOUT_S = 60.0
 """For a worker to be READY, and for a reward to be imported and made."""
+SHORTEST_S = 0.001
+"""What is left of a limit counts as nothing below this."""
 INTERRUPTED = ("timeout", "memory")
 """Verdicts after which nobody knows what state the process is in."""
 
@@ -90,6 +94,41 @@ class Worker:
         except OSError:
             return 0.0
         return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") - self.cpu_s
+
+    def delayed_s(self) -> float:
+        """Seconds in its life that it was ready to run and had no CPU, as far as the system tells."""
+        try:
+            with open(f"/proc/{self.pid}/schedstat") as file:
+                return int(file.read().split()[1]) / 1e9
+        except (OSError, IndexError):
+            return 0.0
+
+    @asynccontextmanager
+    async def limited(self, timeout_s: float) -> AsyncIterator[None]:
+        """End the block once the process could have run for `timeout_s`, however slow the machine is.
+
+        Raises:
+            TimeoutError: it was ended.
+        """
+        loop = asyncio.get_running_loop()
+        began, delayed_s = loop.time(), self.delayed_s()
+        timer: asyncio.TimerHandle | None = None
+
+        def look() -> None:
+            nonlocal timer
+            charged_s = loop.time() - began - (self.delayed_s() - delayed_s)
+            if timeout_s - charged_s < SHORTEST_S:
+                limit.reschedule(loop.time())
+            else:
+                timer = loop.call_later(timeout_s - charged_s, look)
+
+        try:
+            async with asyncio.timeout(None) as limit:
+                timer = loop.call_later(timeout_s, look)
+                yield
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     def kill(self) -> None:
         """End it, and what it started."""
@@ -216,7 +255,7 @@ class WorkerPool:
         try:
             worker = await self._settled(place, job)
             try:
-                async with asyncio.timeout(timeout_s):
+                async with worker.limited(timeout_s):
                     reply = await worker.ask((job.reward, given))
             except TimeoutError as error:
                 raise Hung(worker.busy_s()) from error

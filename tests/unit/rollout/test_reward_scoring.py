@@ -3,6 +3,9 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import pytest_asyncio
@@ -20,6 +23,7 @@ from headway.contracts.errors import (
 from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox
 from headway.rollout.rewards import scoring
 from headway.rollout.rewards.base import Answer, make_reward, register_reward
+from headway.rollout.rewards.pool import Worker
 from headway.rollout.rewards.scoring import Scorer
 
 TIMEOUT_S = 0.5
@@ -159,10 +163,42 @@ async def test_what_a_hanging_verifier_started_is_killed_too(scorer, tmp_path):
 
 
 async def test_an_answer_that_makes_a_sound_verifier_hang_gets_its_verdict(open_scorer):
-    scorer = await open_scorer(reward_attempts=20)  # it may be starved by others for a while
+    scorer = await open_scorer()
     result = await score(scorer, "hangs_over", "bomb")
     assert (result.score, result.verdict) == (0.0, "timeout")
     assert (await score(scorer, "hangs_over", "fine")).score == 1.0
+
+
+async def test_time_without_a_cpu_is_not_charged(open_scorer, monkeypatch):
+    """As on a machine where the verifier waited for its CPU during half of the time."""
+    scorer = await open_scorer()
+    assert (await score(scorer, "hangs_over", "fine")).score == 1.0
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    monkeypatch.setattr(Worker, "delayed_s", lambda self: (loop.time() - began) / 2)
+    result = await score(scorer, "hangs_over", "bomb")
+    assert result.verdict == "timeout"
+    assert loop.time() - began >= 2 * TIMEOUT_S - 0.01
+
+
+async def test_a_process_that_waits_for_a_cpu_tells_how_long():
+    """More computing processes than CPUs: some of them wait."""
+    cpu = {min(os.sched_getaffinity(0))}
+    command = [sys.executable, "-c", "while True: pass"]
+    workers = [subprocess.Popen(command) for _ in range(2)]  # noqa: ASYNC220
+    try:
+        for process in workers:
+            os.sched_setaffinity(process.pid, cpu)
+        watched = Worker(workers[0].pid, frozenset(), None, None)
+        deadline = time.monotonic() + DEADLINE_S
+        while watched.delayed_s() < 0.05:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+    finally:
+        for process in workers:
+            process.kill()
+            process.wait()
+    assert watched.delayed_s() == 0.0  # nobody can tell any more
 
 
 async def test_a_verifier_that_was_given_no_cpu_was_starved_and_judges_again(open_scorer):
