@@ -17,11 +17,15 @@ export HF_HUB_OFFLINE := 1
 # Tests start hundreds of processes: none of them need compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart test check format install system-packages sglang-cpu test-sglang clean
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
+.PHONY: help quickstart test test-all test-rest check format install system-packages sglang-cpu test-sglang clean
 
 help:
 	@echo "make quickstart   set up and train a tiny policy, end to end (ARGS='--steps 50 --sync')"
-	@echo "make test         set up and run all tests"
+	@echo "make test         set up and run the tests, in minutes; says what it leaves to test-all"
+	@echo "make test-all     set up and run all tests"
+	@echo "make test-rest    run what 'make test' leaves out"
 	@echo "make check        format, lint, types, import walls"
 	@echo "make test-sglang  set up a real SGLang on the CPU (1.8 GB) and run its tests"
 
@@ -29,7 +33,13 @@ quickstart: $(VENV)/.installed
 	$(BIN)/headway quickstart $(ARGS)
 
 test: system-packages $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "not extended" $(ARGS)
+
+test-all: system-packages $(VENV)/.installed
+	$(PYTEST) $(ARGS)
+
+test-rest: system-packages $(VENV)/.installed
+	$(PYTEST) -m extended $(ARGS)
 
 # A real SGLang in an environment of its own: $$HEADWAY_SGLANG_VENV, or ~/.cache/headway/sglang-cpu.
 sglang-cpu:

@@ -1,8 +1,10 @@
-"""What every test shares: one thread for torch, no network, repeatable property tests, registries
-that hold after a file what they held before it."""
+"""Shared by all tests: one thread for torch, no network, repeatable property tests, registries that
+hold after a file what they held before it, and a word on what `make test` left out."""
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -45,3 +47,38 @@ def _registries() -> list[Registry]:
     for registry in registries:
         registry.names()
     return registries
+
+
+LEFT_OUT = pytest.StashKey[Counter[str]]()
+"""Tests of each file that the marker expression of `make test` left to `make test-all`."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT_OUT] = Counter()
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("extended") is not None:
+            item.config.stash[LEFT_OUT][item.nodeid.partition("::")[0]] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker process tells the main one."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(session.config.stash[LEFT_OUT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every worker process has collected the same."""
+    told = getattr(node, "workeroutput", {}).get("left_out", {})
+    node.config.stash[LEFT_OUT] |= Counter(told)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    left_out = config.stash[LEFT_OUT]
+    if left_out:
+        terminalreporter.section(f"{left_out.total()} tests left to `make test-all`")
+        for file, count in sorted(left_out.items()):
+            terminalreporter.line(f"{count:4} in {file}")

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_S = 200
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.timeout(240)
 def test_the_example_runs(tmp_path: Path):
     page = (ROOT / "docs" / "workers.md").read_text()

@@ -58,7 +58,7 @@ VENV = Path(
 )
 PYTHON = VENV / "bin" / "python"
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.extended,
     pytest.mark.timeout(400),
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(

@@ -27,7 +27,7 @@ PATIENCE_S = 90.0
 ROOT = Path(__file__).parents[2]
 KINDS = ("processes", "ray")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
 Open = Callable[..., WorkerGroup]
 
 

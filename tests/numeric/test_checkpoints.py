@@ -34,7 +34,7 @@ from trainer.batching.balance import partition_by_tokens
 from trainer.checkpoint import Checkpoints, Parts, RunState
 from trainer.topology import Topology
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
 
 ALONE = Topology(0, 1, torch.device("cpu"))
 NEVER = (0, 0)

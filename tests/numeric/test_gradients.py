@@ -87,7 +87,7 @@ def clip_shards(topology: Topology, rows: int) -> tuple[float, torch.Tensor]:
     return norm, parameter.grad.full_tensor()
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_shards_make_one_vector_and_copies_count_once(tmp_path, rows):

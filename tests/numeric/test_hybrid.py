@@ -394,7 +394,7 @@ def on_ranks(folders, tmp_path_factory):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", ["qwen3", "llama+lora"])
 def test_ranks_agree_with_their_own_training_and_with_one_process(
@@ -410,7 +410,7 @@ def test_ranks_agree_with_their_own_training_and_with_one_process(
             assert [r.output_tokens for r in got] == [r.output_tokens for r in expected]
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("mesh", MESHES)
 def test_shards_are_gathered_into_a_copy_that_is_let_go_and_whole_ones_are_lent(on_ranks, mesh):
     for rank in on_ranks(mesh):
@@ -420,7 +420,7 @@ def test_shards_are_gathered_into_a_copy_that_is_let_go_and_whole_ones_are_lent(
         assert rank["qwen3"]["asleep"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_below_adapters_the_base_is_gathered_once(on_ranks):
     for rank in on_ranks("2 ranks"):
         adapted = rank["llama+lora"]
@@ -455,7 +455,7 @@ def memory_of_rank(topology: Topology, folder: Path) -> list[tuple[int, int, int
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_handover_holds_one_tensor_besides_the_copy(tmp_path):
     folder = save_model(tmp_path / "model", "llama", num_layers=4)
     for rank in run_ranks(2, tmp_path / "ranks", memory_of_rank, folder):
@@ -493,7 +493,7 @@ def failing_rank(topology: Topology, folder: Path) -> dict[str, Any]:
     return heard
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_what_fails_on_one_rank_is_heard_on_all_and_can_be_done_again(folders, tmp_path):
     first, second = run_ranks(2, tmp_path, failing_rank, folders["qwen3"])
     assert "another rank failed" in first["enter"]

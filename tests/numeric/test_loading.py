@@ -29,7 +29,7 @@ from trainer.backends.loading import build_without_parameters
 from trainer.topology import Topology
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.extended,
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 MIB = 2**20

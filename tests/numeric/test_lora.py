@@ -277,7 +277,7 @@ def train_rank(topology: Topology, folder: Path):
     return figures, merged(engine), drawn(topology, folder)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_adapters_on_two_ranks_train_as_on_one_with_dropout_of_their_own(llama_dir, tmp_path):
     expected, parameters, _ = train_rank(Topology(0, 1, torch.device("cpu")), llama_dir)
     ranks = run_ranks(2, tmp_path, train_rank, llama_dir)
@@ -304,7 +304,7 @@ def publish_and_resume(topology: Topology, folder: Path, scratch: Path) -> None:
             publisher.close()
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_run_on_two_ranks_goes_on_with_its_base(llama_dir, tmp_path):
     run_ranks(2, tmp_path / "ranks", publish_and_resume, llama_dir, tmp_path)
     assert kinds(tmp_path / "weights") == [False, True, True]

@@ -216,7 +216,7 @@ def test_in_float64_pairs_one_by_one_have_the_numbers_of_packed_ones(kind, folde
     assert_close(trained, parameters, atol=IN_FLOAT64)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["rw_margin", "dpo_sft", "ipo"])
 def test_pairs_on_two_ranks_train_as_on_one(kind, folders, tmp_path):
     expected, parameters = train_on(ALONE, kind, folders, CUT)
@@ -253,7 +253,7 @@ def test_forward_keeps_pairs_together_and_the_order_of_the_batch(folders):
     )
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.extended)])
 def test_the_base_without_adapters_is_a_reference_like_a_second_copy(folders, tmp_path, world_size):
     if world_size == 1:
         results = [compare_references(ALONE, folders["policy"])]

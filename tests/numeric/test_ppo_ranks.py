@@ -112,7 +112,7 @@ def run_rank(
     return figures, parameters, numbers
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_rank_of_any_number_has_the_numbers_of_one(
@@ -136,7 +136,7 @@ def test_every_rank_of_any_number_has_the_numbers_of_one(
     assert_close(all_parameters(resumed), ranks[0][1], atol=0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_in_float64_every_rank_has_the_numbers_of_one(llama_dir, teacher_dir, tmp_path):
     folders = ("grpo", llama_dir, teacher_dir)
     expected, parameters, _ = run_rank(ALONE, *folders, tmp_path / "one", True)

@@ -142,7 +142,7 @@ def train_rank(topology: Topology, folder: Path):
     return figures, parameters_of(engine)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_critic_on_two_ranks_trains_as_on_one(llama_dir, tmp_path):
     expected, parameters = train_rank(Topology(0, 1, torch.device("cpu")), llama_dir)
     for figures, got in run_ranks(2, tmp_path, train_rank, llama_dir):

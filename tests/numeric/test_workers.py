@@ -34,7 +34,7 @@ SIZES = (8, 7, 3, 1)
 ATOL = 1e-6
 SETUPS = ("two", "four", "rows of two", "ray")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 
 
 class Played(NamedTuple):
