@@ -2,6 +2,7 @@
 
 import importlib.util
 import pickle
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -211,5 +212,10 @@ def test_the_rewards_of_the_example_judge():
     answer = Answer("2+2=", "4", row, (1,), (2,))
     assert make_reward("brevity", {"per_token": 0.5})(answer) == -0.5
     assert make_reward("gsm8k_areal", {})(answer) == 1.0
+    boxed = Answer("2+2=", r"It is \boxed{4}", {"answer": "4"})
+    assert make_reward("boxed_trl", {})(boxed) == 1.0
+    chat = replace(boxed, messages=[{"role": "user", "content": "2+2="}])
+    assert make_reward("boxed_trl", {})(chat) == 1.0
+    assert make_reward("boxed_trl", {})(replace(chat, completion="4")) == 0.0
     assert make_reward("my_compute_score", {})(answer) == RewardResult(1.0, {"length": 1})
     assert make_reward("keywords", {})(answer).score == 0.5
