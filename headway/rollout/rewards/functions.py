@@ -31,11 +31,17 @@ def as_factory(target: Callable[..., Any]) -> Callable[..., Reward]:
     """A factory of rewards: the target itself, or one that wraps a plain function.
 
     Raises:
-        ConfigError: it is a reward function in no signature that is known.
+        ConfigError: it is a reward function in no signature that is known, or an object.
     """
-    if not is_function(target):
+    if isinstance(target, type):
         return target
+    if not callable(target):
+        raise ConfigError(f"{target!r} cannot be called; register its class, or a function")
     signature = signature_of(target)
+    if not is_function(target):
+        if convention_of(signature) is not None:
+            raise ConfigError(f"{target!r} is an object; register its class, or a function")
+        return target
     check_function(_name_of(target), signature, inspect.iscoroutinefunction(target))
     convention = convention_of(signature)
     return target if convention is None else FunctionFactory(target, signature, convention)

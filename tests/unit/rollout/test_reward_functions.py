@@ -200,6 +200,10 @@ def test_a_factory_that_makes_no_reward_is_told_what_a_reward_is(function, args,
 def test_a_function_that_no_answer_could_fill_is_refused():
     with pytest.raises(ConfigError, match="trainer_state, which only a trainer of TRL has"):
         as_factory(lambda completions, trainer_state, **kwargs: [0.0])
+    with pytest.raises(ConfigError, match="is an object; register its class"):
+        as_factory(sample_rewards.Scores())
+    with pytest.raises(ConfigError, match="cannot be called; register its class"):
+        as_factory(sample_rewards.OutUntil(1))
     with pytest.raises(ConfigError, match="make it async"):
         as_factory(lambda answer, facilities: 0.0)
 
