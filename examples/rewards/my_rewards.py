@@ -1,7 +1,7 @@
 """Rewards of one's own, named in a gateway's config (`modules: [my_rewards]`).
 
-A plain function is registered as it is, in the signature it already has (this project's, AReaL's or
-verl's); a class where a reward has arguments, a quick way, or awaits others.
+A plain function is registered as it is, in the signature it already has (this project's, TRL's, AReaL's
+or verl's); a class where a reward has arguments, a quick way, or awaits others.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from headway.contracts.types import RewardResult
-from headway.rollout.facilities import Facilities
-from headway.rollout.rewards.base import Answer, register_reward
+from headway import Answer, Facilities, RewardResult, register_reward
 
 
 def brevity(answer: Answer, per_token: float = 0.001) -> float:
     """The row's answer somewhere in the text, less a little for every token."""
     is_right = str(answer.data["answer"]) in answer.completion
     return float(is_right) - per_token * len(answer.completion_ids)
+
+
+def boxed(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
+    """TRL's signature: lists, here of one answer; a chat's completion is a list of messages."""
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    found = [re.findall(r"\\boxed\{(.*?)\}", text) for text in texts]
+    return [float(said[-1:] == [wanted]) for said, wanted in zip(found, answer, strict=True)]
 
 
 def gsm8k_reward_fn(
@@ -79,6 +84,7 @@ class Judge:
 
 
 register_reward("brevity", brevity)
+register_reward("boxed_trl", boxed)
 register_reward("gsm8k_areal", gsm8k_reward_fn)
 register_reward("my_compute_score", compute_score)
 register_reward("keywords", Keywords)

@@ -5,16 +5,22 @@ Named in `modules` of the gateway's config, it registers itself when the gateway
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
-from headway.contracts.config.base import Config
-from headway.contracts.config.sampling import SamplingConfig
-from headway.contracts.types import Message, Trajectory
-from headway.rollout.tokenizer import TextTokenizer
-from headway.rollout.workflows.base import Sample, Stage, register_workflow
-from headway.rollout.workflows.conversation import Conversation
-from headway.rollout.workflows.game import Game
+from headway import (
+    Config,
+    Conversation,
+    Game,
+    Message,
+    Sample,
+    SamplingConfig,
+    Stage,
+    TextTokenizer,
+    Trajectory,
+    register_workflow,
+)
 
 
 class SecondThoughtArgs(Config):
@@ -27,8 +33,8 @@ class SecondThoughtArgs(Config):
 class SecondThought:
     """Answer twice; the second answer counts, and mending the first may earn more."""
 
-    version = "1"
-    Args = SecondThoughtArgs
+    version: ClassVar[str] = "1"
+    Args: ClassVar[type[BaseModel]] = SecondThoughtArgs
 
     def __init__(
         self, tokenizer: TextTokenizer, gconfig: SamplingConfig, args: SecondThoughtArgs

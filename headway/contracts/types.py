@@ -47,7 +47,7 @@ class Prompt(Config):
 
     group_id: Identifier
     """Siblings of one prompt share it; advantages are computed within it."""
-    group_size: int = Field(1, ge=1, le=1024)
+    group_size: int = Field(default=1, ge=1, le=1024)
     """Trajectories to sample from this prompt."""
     text: str | None = None
     """Plain text, tokenised as it is."""
@@ -73,16 +73,16 @@ class Prompt(Config):
 class WorkflowRef(PartConfig):
     """A registered workflow."""
 
-    version: str | None = Field(None, max_length=64)
+    version: str | None = Field(default=None, max_length=64)
     """The version that must be registered; None takes whichever is."""
 
 
 class VersionBounds(Config):
     """Which policy versions may sample a rollout."""
 
-    min_version: PolicyVersion | None = Field(None, ge=0)
+    min_version: PolicyVersion | None = Field(default=None, ge=0)
     """The rollout waits until this version is committed."""
-    max_version: PolicyVersion | None = Field(None, ge=0)
+    max_version: PolicyVersion | None = Field(default=None, ge=0)
     """Once a newer one is committed, the rollout fails."""
     pin: bool = False
     """One version for all tokens of the group: a rollout that meets a swap is played anew."""
@@ -117,9 +117,9 @@ class RolloutRequest(Config):
     gconfig: SamplingConfig = SamplingConfig()
     filter: PartConfig | None = None
     """Registered filter that keeps or drops the finished group; None keeps all."""
-    priority: int = Field(0, ge=-1000, le=1000)
+    priority: int = Field(default=0, ge=-1000, le=1000)
     """Higher is played first; equal ones in the order of submission."""
-    timeout_s: float | None = Field(None, gt=0.0, le=30 * 86_400)
+    timeout_s: float | None = Field(default=None, gt=0.0, le=30 * 86_400)
     """Seconds from submission after which the rollout fails, queued or in play; None has no limit."""
     versions: VersionBounds = VersionBounds()
 
@@ -136,12 +136,12 @@ class LLMRequest(Config):
     rid: Identifier
     input_ids: tuple[TokenId, ...] = Field(min_length=1)
     gconfig: SamplingConfig = SamplingConfig()
-    top_logprobs: int = Field(0, ge=0, le=64)
+    top_logprobs: int = Field(default=0, ge=0, le=64)
     """Also report this many most likely tokens at every reported position."""
-    logprob_start: int | None = Field(None, ge=0)
+    logprob_start: int | None = Field(default=None, ge=0)
     """Report the logprobs of the prompt's tokens from this position on, of the unscaled
     distribution; None reports none."""
-    version: PolicyVersion | None = Field(None, ge=0)
+    version: PolicyVersion | None = Field(default=None, ge=0)
     """The version that has to serve when the request comes; a server with another one refuses it. None
     takes any."""
     metadata: dict[str, str] = {}
@@ -184,9 +184,9 @@ class LLMResponse(Config):
     prompt_logprobs: list[float | None] | None = None
     """From `logprob_start` on, if asked for; the first token of a prompt has none."""
     prompt_top_logprobs: list[TopLogprobs | None] | None = None
-    cached_tokens: int = Field(0, ge=0)
+    cached_tokens: int = Field(default=0, ge=0)
     """Prompt tokens whose keys and values were shared, not computed."""
-    num_recomputes: int = Field(0, ge=0)
+    num_recomputes: int = Field(default=0, ge=0)
     """Times that the cache of this sequence was dropped and computed again."""
 
     @property

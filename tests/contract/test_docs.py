@@ -284,7 +284,7 @@ def test_parts_of_the_extending_page_run_as_an_installed_package(
     (tmp_path / "play.py").write_text(PLAY)
     done = subprocess.run(
         [sys.executable, str(tmp_path / "play.py"), str(tokenizer_dir)],
-        env=os.environ | {"PYTHONPATH": str(site)},
+        env=os.environ | {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}"},
         capture_output=True,
         text=True,
         timeout=60,

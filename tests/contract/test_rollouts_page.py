@@ -112,7 +112,7 @@ class Shop:
             process = subprocess.Popen(
                 command,
                 cwd=self.folder,
-                env={**os.environ, "PATH": path, "PYTHONPATH": str(self.folder)},
+                env={**os.environ, "PATH": path, "PYTHONPATH": f"{self.folder}{os.pathsep}{ROOT}"},
                 stdout=output,
                 stderr=errors_file,
                 start_new_session=True,

@@ -17,38 +17,38 @@ class SamplingConfig(Config):
     Greedy sampling reports the distribution of temperature 1.
     """
 
-    max_new_tokens: int = Field(256, ge=0, le=1_000_000)
+    max_new_tokens: int = Field(default=256, ge=0, le=1_000_000)
     """Most tokens to sample; 0 only scores the prompt."""
-    min_new_tokens: int = Field(0, ge=0, le=1_000_000)
+    min_new_tokens: int = Field(default=0, ge=0, le=1_000_000)
     """Stop tokens cannot be sampled before this many tokens."""
-    temperature: float = Field(1.0, ge=0.0, le=100.0)
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
     """Divides the logits; 0 takes the most likely token."""
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Keep the smallest set of tokens whose probability reaches this."""
-    top_k: int | None = Field(None, ge=1)
+    top_k: int | None = Field(default=None, ge=1)
     """Keep this many most likely tokens; None keeps all."""
-    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     """Keep tokens with at least this share of the highest probability."""
-    stop_token_ids: tuple[int, ...] = Field((), max_length=64)
+    stop_token_ids: tuple[int, ...] = Field(default=(), max_length=64)
     """Token ids that end a sequence, besides the model's own end of sequence."""
     stop: tuple[Annotated[str, StringConstraints(min_length=1, max_length=256)], ...] = Field(
-        (), max_length=16
+        default=(), max_length=16
     )
     """Strings that end a sequence; the tokens that spell one stay in the output."""
     ignore_eos: bool = False
     """Go on past the model's end of sequence."""
-    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     """Taken off the logit of every token that was sampled before."""
-    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     """Taken off the logit of a token once for each time that it was sampled."""
-    repetition_penalty: float = Field(1.0, gt=0.0, le=10.0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
     """Divides positive and multiplies negative logits of tokens in prompt or output (CTRL,
     arXiv:1909.05858)."""
     logit_bias: dict[
         Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=-100.0, le=100.0)]
-    ] = Field({}, max_length=1024)
+    ] = Field(default={}, max_length=1024)
     """Added to the logits of these token ids; 100 forces and -100 forbids."""
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
     """Seed of this request: same seed, same version, same tokens. None draws one."""
 
     @model_validator(mode="after")

@@ -20,13 +20,13 @@ class AnswerToScore(Config):
     """A prompt and its completion, each as tokens or as text. Tokens are decoded as a rollout's are; of
     text, a reward that looks at tokens sees none."""
 
-    prompt: str | None = Field(None, max_length=MAX_CHARS)
+    prompt: str | None = Field(default=None, max_length=MAX_CHARS)
     """Its text; without text and tokens it is empty."""
-    prompt_ids: tuple[TokenId, ...] | None = Field(None, max_length=MAX_TOKENS)
+    prompt_ids: tuple[TokenId, ...] | None = Field(default=None, max_length=MAX_TOKENS)
     """Its tokens, in place of the text."""
-    completion: str | None = Field(None, max_length=MAX_CHARS)
+    completion: str | None = Field(default=None, max_length=MAX_CHARS)
     """What is judged, as text."""
-    completion_ids: tuple[TokenId, ...] | None = Field(None, max_length=MAX_TOKENS)
+    completion_ids: tuple[TokenId, ...] | None = Field(default=None, max_length=MAX_TOKENS)
     """What is judged, as tokens."""
     data: JsonObject = {}
     """The rest of the data row, as in a prompt."""

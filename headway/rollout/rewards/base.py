@@ -18,7 +18,7 @@ from headway.contracts.errors import RewardError
 from headway.contracts.registry import Registry
 from headway.contracts.types import RewardResult, Verdict
 from headway.rollout.facilities import Facilities
-from headway.rollout.parts import args_model, build_part
+from headway.rollout.parts import args_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class Answer:
     """The rest of the prompt's row."""
     prompt_ids: Sequence[int] = ()
     completion_ids: Sequence[int] = ()
+    messages: Sequence[Mapping[str, Any]] = ()
+    """The prompt as a chat, with `role` and `content`; empty if it was text or tokens."""
 
 
 RewardFunction = Callable[[Answer], float | RewardResult]
@@ -79,9 +81,15 @@ def register_reward(name: str, target: str | Callable[..., Any]) -> None:
     Args:
         name: what a request writes.
         target: a class or factory of rewards, a plain function in one of the signatures that
-            `functions` knows, or `"module:attribute"` for a lazy one. It must be importable by
+            `signatures` knows, or `"module:attribute"` for a lazy one. It must be importable by
             its name: it runs in other processes.
+    Raises:
+        ConfigError: the name is taken, or the function has another signature.
     """
+    from headway.rollout.rewards.functions import as_factory  # it builds on this module
+
+    if not isinstance(target, str):
+        as_factory(target)
     REWARDS.register(name, target)
 
 
@@ -90,14 +98,16 @@ def make_reward(name: str, args: Mapping[str, Any]) -> Reward:
 
     Raises:
         UnknownName: nobody registered the name.
-        ConfigError: the arguments do not fit.
+        ConfigError: the arguments do not fit, or what was registered makes no reward.
     """
-    return build_part(reward_factory(name), "reward", name, args)
+    from headway.rollout.rewards.functions import build_reward  # it builds on this module
+
+    return build_reward(reward_factory(name), name, args)
 
 
 def reward_factory(name: str) -> Callable[..., Reward]:
     """What makes the reward of this name."""
-    from headway.rollout.rewards.functions import as_factory  # it builds on this module
+    from headway.rollout.rewards.functions import as_factory
 
     return as_factory(REWARDS.get(name))
 

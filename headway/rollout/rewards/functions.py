@@ -1,55 +1,89 @@
-"""Plain functions as rewards, in the signatures that this field knows.
+"""Plain functions as rewards, in the signatures that this field knows (`signatures`).
 
-| first parameters | as in |
-|---|---|
-| `(answer)` | here |
-| `(answer, facilities)`, `async` | here |
-| `(prompt, completions, prompt_ids, completion_ids, **data)` | AReaL |
-| `(data_source, solution_str, ground_truth, extra_info)` | verl |
-
-Which one it is, the parameters' names tell; any other function is a factory of rewards. Of AReaL's, the
-row fills every parameter; of the others, further parameters are arguments that are given where the reward
-is named. `async` functions run on the event loop.
+Which one it is, the parameters' names tell. A function with other parameters makes rewards, as a class
+does, unless it can be seen to be a reward: then it is refused. `async` functions run on the event loop.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
-from headway.contracts.errors import DataError
-from headway.contracts.types import RewardResult
+from headway.contracts.errors import ConfigError, DataError
 from headway.rollout.facilities import Facilities
-from headway.rollout.parts import signature_of
-from headway.rollout.rewards.base import Answer, Reward
-
-Fields = Callable[[Answer], dict[str, Any]]
-"""What an answer fills of a function's parameters."""
+from headway.rollout.parts import build_part, signature_of
+from headway.rollout.rewards.base import Answer, AsyncReward, Reward
+from headway.rollout.rewards.signatures import (
+    Convention,
+    arguments_of,
+    check_function,
+    convention_of,
+    known_signatures,
+    required_of,
+)
 
 
 @lru_cache(maxsize=256)
 def as_factory(target: Callable[..., Any]) -> Callable[..., Reward]:
-    """A factory of rewards: the target itself, or one that wraps a plain function."""
-    if not inspect.isfunction(target):
+    """A factory of rewards: the target itself, or one that wraps a plain function.
+
+    Raises:
+        ConfigError: it is a reward function in no signature that is known, or an object.
+    """
+    if isinstance(target, type):
         return target
-    names = tuple(signature_of(target).parameters)
-    fields = next((read for first, read in _SIGNATURES if names[: len(first)] == first), None)
-    return target if fields is None else FunctionFactory(target, fields)
+    if not callable(target):
+        raise ConfigError(f"{target!r} cannot be called; register its class, or a function")
+    signature = signature_of(target)
+    if not is_function(target):
+        if convention_of(signature) is not None:
+            raise ConfigError(f"{target!r} is an object; register its class, or a function")
+        return target
+    check_function(_name_of(target), signature, inspect.iscoroutinefunction(target))
+    convention = convention_of(signature)
+    return target if convention is None else FunctionFactory(target, signature, convention)
+
+
+def build_reward(factory: Callable[..., Reward], name: str, args: Mapping[str, Any]) -> Reward:
+    """Make a reward of what `as_factory` returned.
+
+    Raises:
+        ConfigError: the arguments do not fit, or what was made is no reward.
+    """
+    try:
+        reward = build_part(factory, "reward", name, args)
+    except ConfigError as error:
+        if is_function(factory) and required_of(signature_of(factory)) - args.keys():
+            raise ConfigError(f"{error.message}; {_if_reward(factory)}") from error
+        raise
+    if not callable(reward) and not isinstance(reward, AsyncReward):
+        made = f"{_name_of(factory)} made {type(reward).__name__}, which is no reward"
+        raise ConfigError(f"reward {name!r}: {made}; {_if_reward(factory)}")
+    return reward
+
+
+def is_function(target: Callable[..., Any]) -> bool:
+    """Not a class, nor an object that can be called."""
+    return inspect.isfunction(target) or inspect.ismethod(target) or isinstance(target, partial)
 
 
 class FunctionFactory:
     """Makes a reward of a function with arguments for the parameters that no answer fills."""
 
-    def __init__(self, function: Callable[..., Any], fields: Fields) -> None:
+    def __init__(
+        self, function: Callable[..., Any], signature: inspect.Signature, convention: Convention
+    ) -> None:
         self._function = function
-        self._fields = fields
+        self._signature = signature
+        self._convention = convention
         self.__doc__ = function.__doc__
-        self.__signature__ = _rest_of(function, fields)
+        self.__signature__ = arguments_of(signature)
 
     def __call__(self, **args: Any) -> Reward:
-        call = FunctionCall(self._function, self._fields, args)
+        call = FunctionCall(self._function, self._signature, self._convention, args)
         is_async = inspect.iscoroutinefunction(self._function)
         return AsyncFunctionReward(call) if is_async else FunctionReward(call)
 
@@ -58,21 +92,53 @@ class FunctionFactory:
 
 
 class FunctionCall:
-    """A function, and how an answer becomes its arguments."""
+    """A function, how an answer becomes its arguments, and what it returns a score."""
 
-    def __init__(self, function: Callable[..., Any], fields: Fields, args: dict[str, Any]) -> None:
-        parameters = signature_of(function).parameters
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        signature: inspect.Signature,
+        convention: Convention,
+        args: dict[str, Any],
+    ) -> None:
         self._function = function
-        self._fields = fields
+        self._name = _name_of(function)
+        self._signature = signature
+        self._convention = convention
         self._args = args
-        self._names = frozenset(parameters)
-        self._is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._required = required_of(signature)
+        kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+        self._named = [
+            name
+            for name, kind in kinds.items()
+            if kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        ]
+        self._open = next(
+            (name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), None
+        )
 
-    def __call__(self, answer: Answer, **more: Any) -> Any:
-        given = {**self._fields(answer), **self._args, **more}
-        if not self._is_open:
-            given = {name: value for name, value in given.items() if name in self._names}
-        return self._function(**given)
+    def __call__(self, answer: Answer, **offered: Any) -> Any:
+        """Call the function; `offered` reaches it if it has parameters of these names.
+
+        Raises:
+            DataError: the row lacks what the function wants.
+        """
+        given = self._convention.fields(answer) | self._args
+        given |= {name: value for name, value in offered.items() if name in self._named}
+        if missing := sorted(self._required - given.keys()):
+            raise DataError(
+                f"the row has no {', '.join(missing)}, which the reward function {self._name} "
+                f"takes; it has {sorted(answer.data)}"
+            )
+        bound = OrderedDict((name, given.pop(name)) for name in self._named if name in given)
+        if self._open is not None:
+            bound[self._open] = given
+        arguments = inspect.BoundArguments(self._signature, bound)
+        return self._function(*arguments.args, **arguments.kwargs)
+
+    def result(self, returned: Any) -> Any:
+        """What the function meant by what it returned."""
+        return self._convention.result(self._name, returned)
 
 
 class FunctionReward:
@@ -82,7 +148,7 @@ class FunctionReward:
         self._call = call
 
     def __call__(self, answer: Answer) -> Any:
-        return _as_reward(self._call(answer))
+        return self._call.result(self._call(answer))
 
 
 class AsyncFunctionReward:
@@ -92,61 +158,13 @@ class AsyncFunctionReward:
         self._call = call
 
     async def judge(self, answer: Answer, facilities: Facilities) -> Any:
-        return _as_reward(await self._call(answer, facilities=facilities))
+        return self._call.result(await self._call(answer, facilities=facilities))
 
 
-def _answer_fields(answer: Answer) -> dict[str, Any]:
-    return {"answer": answer}
+def _name_of(function: Callable[..., Any]) -> str:
+    inner = function.func if isinstance(function, partial) else function
+    return getattr(inner, "__name__", repr(inner))
 
 
-def _areal_fields(answer: Answer) -> dict[str, Any]:
-    return {
-        **answer.data,
-        "prompt": answer.prompt,
-        "completions": answer.completion,
-        "prompt_ids": list(answer.prompt_ids),
-        "completion_ids": list(answer.completion_ids),
-    }
-
-
-def _verl_fields(answer: Answer) -> dict[str, Any]:
-    data = answer.data
-    judged = data.get("reward_model")
-    holder = judged if isinstance(judged, Mapping) and "ground_truth" in judged else data
-    key = "ground_truth" if "ground_truth" in holder else "answer"
-    if key not in holder:
-        raise DataError(
-            "the row has no reward_model.ground_truth, ground_truth or answer; "
-            f"it has {sorted(data)}"
-        )
-    return {
-        "data_source": data.get("data_source", ""),
-        "solution_str": answer.completion,
-        "ground_truth": holder[key],
-        "extra_info": data.get("extra_info") or {},
-    }
-
-
-_SIGNATURES: tuple[tuple[tuple[str, ...], Fields], ...] = (
-    (("prompt", "completions", "prompt_ids", "completion_ids"), _areal_fields),
-    (("data_source", "solution_str", "ground_truth"), _verl_fields),
-    (("answer",), _answer_fields),
-)
-
-
-def _rest_of(function: Callable[..., Any], fields: Fields) -> inspect.Signature:
-    """The parameters that are given where the reward is named."""
-    signature = signature_of(function)
-    if fields is _areal_fields:
-        return signature.replace(parameters=[])
-    filled = {"data_source", "solution_str", "ground_truth", "extra_info", "answer", "facilities"}
-    rest = [p for name, p in signature.parameters.items() if name not in filled]
-    return signature.replace(parameters=rest)
-
-
-def _as_reward(returned: Any) -> Any:
-    """A mapping with `score` is verl's way of telling more."""
-    if isinstance(returned, Mapping) and "score" in returned:
-        details = {name: value for name, value in returned.items() if name != "score"}
-        return RewardResult(returned["score"], details)
-    return returned
+def _if_reward(factory: Callable[..., Any]) -> str:
+    return f"if {_name_of(factory)} is the reward itself: {known_signatures()}"

@@ -250,6 +250,7 @@ class WorkerPool:
             dict(answer.data),
             answer.prompt_ids,
             answer.completion_ids,
+            answer.messages,
         )
         place = await self._free.get()
         try:

@@ -28,8 +28,8 @@ from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.errors import ConfigError, RewardError, RewardOutage, ServiceError
 from headway.contracts.types import RewardResult, Verdict
 from headway.rollout.facilities import Facilities
-from headway.rollout.parts import build_part
 from headway.rollout.rewards.base import Answer, AsyncReward, Reward, as_result, reward_factory
+from headway.rollout.rewards.functions import build_reward
 from headway.rollout.rewards.pool import Hung, Job, WorkerPool
 
 log = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class Scorer:
 
 def _made(part: PartConfig, arguments: str) -> Made:
     factory = reward_factory(part.name)
-    reward = build_part(factory, "reward", part.name, part.args)
+    reward = build_reward(factory, part.name, part.args)
     awaiting = reward if isinstance(reward, AsyncReward) else None
     return Made(
         name=part.name,

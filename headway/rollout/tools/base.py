@@ -21,14 +21,19 @@ class ToolError(Exception):
 
 
 class Tool(Protocol):
-    """A function that the model may call."""
+    """A function that the model may call; its three attributes are only read."""
 
-    name: str
-    """What the model calls it."""
-    description: str
-    """What it does, for the model."""
-    parameters: Mapping[str, Any]
-    """JSON schema of its arguments, an object."""
+    @property
+    def name(self) -> str:
+        """What the model calls it."""
+
+    @property
+    def description(self) -> str:
+        """What it does, for the model."""
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """JSON schema of its arguments, an object."""
 
     async def call(self, arguments: Mapping[str, Any], facilities: Facilities) -> str:
         """The result, as the model reads it.

@@ -83,13 +83,15 @@ class Game:
 
     async def judge(self, completion_ids: list[int]) -> RewardResult:
         """The submitted reward's judgement of an answer to the prompt."""
+        prompt = self._sample.prompt
         return await self._stage.score(
             Answer(
                 prompt=self._tokenizer.decode(self._opening),
                 completion=self._tokenizer.decode(completion_ids),
-                data=self._sample.prompt.data,
+                data=prompt.data,
                 prompt_ids=self._opening,
                 completion_ids=completion_ids,
+                messages=[message.model_dump() for message in prompt.messages or ()],
             )
         )
 

@@ -114,13 +114,15 @@ class SessionWorkflow:
         last = session.history.nodes[-1]
         completion = last.response.output_tokens
         prompt_ids = last.ids()[: -len(completion) or None]
+        prompt = session.sample.prompt
         result = await stage.score(
             Answer(
                 prompt=self._tokenizer.decode(prompt_ids),
                 completion=last.seen[-1]["content"],
-                data=session.sample.prompt.data,
+                data=prompt.data,
                 prompt_ids=prompt_ids,
                 completion_ids=completion,
+                messages=[message.model_dump() for message in prompt.messages or ()],
             )
         )
         return RewardResult(result.score, {**result.details, **end.details}, result.verdict)

@@ -196,3 +196,31 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, meth
 
 async def compute_score_later(data_source, solution_str, ground_truth, extra_info):
     return solution_str == ground_truth
+
+
+def trl_reward(prompts, completions, level, **kwargs):
+    """TRL's."""
+    assert sorted(kwargs) == ["answer", "completion_ids"]
+    lists = zip(prompts, completions, level, kwargs["completion_ids"], strict=True)
+    return [len(p) * 1000 + len(c) * 100 + n * 10 + len(ids) for p, c, n, ids in lists]
+
+
+def trl_chat_reward(completions, answer, **kwargs):
+    assert [message["role"] for message in kwargs["prompts"][0]] == ["system", "user"]
+    contents = [completion[0]["content"] for completion in completions]
+    return [float(text == wanted) for text, wanted in zip(contents, answer, strict=True)]
+
+
+async def trl_reward_later(completions, **kwargs):
+    assert "facilities" not in kwargs
+    return [0.25 for _ in completions]
+
+
+def trl_returns(completions, returned, log_metric=None):
+    assert log_metric is None
+    return returned[0]
+
+
+def positional_reward(answer, bonus=0.0, /, *rest, **more):
+    assert not rest
+    return float(answer.completion == "4") + bonus + len(more)

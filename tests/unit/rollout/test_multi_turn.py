@@ -64,6 +64,7 @@ async def test_a_wrong_answer_is_told_and_tried_again(tokenizer):
         ("user\n2+2?\nassistant\n", "4"),
     ]
     assert judge.answers[1].completion_ids == list(second.tokens)
+    assert judge.answers[1].messages == [{"role": "user", "content": "2+2?"}]
 
 
 async def test_an_accepted_answer_ends_it(tokenizer):

@@ -390,6 +390,19 @@ async def test_a_reward_model_that_answers_nonsense_is_an_error(open_scorer, ans
     assert not isinstance(caught.value, RewardOutage)
 
 
+async def test_a_function_of_trl_judges_chats_in_a_process_of_its_own(scorer):
+    import sample_rewards
+
+    register_reward("test/trl_chat", sample_rewards.trl_chat_reward)
+    chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2="}]
+    answer = Answer("Add.2+2=", "4", {"answer": "4"}, messages=chat)
+    async with asyncio.timeout(DEADLINE_S):
+        result = await scorer.score(PartConfig(name="test/trl_chat"), answer)
+        assert result.score == 1.0
+        with pytest.raises(DataError, match="the row has no answer"):
+            await scorer.score(PartConfig(name="test/trl_chat"), Answer("", "4", {}))
+
+
 async def test_unknown_names_and_arguments_are_refused_before_anything_runs(scorer):
     with pytest.raises(UnknownName, match="did you mean 'exact'"):
         scorer.prepare(PartConfig(name="exakt"))

@@ -1,4 +1,4 @@
-"""Connections of callers that block: used again, never in doubt, and given up with a reason."""
+"""Calls that block: over connections that are used again, never in doubt, and given up with a reason."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import pytest
 
 from headway.runtime.blocking import BlockingConnections, Patience
-from headway.runtime.connections import Answer, BrokenOff, NoAnswer, NotConnected
+from headway.runtime.connections import Answer, BrokenOff, NotConnected
 
 PATIENCE = Patience(connect_s=5.0, silent_s=10.0)
 OK = b"HTTP/1.1 200 OK\r\nRetry-After: 3\r\ncontent-length: 2\r\n\r\nhi"
@@ -77,12 +78,10 @@ class Service:
 
 
 @contextmanager
-def opened(
-    serve: Serve, keep_alive_s: float = 60.0
-) -> Iterator[tuple[Service, BlockingConnections]]:
+def opened(serve: Serve) -> Iterator[tuple[Service, BlockingConnections]]:
     service = Service(serve)
     headers = {"authorization": "Bearer x"}
-    calls = BlockingConnections(ssl.create_default_context(), headers, keep_alive_s)
+    calls = BlockingConnections(ssl.create_default_context(), headers, keep_alive_s=60.0)
     try:
         yield service, calls
     finally:
@@ -101,15 +100,6 @@ def always(peer: Peer) -> None:
 
 
 def test_one_connection_serves_one_request_after_the_other():
-    with opened(always) as (service, calls):
-        for _ in range(3):
-            answer = post(calls, f"{service.url}/v1/x?y=1")
-            assert (answer.status, answer.content) == (200, b"hi")
-            assert answer.headers[b"retry-after"] == b"3"
-        assert service.num_connections == 1
-
-
-def test_the_request_is_whole_and_carries_the_headers():
     heard = []
 
     def serve(peer: Peer) -> None:
@@ -118,33 +108,53 @@ def test_the_request_is_whole_and_carries_the_headers():
             peer.sock.sendall(OK)
 
     with opened(serve) as (service, calls):
-        post(calls, f"{service.url}/v1/x?y=1", b'{"a": 1}')
-        calls.ask("GET", service.url, None, PATIENCE)
+        for _ in range(3):
+            answer = post(calls, f"{service.url}/v1/x?y=1")
+            assert (answer.status, answer.content) == (200, b"hi")
+            assert answer.headers[b"retry-after"] == b"3"
+        assert service.num_connections == 1
     head, body = heard[0]
-    assert head.startswith(b"POST /v1/x?y=1 HTTP/1.1\r\n") and body == b'{"a": 1}'
-    assert b"\r\nauthorization: Bearer x" in head and b"\r\ncontent-type: application/json" in head
-    assert heard[1][0].startswith(b"GET / HTTP/1.1\r\n") and heard[1][1] == b""
+    assert head.startswith(b"POST /v1/x?y=1 HTTP/1.1\r\n") and body == b"{}"
+    lines = head.lower().split(b"\r\n")
+    assert b"authorization: bearer x" in lines and b"content-type: application/json" in lines
 
 
-def test_each_thread_has_its_own():
-    with opened(always) as (service, calls):
-        post(calls, service.url)
-        other = threading.Thread(target=post, args=(calls, service.url))
-        other.start()
-        other.join()
-        post(calls, service.url)
-        assert service.num_connections == 2
-
-
-def test_a_connection_that_the_service_ends_is_not_used_again():
+def test_an_answer_without_content():
     def serve(peer: Peer) -> None:
-        peer.hear()
-        peer.sock.sendall(OK.replace(b"Retry-After: 3", b"connection: close"))
+        while True:
+            peer.hear()
+            peer.sock.sendall(b"HTTP/1.1 204 No Content\r\n\r\n")
 
     with opened(serve) as (service, calls):
         for _ in range(2):
-            assert post(calls, service.url).content == b"hi"
-        assert service.num_connections == 2
+            answer = post(calls, service.url)
+            assert (answer.status, answer.content) == (204, b"")
+        assert service.num_connections == 1
+
+
+def test_no_proxy_of_the_environment_hears_of_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    with opened(always) as (service, calls):
+        assert post(calls, service.url).status == 200
+
+
+def test_a_thread_that_waits_holds_up_no_other_one():
+    asked, told = threading.Event(), threading.Event()
+
+    def serve(peer: Peer) -> None:
+        while True:
+            if peer.hear()[1] == b"later":
+                asked.set()
+                assert told.wait(10.0)
+            peer.sock.sendall(OK)
+
+    with opened(serve) as (service, calls), ThreadPoolExecutor(1) as other:
+        waiting = other.submit(post, calls, service.url, b"later")
+        assert asked.wait(10.0)
+        assert post(calls, service.url).content == b"hi"
+        assert not waiting.done()
+        told.set()
+        assert waiting.result(10.0).content == b"hi"
 
 
 def test_one_that_ended_between_two_requests_is_noticed():
@@ -164,41 +174,46 @@ def test_one_that_ended_between_two_requests_is_noticed():
         assert service.num_connections == 2
 
 
-def test_one_that_was_not_used_for_long_is_made_anew():
-    with opened(always, keep_alive_s=0.0) as (service, calls):
-        for _ in range(2):
-            post(calls, service.url)
-        assert service.num_connections == 2
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "http://[::1",
+        "ftp://127.0.0.1:1",
+        "127.0.0.1:8000",
+        "http://",
+        "http://x:y",
+        f"http://{'a' * 64}.example",
+    ],
+)
+def test_what_is_no_url(wrong: str):
+    with opened(always) as (_, calls), pytest.raises(NotConnected, match="no URL of a service"):
+        post(calls, wrong)
 
 
 def test_nobody_there():
-    with opened(always) as (service, calls):
-        url = service.url
-    with pytest.raises(NotConnected, match="refused"):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with opened(always) as (_, calls), pytest.raises(NotConnected, match="refused"):
         post(calls, url)
-    for wrong in ("http://[::1", "ftp://127.0.0.1:1", "127.0.0.1:8000", "http://", "http://x:y"):
-        with pytest.raises(NotConnected, match="URL"):
-            post(calls, wrong)
-    with pytest.raises(NotConnected):
-        post(calls, f"http://{'a' * 64}.example")
 
 
-@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\ncontent-le", OK[:-1]])
-def test_an_answer_that_breaks_off(said: bytes):
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\ncontent-le",
+        OK[:-1],
+        b"HTTP/1.1 200 OK\r\n\r\nh",
+        b"220 smtp.example ready\r\n\r\n",
+    ],
+    ids=["nothing", "half a head", "half a body", "a body without an end", "no HTTP"],
+)
+def test_an_answer_that_is_not_whole(said: bytes):
     def serve(peer: Peer) -> None:
         peer.hear()
         peer.sock.sendall(said)
 
     with opened(serve) as (service, calls), pytest.raises(BrokenOff):
-        post(calls, service.url)
-
-
-def test_what_is_no_http():
-    def serve(peer: Peer) -> None:
-        peer.hear()
-        peer.sock.sendall(b"220 smtp.example ready\r\n\r\n")
-
-    with opened(serve) as (service, calls), pytest.raises(NoAnswer, match="not HTTP"):
         post(calls, service.url)
 
 
