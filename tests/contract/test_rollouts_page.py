@@ -26,7 +26,6 @@ import httpx
 import psutil
 import pytest
 import yaml
-from games import byte_tokenizer
 
 from headway.contracts.config.gateway import SandboxConfig
 from headway.contracts.http import paths
@@ -39,6 +38,7 @@ from headway.rollout.parts import args_model
 from headway.rollout.rewards.base import REWARDS, reward_schema
 from headway.rollout.tools.base import TOOLS
 from headway.rollout.workflows.base import WORKFLOWS, get_workflow
+from tests.unit.rollout.games import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "rollouts.md").read_text()

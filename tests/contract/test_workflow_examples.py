@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from app_server import served
-from games import NOTHING, Judge, ScriptedPolicy, byte_tokenizer, chat_prompt, check_row, said
 
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.sampling import SamplingConfig
@@ -19,6 +17,16 @@ from headway.rollout.rewards.base import make_reward
 from headway.rollout.workflows.base import WORKFLOWS, Sample, Stage, make_workflow
 from headway.runtime.config import load_config
 from headway.runtime.outbound import HttpOutbound
+from tests.unit.rollout.app_server import served
+from tests.unit.rollout.games import (
+    NOTHING,
+    Judge,
+    ScriptedPolicy,
+    byte_tokenizer,
+    chat_prompt,
+    check_row,
+    said,
+)
 
 FOLDER = Path(__file__).parents[2] / "examples" / "workflows"
 HIGHER = "\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"

@@ -14,8 +14,6 @@ import aiohttp
 import uvicorn
 from anthropic import AsyncAnthropic
 from anthropic import DefaultAsyncHttpxClient as AnthropicHttpxClient
-from games import byte_tokenizer, ids_of, logprob_of
-from generators import ScriptedGenerator
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from headway.contracts.codec import decode_groups
@@ -29,6 +27,8 @@ from headway.rollout.service import RolloutService, Surroundings
 from headway.rollout.sessions.routes import session_routes
 from headway.rollout.sessions.sessions import Sessions
 from headway.rollout.tokenizer import TextTokenizer
+from tests.unit.rollout.games import byte_tokenizer, ids_of, logprob_of
+from tests.unit.rollout.generators import ScriptedGenerator
 
 DEADLINE_S = 20.0
 TEMPLATE = """{%- if tools %}<|im_start|>tools

@@ -11,9 +11,9 @@ import anthropic
 import openai
 import pytest
 import pytest_asyncio
-from games import ids_of, logprob_of
 
 from tests.integration.agent_bench import Bench, Place, open_bench
+from tests.unit.rollout.games import ids_of, logprob_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -13,11 +13,11 @@ import anthropic
 import openai
 import pytest
 import pytest_asyncio
-from games import check_row, said
 
 from headway.contracts.errors import BackendError
 from headway.contracts.types import Trajectory
 from tests.integration.agent_bench import Bench, Place, open_bench
+from tests.unit.rollout.games import check_row, said
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

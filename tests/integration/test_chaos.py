@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from ledger_suite import RedisServer
+
+from tests.unit.rollout.ledger_suite import RedisServer
 
 REPOSITORY = Path(__file__).parents[2]
 LIMIT_S = 400.0

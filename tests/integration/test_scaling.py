@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ledger_suite import RedisServer
 
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.server import ServerConfig
@@ -32,6 +31,7 @@ from headway.runtime.process import Process, ProcessSpec
 from tests.integration.builders import generation, rollout
 from tests.integration.conftest import eventually
 from tests.processes import start_process
+from tests.unit.rollout.ledger_suite import RedisServer
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -6,10 +6,10 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from ledger_suite import STORES, Play, RedisServer
 
 from headway.rollout.ledger.base import Ledger
 from headway.rollout.ledger.make import make_ledger
+from tests.unit.rollout.ledger_suite import STORES, Play, RedisServer
 
 OpenLedger = Callable[..., Awaitable[Ledger]]
 

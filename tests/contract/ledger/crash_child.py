@@ -4,9 +4,8 @@ import asyncio
 import itertools
 import sys
 
-from ledger_suite import Play, ids
-
 from headway.rollout.ledger.make import make_ledger
+from tests.unit.rollout.ledger_suite import Play, ids
 
 
 def acknowledge(event: str, rollout_id: str) -> None:

@@ -5,11 +5,11 @@ import json
 import sys
 
 import pytest
-from ledger_suite import SEVERAL_PROCESSES
 from pyarrow import parquet
 
 from headway.contracts.errors import ConfigError, Conflict, NotFound
 from headway.launch.cli import main
+from tests.unit.rollout.ledger_suite import SEVERAL_PROCESSES
 
 pytestmark = pytest.mark.parametrize("store", SEVERAL_PROCESSES, indirect=True)
 

@@ -1,11 +1,11 @@
 import pytest
-from ledger_suite import ids
-from rollout_builders import make_trajectory
 
 from headway.contracts.codec import decode_groups
 from headway.contracts.errors import Conflict, Fruitless, NotFound
 from headway.contracts.types import TrajectoryGroup
 from headway.rollout.ledger.base import Delivery
+from tests.unit.rollout.ledger_suite import ids
+from tests.unit.rollout.rollout_builders import make_trajectory
 
 
 async def test_a_batch_is_delivered_whole_and_oldest_first(play):

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-from ledger_suite import ALL, SEVERAL_PROCESSES, Play, admit, ids
-from rollout_builders import make_group, make_request
 
 from headway.contracts.errors import Fenced, Fruitless, NotFound
+from tests.unit.rollout.ledger_suite import ALL, SEVERAL_PROCESSES, Play, admit, ids
+from tests.unit.rollout.rollout_builders import make_group, make_request
 
 on_shared_stores = pytest.mark.parametrize("store", SEVERAL_PROCESSES, indirect=True)
 

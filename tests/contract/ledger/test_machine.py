@@ -7,12 +7,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from ledger_suite import ALL, SEVERAL_PROCESSES, Play, ids
-from rollout_builders import make_group, make_request
 
 from headway.contracts.errors import Conflict, Fenced, NotFound
 from headway.rollout.ledger.base import Admission, Lease, Ledger
 from headway.rollout.ledger.make import make_ledger
+from tests.unit.rollout.ledger_suite import ALL, SEVERAL_PROCESSES, Play, ids
+from tests.unit.rollout.rollout_builders import make_group, make_request
 
 NAMES = [f"r{number}" for number in range(40)]
 CONSUMERS = ["me", "you", "he"]

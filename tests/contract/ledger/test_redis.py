@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from ledger_suite import ALL, Play, RedisServer, admit
 from redis.asyncio import Redis
-from rollout_builders import make_group, make_request
 
 from headway.contracts.errors import ConfigError, QueueFull, StateError
 from headway.rollout.ledger.make import make_ledger
 from headway.rollout.ledger.on_redis import calls
 from headway.rollout.ledger.on_redis.address import parse_address
 from headway.rollout.ledger.redis import RedisLedger
+from tests.unit.rollout.ledger_suite import ALL, Play, RedisServer, admit
+from tests.unit.rollout.rollout_builders import make_group, make_request
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from ledger_suite import SEVERAL_PROCESSES, Play, admit
 
 from headway.contracts.errors import Conflict, StateError
 from headway.rollout.ledger.make import make_ledger
 from headway.rollout.ledger.sqlite import SqliteLedger
+from tests.unit.rollout.ledger_suite import SEVERAL_PROCESSES, Play, admit
 
 on_durable_stores = pytest.mark.parametrize("store", SEVERAL_PROCESSES, indirect=True)
 on_sqlite = pytest.mark.parametrize("store", ["sqlite-file"], indirect=True)

@@ -6,12 +6,12 @@ import sqlite3
 from contextlib import closing
 
 import pytest
-from ledger_suite import ALL, Play, admit
-from rollout_builders import make_group, make_request
 
 from headway.contracts.codec import encode_groups
 from headway.contracts.errors import ConfigError, Conflict, StateError
 from headway.rollout.ledger.sqlite import SqliteLedger
+from tests.unit.rollout.ledger_suite import ALL, Play, admit
+from tests.unit.rollout.rollout_builders import make_group, make_request
 
 
 @pytest.fixture

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from rollout_builders import make_request
-
 from headway.rollout.ledger.base import Admission
 from headway.rollout.ledger.sqlite import SqliteLedger
+from tests.unit.rollout.rollout_builders import make_request
 
 
 async def test_calls_that_are_committed_together_see_one_another():

@@ -1,9 +1,9 @@
 import pytest
-from ledger_suite import ALL, admit
-from rollout_builders import make_group, make_request
 
 from headway.contracts.errors import Conflict, Fenced, QueueFull
 from headway.contracts.types import VersionBounds
+from tests.unit.rollout.ledger_suite import ALL, admit
+from tests.unit.rollout.rollout_builders import make_group, make_request
 
 
 async def test_submit_is_idempotent(ledger, play):

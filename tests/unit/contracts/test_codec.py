@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from rollout_builders import make_group, make_trajectory
 from safetensors.numpy import load, save
 
 from headway.contracts.codec import decode_groups, encode_groups, join_payloads
 from headway.contracts.errors import DataError
 from headway.contracts.types import Trajectory, TrajectoryGroup, Turn
+from tests.unit.rollout.rollout_builders import make_group, make_trajectory
 
 COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions")
 FIELDS = ("rollout_id", "group_id", "sample_index", "stop_reason")

@@ -2,7 +2,6 @@ from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
-from rollout_builders import make_group, make_request, make_trajectory
 
 from headway.contracts.config.algorithm import AlgorithmConfig
 from headway.contracts.config.base import PartConfig
@@ -20,6 +19,7 @@ from headway.contracts.types import (
     TrajectoryBatch,
     TrajectoryGroup,
 )
+from tests.unit.rollout.rollout_builders import make_group, make_request, make_trajectory
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from generators import Answer, ScriptedGenerator, at_once
-from rollout_builders import make_request
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -22,6 +20,8 @@ from headway.rollout.consumers import Publisher
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.service import RolloutService, Surroundings, no_facilities
 from headway.rollout.tokenizer import TextTokenizer
+from tests.unit.rollout.generators import Answer, ScriptedGenerator, at_once
+from tests.unit.rollout.rollout_builders import make_request
 
 WORDS = ["<unk>", "<s>", "</s>", "user:", "assistant:", "system:", "hello", "world", "x"]
 CHAT_TEMPLATE = """{{ bos_token }}

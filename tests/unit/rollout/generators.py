@@ -4,12 +4,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from rollout_builders import make_response
-
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import BackendError
 from headway.contracts.http.servers import ServerStatus
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
+from tests.unit.rollout.rollout_builders import make_response
 
 Answer = Callable[[LLMRequest, int], Awaitable[list[int]]]
 """(request, attempt of this request) -> tokens."""

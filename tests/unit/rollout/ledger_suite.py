@@ -9,11 +9,10 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollout_builders import make_group, make_request
-
 from headway.contracts.codec import decode_groups
 from headway.contracts.http.rollouts import RolloutState
 from headway.rollout.ledger.base import Admission, Delivery, Lease, Ledger
+from tests.unit.rollout.rollout_builders import make_group, make_request
 
 STORES = ("sqlite-file", "sqlite-memory", "redis")
 SEVERAL_PROCESSES = ("sqlite-file", "redis")

@@ -1,10 +1,10 @@
 import pytest
-from games import NOTHING, Judge, ScriptedPolicy, byte_tokenizer, check_row, said
 
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import RequestTooLong, RewardOutage
 from headway.contracts.types import Prompt, RewardResult, WorkflowRef
 from headway.rollout.workflows.base import Sample, Stage, make_workflow
+from tests.unit.rollout.games import NOTHING, Judge, ScriptedPolicy, byte_tokenizer, check_row, said
 
 PROMPT = Prompt(group_id="g7", group_size=2, text="2+2=")
 

@@ -5,9 +5,7 @@ from contextlib import asynccontextmanager
 
 import jsonschema
 import pytest
-from app_server import served
 from fastapi import FastAPI, Request, Response
-from games import Judge, ScriptedPolicy, byte_tokenizer, chat_prompt, check_row, said
 
 from headway.contracts.config.gateway import OutboundConfig
 from headway.contracts.config.sampling import SamplingConfig
@@ -17,6 +15,15 @@ from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox
 from headway.rollout.workflows import callback
 from headway.rollout.workflows.base import Sample, Stage, make_workflow
 from headway.runtime.outbound import HttpOutbound
+from tests.unit.rollout.app_server import served
+from tests.unit.rollout.games import (
+    Judge,
+    ScriptedPolicy,
+    byte_tokenizer,
+    chat_prompt,
+    check_row,
+    said,
+)
 
 PROMPT = chat_prompt("guess", data={"secret": 4})
 OPENING = "<|im_start|>user\nguess<|im_end|>\n<|im_start|>assistant\n"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from weight_server import DEADLINE_S, WeightServer, opened_gateway, until
 
 from headway.contracts.http.weights import WeightPrepareRequest
 from headway.contracts.types import WeightUpdateMeta
+from tests.unit.rollout.weight_server import DEADLINE_S, WeightServer, opened_gateway, until
 
 
 def meta(version: int, scheme: str = "/") -> WeightUpdateMeta:

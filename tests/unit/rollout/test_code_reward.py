@@ -8,7 +8,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from sandboxes import facilities_of, open_pool
 
 from headway.contracts.errors import ConfigError, DataError, RewardOutage
 from headway.contracts.types import RewardResult
@@ -17,6 +16,7 @@ from headway.rollout.rewards.base import Answer, AsyncReward, make_reward
 from headway.rollout.rewards.code import extract_program
 from headway.rollout.rewards.code_compare import same_output, same_result
 from headway.rollout.sandbox.backends import BUBBLEWRAP
+from tests.unit.rollout.sandboxes import facilities_of, open_pool
 
 ASSERTS = {
     "test_list": [

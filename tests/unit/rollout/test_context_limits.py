@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from generators import fails
 
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import RequestTooLong
 from headway.contracts.http.servers import ServerStatus
 from headway.contracts.types import Prompt, WorkflowRef
+from tests.unit.rollout.generators import fails
 
 PROMPT = Prompt(group_id="g", text=" ".join(["x"] * 15))
 """16 tokens, with the one in front."""

@@ -13,8 +13,6 @@ import httpx
 import pytest
 import uvicorn
 from prometheus_client import CollectorRegistry, generate_latest
-from rollout_builders import make_group, make_request, make_trajectory
-from weight_server import WeightServer, until
 
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.errors import Fenced
@@ -30,6 +28,8 @@ from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.rollout_metrics import RolloutMetrics
 from headway.rollout.watched_ledger import Attempt, watched
 from headway.runtime.access import Access
+from tests.unit.rollout.rollout_builders import make_group, make_request, make_trajectory
+from tests.unit.rollout.weight_server import WeightServer, until
 
 SECRET = "a-token-of-the-test"
 FILES = sorted(STATIC.iterdir())

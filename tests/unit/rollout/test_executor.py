@@ -4,7 +4,6 @@ import asyncio
 import time
 
 import pytest
-from generators import fails, never
 
 from headway.contracts.config.base import PartConfig
 from headway.contracts.errors import (
@@ -17,6 +16,7 @@ from headway.contracts.errors import (
     UnknownName,
 )
 from headway.contracts.types import Prompt
+from tests.unit.rollout.generators import fails, never
 
 EXACT_X = PartConfig(name="exact")
 

@@ -9,8 +9,6 @@ from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
-from rollout_builders import make_response
-from weight_server import until
 
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.config.sampling import SamplingConfig
@@ -30,6 +28,8 @@ from headway.rollout.fleet.fleet import Fleet
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.publishing.book import WeightBook
 from headway.rollout.resume import generate_whole
+from tests.unit.rollout.rollout_builders import make_response
+from tests.unit.rollout.weight_server import until
 
 REQUEST = LLMRequest(rid="r" * 128, input_ids=(1, 2))
 

@@ -12,9 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 import uvicorn
-from ledger_suite import RedisServer
 from prometheus_client import CollectorRegistry
-from weight_server import WeightServer, until
 
 from headway.contracts.config.gateway import ExecutorConfig, GatewayConfig
 from headway.contracts.errors import Conflict, NotFound
@@ -23,6 +21,8 @@ from headway.launch import cli
 from headway.rollout.app import create_app
 from headway.rollout.gateway import fleet_routes, open_gateway
 from headway.runtime.inference_client import RemoteInferenceEngine
+from tests.unit.rollout.ledger_suite import RedisServer
+from tests.unit.rollout.weight_server import WeightServer, until
 
 
 @pytest.fixture

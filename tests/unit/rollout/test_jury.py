@@ -22,7 +22,7 @@ NAMES = ("Scores", "Fails", "OutUntil", "AwaitsForever", "good")
 @pytest.fixture(scope="module", autouse=True)
 def registered_samples():
     for name in NAMES:
-        register_reward(f"jury/{name}", f"sample_rewards:{name}")
+        register_reward(f"jury/{name}", f"tests.unit.rollout.sample_rewards:{name}")
 
 
 class Court:

@@ -3,16 +3,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from games import (
-    NOTHING,
-    Judge,
-    ScriptedPolicy,
-    byte_tokenizer,
-    chat_prompt,
-    check_row,
-    ids_of,
-    said,
-)
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.sampling import SamplingConfig
@@ -22,6 +12,16 @@ from headway.contracts.types import LLMRequest, Prompt, RewardResult, WorkflowRe
 from headway.rollout.resume import join, rest_of
 from headway.rollout.workflows.base import Sample, Stage, make_workflow
 from inference_server.backends.fake import FakeBackend, FakeStaged
+from tests.unit.rollout.games import (
+    NOTHING,
+    Judge,
+    ScriptedPolicy,
+    byte_tokenizer,
+    chat_prompt,
+    check_row,
+    ids_of,
+    said,
+)
 
 OPENING = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
 BRIDGE = "\n<|im_start|>user\nNo.<|im_end|>\n<|im_start|>assistant\n"

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp.abc import AbstractResolver
-from app_server import served
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import RedirectResponse, StreamingResponse
 
 from headway.contracts.config.gateway import OutboundConfig
 from headway.contracts.errors import BackendError, ConfigError, DataError, Forbidden
 from headway.runtime.outbound import HttpOutbound
+from tests.unit.rollout.app_server import served
 
 FOREVER = asyncio.Event
 

@@ -6,7 +6,6 @@ import asyncio
 import time
 
 import pytest
-from weight_server import DEADLINE_S, Gateway, WeightServer, opened_gateway, until
 
 from headway.contracts.errors import BackendError, StaleVersion, SyncError
 from headway.contracts.http.paths import WEIGHTS_COMMIT, WEIGHTS_PREPARE
@@ -14,6 +13,13 @@ from headway.contracts.types import WeightUpdateMeta
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.publishing import orders
 from headway.rollout.publishing.book import WeightBook
+from tests.unit.rollout.weight_server import (
+    DEADLINE_S,
+    Gateway,
+    WeightServer,
+    opened_gateway,
+    until,
+)
 
 
 def meta(version: int, scheme: str = "/") -> WeightUpdateMeta:

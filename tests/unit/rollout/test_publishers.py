@@ -7,7 +7,6 @@ import socket
 
 import pytest
 import uvicorn
-from conftest import Bench
 
 from headway.contracts.errors import Conflict, Fenced, SyncError
 from headway.contracts.http.paths import WEIGHTS
@@ -15,6 +14,7 @@ from headway.contracts.types import ConsumerSpec, WeightUpdateMeta
 from headway.rollout.app import create_app
 from headway.rollout.service import Publisher
 from headway.runtime.inference_client import RemoteInferenceEngine
+from tests.unit.rollout.conftest import Bench
 
 V1 = WeightUpdateMeta(1, "nowhere")
 

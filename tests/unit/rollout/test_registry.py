@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from ledger_suite import RedisServer
 
 from headway.contracts.errors import ConfigError, NotFound, StateError
 from headway.contracts.http.servers import ServerReport
 from headway.rollout.fleet.registry.base import Registry
 from headway.rollout.fleet.registry.make import make_registry
 from headway.rollout.fleet.registry.redis import RedisRegistry
+from tests.unit.rollout.ledger_suite import RedisServer
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from weight_server import Gateway, WeightServer, opened_gateway, until
 
 from headway.contracts.errors import Conflict, NotFound, StaleVersion, SyncError
 from headway.contracts.http.weights import WeightReservation
 from headway.contracts.types import LLMRequest, LLMResponse, WeightUpdateMeta
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.publishing import reservation
+from tests.unit.rollout.weight_server import Gateway, WeightServer, opened_gateway, until
 
 
 def meta(version: int) -> WeightUpdateMeta:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sample_rewards
 
 from headway.contracts.errors import ConfigError, DataError, RewardError
 from headway.contracts.types import RewardResult
@@ -16,6 +15,7 @@ from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox
 from headway.rollout.parts import args_model
 from headway.rollout.rewards.base import REWARDS, Answer, make_reward, register_reward
 from headway.rollout.rewards.functions import as_factory, build_reward
+from tests.unit.rollout import sample_rewards
 
 ANSWER = Answer("2+2=", "4", {"answer": "4", "level": 1, "prompt": "taken"}, (1, 2), (3,))
 
@@ -179,7 +179,9 @@ def test_another_signature_is_refused_with_those_that_are_known(function):
         register_reward("test/unknown", function)
     for known in ("(answer)", "TRL's (prompts", "verl's (data_source", "AReaL's (prompt"):
         assert known in caught.value.message
-    register_reward("test/unknown", "sample_rewards:Scores")  # the name is not taken
+    register_reward(
+        "test/unknown", "tests.unit.rollout.sample_rewards:Scores"
+    )  # the name is not taken
     REWARDS._targets.pop("test/unknown")
 
 

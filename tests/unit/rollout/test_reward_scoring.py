@@ -49,7 +49,7 @@ NAMES = {
 @pytest.fixture(scope="module", autouse=True)
 def registered_samples():
     for name, attribute in NAMES.items():
-        register_reward(f"test/{name}", f"sample_rewards:{attribute}")
+        register_reward(f"test/{name}", f"tests.unit.rollout.sample_rewards:{attribute}")
 
 
 @pytest.fixture(autouse=True)
@@ -391,7 +391,7 @@ async def test_a_reward_model_that_answers_nonsense_is_an_error(open_scorer, ans
 
 
 async def test_a_function_of_trl_judges_chats_in_a_process_of_its_own(scorer):
-    import sample_rewards
+    from tests.unit.rollout import sample_rewards
 
     register_reward("test/trl_chat", sample_rewards.trl_chat_reward)
     chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2="}]
@@ -422,7 +422,7 @@ async def test_a_reward_that_no_other_process_can_import_is_refused(scorer):
 
 
 async def test_a_reward_that_was_registered_as_text_or_as_an_object_is_the_same(scorer):
-    import sample_rewards
+    from tests.unit.rollout import sample_rewards
 
     register_reward("test/object", sample_rewards.plain_reward)
     assert (await score(scorer, "object", bonus=0.5)).score == 1.5

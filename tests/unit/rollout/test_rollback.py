@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from weight_server import Gateway, WeightServer, opened_gateway
 
 from headway.contracts.errors import Conflict, NotFound, SyncError
 from headway.contracts.types import WeightUpdateMeta
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.publishing.book import KEEP, WeightBook
+from tests.unit.rollout.weight_server import Gateway, WeightServer, opened_gateway
 
 
 def meta(version: int, scheme: str = "/") -> WeightUpdateMeta:

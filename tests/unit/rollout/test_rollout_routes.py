@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 import uvicorn
-from generators import fails, never
 
 from headway.contracts.codec import decode_groups
 from headway.contracts.errors import DataError
 from headway.contracts.http import paths
 from headway.rollout.app import create_app
+from tests.unit.rollout.generators import fails, never
 
 
 @pytest.fixture

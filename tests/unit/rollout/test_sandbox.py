@@ -8,7 +8,6 @@ import textwrap
 
 import psutil
 import pytest
-from sandboxes import BACKENDS, open_pool, run
 
 from headway.contracts.config.gateway import SandboxConfig
 from headway.contracts.errors import ConfigError, RewardOutage
@@ -26,6 +25,7 @@ from headway.rollout.sandbox.choice import SandboxInTime, make_sandbox
 from headway.rollout.sandbox.pool import SandboxPool
 from headway.rollout.sandbox.probe import probe
 from headway.rollout.sandbox.values import Opaque, read_value, write_source
+from tests.unit.rollout.sandboxes import BACKENDS, open_pool, run
 
 
 @pytest.fixture(params=sorted(BACKENDS))

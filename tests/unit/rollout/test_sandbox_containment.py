@@ -5,10 +5,10 @@ import socket
 from pathlib import Path
 
 import pytest
-from sandboxes import BACKENDS, open_pool, run
 
 from headway.rollout.facilities import Outcome
 from headway.rollout.sandbox.pool import SandboxPool
+from tests.unit.rollout.sandboxes import BACKENDS, open_pool, run
 
 SHORT = {"cpu_s": 1.0}
 

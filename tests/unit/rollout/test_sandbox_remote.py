@@ -8,12 +8,12 @@ import time
 import pytest
 import uvicorn
 from fastapi import FastAPI
-from sandboxes import HttpOutbound
 
 from headway.contracts.config.gateway import SandboxConfig
 from headway.contracts.errors import Forbidden, RewardOutage
 from headway.rollout.facilities import NoOutbound, Program
 from headway.rollout.sandbox.choice import make_sandbox
+from tests.unit.rollout.sandboxes import HttpOutbound
 
 
 def make_app(seen: list[dict]) -> FastAPI:

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-from generators import never
 
 from headway.contracts.errors import Conflict, NotFound
 from headway.contracts.types import WeightUpdateMeta
+from tests.unit.rollout.generators import never
 
 
 async def step(bench, number: int, count: int = 2, checkpoint_step: int = -1) -> list[str]:

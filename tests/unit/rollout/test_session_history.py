@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from games import CHATML, byte_tokenizer, check_row, ids_of, logprob_of, said
 
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.types import LLMResponse, Prompt, RewardResult, Trajectory
 from headway.rollout.sessions.chat import Ask, Message
 from headway.rollout.sessions.history import History
 from headway.rollout.workflows.base import Sample
+from tests.unit.rollout.games import CHATML, byte_tokenizer, check_row, ids_of, logprob_of, said
 
 SAMPLE = Sample("r", Prompt(group_id="g", text=""), 3)
 OPEN = "<|im_start|>assistant\n"

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from games import NOTHING, Judge, ScriptedPolicy, byte_tokenizer, said
 
 from headway.contracts.config.gateway import SessionsConfig
 from headway.contracts.config.sampling import SamplingConfig
@@ -30,6 +29,7 @@ from headway.rollout.sessions.chat import Ask, Chat
 from headway.rollout.sessions.sessions import Sessions
 from headway.rollout.workflows.base import Sample, Stage
 from headway.rollout.workflows.session import SessionArgs, SessionWorkflow
+from tests.unit.rollout.games import NOTHING, Judge, ScriptedPolicy, byte_tokenizer, said
 
 SAMPLE = Sample("r", Prompt(group_id="g", text="2+2", data={"answer": "4"}), 0)
 HELLO = Ask([{"role": "user", "content": "hello"}], SamplingConfig())

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from weight_server import Gateway, WeightServer, until
 
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.errors import Fenced, StateError, SyncError
@@ -19,6 +18,7 @@ from headway.rollout.fleet.registry.memory import MemoryRegistry
 from headway.rollout.publishing import turn
 from headway.rollout.publishing.book import WeightBook
 from headway.rollout.publishing.turn import PublicationTurn
+from tests.unit.rollout.weight_server import Gateway, WeightServer, until
 
 
 class SharedNotes:

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-from games import NOTHING
 
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import ConfigError, RewardError, UnknownName
@@ -14,6 +13,7 @@ from headway.rollout.workflows.base import (
     register_workflow,
     workflow_schema,
 )
+from tests.unit.rollout.games import NOTHING
 
 PROMPT = Prompt(group_id="g7", group_size=4, text="hello", data={"answer": "world"})
 
@@ -125,7 +125,7 @@ def test_a_class_that_is_no_workflow_is_refused(plain_tokenizer, monkeypatch):
         ConfigError, match=r"'mine' is .*Generator.*, which lacks version, Args, run"
     ):
         register_workflow("mine", Generator)
-    register_workflow("mine", "games:Judge")
+    register_workflow("mine", "tests.unit.rollout.games:Judge")
     with pytest.raises(ConfigError, match=r"'mine' is .*Judge.*, which lacks version, Args, run"):
         make_workflow(WorkflowRef(name="mine"), plain_tokenizer, SamplingConfig())
 

@@ -3,10 +3,7 @@ import json
 
 import numpy as np
 import pytest
-from app_server import served
 from fastapi import FastAPI, Request
-from games import END, START, Judge, ScriptedPolicy, byte_tokenizer, chat_prompt, check_row, said
-from sandboxes import facilities_of, open_pool
 
 from headway.contracts.config.base import PartConfig
 from headway.contracts.config.gateway import OutboundConfig
@@ -28,6 +25,18 @@ from headway.rollout.tools.calculator import calculate
 from headway.rollout.workflows.base import Sample, Stage, make_workflow
 from headway.rollout.workflows.tool_use import find_calls
 from headway.runtime.outbound import HttpOutbound
+from tests.unit.rollout.app_server import served
+from tests.unit.rollout.games import (
+    END,
+    START,
+    Judge,
+    ScriptedPolicy,
+    byte_tokenizer,
+    chat_prompt,
+    check_row,
+    said,
+)
+from tests.unit.rollout.sandboxes import facilities_of, open_pool
 
 PROMPT = chat_prompt("2+2?")
 CALCULATOR = {"name": "calculator"}

@@ -1,11 +1,11 @@
 """What a chat template writes between two turns, found without touching what was sampled."""
 
 import pytest
-from games import CHATML, byte_tokenizer
 
 from headway.contracts.errors import DataError
 from headway.contracts.types import Message, Prompt
 from headway.rollout.workflows.conversation import Conversation
+from tests.unit.rollout.games import CHATML, byte_tokenizer
 
 USER = "<|im_start|>user\n{}<|im_end|>\n"
 OPEN = "<|im_start|>assistant\n"

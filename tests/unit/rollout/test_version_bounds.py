@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from generators import never
 
 from headway.contracts.config.base import PartConfig
 from headway.contracts.errors import ErrorBudgetExceeded, Fruitless
 from headway.contracts.types import VersionBounds
+from tests.unit.rollout.generators import never
 
 
 async def test_a_rollout_waits_for_its_version(open_service):
