@@ -1,7 +1,12 @@
-"""Processes of tests, forked from one that has imported the project already."""
+"""Processes of tests, forked from one that has imported the project already.
+
+Modules of the project are forked by the product's own template (`start_process`, `local_run`), functions
+by multiprocessing's server (`FORKS`), which every test process starts once.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 from functools import cache
 
 from headway.contracts.config.launch import LaunchConfig
@@ -10,6 +15,19 @@ from headway.runtime.process import Process, ProcessSpec
 from headway.runtime.template import ProcessTemplate
 
 TEST_MODULES = ("tests.integration.publishing_trainer", "tests.integration.traps")
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "trainer.workers.roles",
+        "trainer.interfaces.ppo_actor",
+        "transformers.models.llama.modeling_llama",
+        "torch.distributed.checkpoint.state_dict",
+        "tests.numeric.worker_rows",
+        "tests.integration.publishing_trainer",
+        "tests.unit.weight_sync.collective_child",
+    ]
+)
 
 
 @cache

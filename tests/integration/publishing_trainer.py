@@ -9,7 +9,6 @@ It begins as a resumed trainer does: it attaches, and takes the next number that
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -34,6 +33,7 @@ from headway.contracts.errors import ServiceError
 from headway.contracts.types import ConsumerSpec, WeightUpdateMeta
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.traps import Traps
+from tests.processes import FORKS
 from trainer.publication import Publication
 from weight_sync.channel import WeightPublisher
 from weight_sync.manifest import MANIFEST_NAME, content_digest, part_name
@@ -48,8 +48,6 @@ from weight_sync.transports.meeting import Round
 from weight_sync.transports.process_group import WeightGroup
 from weight_sync.transports.shared_memory import SharedMemoryStore
 
-FORKS = multiprocessing.get_context("forkserver")
-MODULES = ["tests.integration.publishing_trainer"]
 CONNECT_S = 20.0
 GRACE_S = 5.0
 LIMIT_S = 30.0

@@ -29,7 +29,7 @@ from headway.contracts.errors import Conflict, Fenced
 from headway.launch.quickstart import task
 from tests.integration.conftest import run_config
 from tests.integration.fault_fleet import SERVERS, TOKENS, Fleet, Misled
-from tests.integration.publishing_trainer import BUCKET, FORKS, MODULES, Outcome, Sync, Trainer
+from tests.integration.publishing_trainer import BUCKET, Outcome, Sync, Trainer
 from tests.processes import local_run
 from weight_sync.model_dir import load_model
 
@@ -138,7 +138,6 @@ def memory() -> Iterator[Path]:
 def stage(
     tmp_path_factory: pytest.TempPathFactory, model_dir: Path, memory: Path
 ) -> Iterator[Stage]:
-    FORKS.set_forkserver_preload(MODULES)
     stage = Stage(tmp_path_factory.mktemp("faults"), model_dir, memory, has_model=False)
     yield stage
     stage.close()
@@ -147,7 +146,6 @@ def stage(
 @pytest.fixture(scope="module")
 def model_stage(tmp_path_factory: pytest.TempPathFactory, memory: Path) -> Iterator[Stage]:
     """With a model of several buckets."""
-    FORKS.set_forkserver_preload(MODULES)
     scratch, folder = tmp_path_factory.mktemp("scratch"), tmp_path_factory.mktemp("faults")
     task.write_model(scratch, {})
     model = load_model(ModelConfig(path=str(scratch), init_from_scratch=True))

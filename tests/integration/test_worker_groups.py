@@ -18,6 +18,7 @@ import torch
 import tests.numeric.ranks  # noqa: F401 -- what the fork server imports once
 from headway.contracts.errors import ConfigError, DataError, WorkerError, WorkerLost
 from tests.integration.group_workers import Known, negated
+from tests.processes import FORKS
 from trainer.workers.dispatch import Dispatch, register
 from trainer.workers.group import WorkerGroup
 from trainer.workers.proto import DataProto
@@ -50,7 +51,7 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Open]:
             request.getfixturevalue("ray_cluster")
             group = WorkerGroup.of_ray_actors(Known, world_size, *args, **options)
         else:
-            options["start_method"] = "forkserver"
+            options["start_method"] = FORKS.get_start_method()
             group = WorkerGroup.of_processes(Known, world_size, *args, **options)
         groups.append(group)
         return group

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -12,12 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.processes import FORKS
 from trainer.topology import Topology
 
 PATIENCE_S = 90.0
-# Forked from a process that has imported everything once, and has no threads.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.numeric.engines", "tests.numeric.ranks"])
 
 
 def run_ranks(
@@ -47,7 +44,7 @@ def start_ranks(
     """The same, still running."""
     scratch.mkdir(parents=True, exist_ok=True)
     processes = [
-        _CONTEXT.Process(target=_rank, args=(rank, world_size, scratch, function, args))
+        FORKS.Process(target=_rank, args=(rank, world_size, scratch, function, args))
         for rank in range(world_size)
     ]
     for process in processes:

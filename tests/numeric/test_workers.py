@@ -23,6 +23,7 @@ from tests.numeric.worker_rows import (
     stored_weights,
     workers_config,
 )
+from tests.processes import FORKS
 from trainer.workers.group import WorkerGroup
 from trainer.workers.padded import to_sequences
 from trainer.workers.proto import DataProto
@@ -80,7 +81,7 @@ def _open(setup: str, worker: type, *args: Any) -> WorkerGroup:
         return WorkerGroup.of_ray_actors(worker, 2, *args, timeout_s=PATIENCE_S)
     world_size = {"one": 1, "two": 2, "four": 4, "rows of two": 4}[setup]
     return WorkerGroup.of_processes(
-        worker, world_size, *args, start_method="forkserver", timeout_s=PATIENCE_S
+        worker, world_size, *args, start_method=FORKS.get_start_method(), timeout_s=PATIENCE_S
     )
 
 

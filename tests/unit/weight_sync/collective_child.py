@@ -7,7 +7,6 @@ word, or for its end.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from headway.contracts.config.weight_sync import CollectiveSync, ReceiverConfig
 from headway.contracts.errors import ServiceError
 from headway.contracts.types import GroupSeat, WeightUpdateMeta
+from tests.processes import FORKS
 from weight_sync.codecs import decode
 from weight_sync.manifest import tensor_checksum
 from weight_sync.patience import Patience
@@ -33,8 +33,6 @@ from weight_sync.transports.process_group import GroupAddress, make_group
 LIMIT_S = 60.0
 """For a child to answer; it is a failure of the test, not of what is tested."""
 
-MODULES = ["tests.unit.weight_sync.collective_child"]
-FORKS = multiprocessing.get_context("forkserver")
 
 
 def weights(seed: int = 0, buckets: int = 8) -> dict[str, torch.Tensor]:
@@ -98,7 +96,6 @@ class Child:
     """One process; use it as a context. It sees one GPU, or none."""
 
     def __init__(self, gpu: int | None = None) -> None:
-        FORKS.set_forkserver_preload(MODULES)
         self._pipe, theirs = FORKS.Pipe()
         self.process: BaseProcess = FORKS.Process(target=_obey, args=(theirs, gpu), daemon=True)
         self.process.start()

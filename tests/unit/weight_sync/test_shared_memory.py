@@ -1,6 +1,5 @@
 """Memory that trainer and servers share: written again when nobody reads it, and never before."""
 
-import multiprocessing
 import shutil
 import tempfile
 import threading
@@ -12,6 +11,7 @@ import torch
 
 from headway.contracts.config.weight_sync import ReceiverConfig, SharedMemorySync
 from headway.contracts.types import WeightUpdateMeta
+from tests.processes import FORKS
 from weight_sync.channel import StagedWeights
 from weight_sync.patience import Patience
 from weight_sync.publisher import StoredPublisher
@@ -19,7 +19,6 @@ from weight_sync.receiver import make_receiver
 from weight_sync.transports.base import make_publisher
 
 LIMIT_S = 60.0
-FORKS = multiprocessing.get_context("forkserver")
 SIZE = 1 << 18
 SHAPES = {"a": torch.Size([SIZE]), "b": torch.Size([SIZE])}
 
