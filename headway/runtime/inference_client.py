@@ -9,6 +9,7 @@ caller's event loop.
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections import deque
@@ -17,7 +18,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from pydantic import BaseModel
 from pydantic_core import to_json
-from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    sleep_using_event,
+    stop_when_event_set,
+    wait_random_exponential,
+)
 from tenacity.stop import stop_base
 
 from headway.contracts.codec import decode_groups
@@ -113,6 +121,7 @@ class RemoteInferenceEngine:
         self._request_timeout_s = request_timeout_s
         self._headers = authorization(token)
         self._calls = BlockingConnections(client_context(), self._headers, KEEP_ALIVE_S)
+        self._is_over = threading.Event()
         self._updates = ThreadPoolExecutor(1, thread_name_prefix="weight-update")
         self._connections: Connections | None = None
         self._consumer = DEFAULT_CONSUMER
@@ -339,7 +348,11 @@ class RemoteInferenceEngine:
         return LedgerAudit.model_validate_json(self._call("GET", paths.LEDGER).content)
 
     def destroy(self) -> None:
-        """Close the connections; those of `agenerate` are closed by `aclose` on its own loop."""
+        """Close the connections; those of `agenerate` are closed by `aclose` on its own loop.
+
+        What is under way is asked no more than once: an update whose service is gone ends here.
+        """
+        self._is_over.set()
         self._updates.shutdown(wait=True)
         self._calls.close()
 
@@ -387,7 +400,8 @@ class RemoteInferenceEngine:
         retrying = Retrying(
             retry=retry_if_exception(_is_retryable),
             wait=wait_random_exponential(multiplier=0.1, max=2.0),
-            stop=_Outage(self._connect_timeout_s, deadline),
+            stop=_Outage(self._connect_timeout_s, deadline) | stop_when_event_set(self._is_over),
+            sleep=sleep_using_event(self._is_over),
             reraise=True,
         )
         try:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from headway.contracts.config.launch import LaunchConfig
+from headway.contracts.config.launch import LaunchConfig, shared_root
 from headway.launch.launchers.local import LocalRun
-from headway.runtime.config import dump_yaml, load_config
+from headway.runtime.config import dump_yaml, load_config, validate_config
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.journal import read_steps
 from tests.integration.conftest import eventually
@@ -161,6 +162,38 @@ def test_the_run_command_prints_its_summary(make_config: MakeConfig, tmp_path: P
     assert (tmp_path / "run" / "config.resolved.yaml").is_file()
     whole = tmp_path / "run" / "configs" / "run.yaml"
     assert load_config(LaunchConfig, ["--config", str(whole)]) == config
+
+
+def test_an_interrupted_run_over_shared_memory_resumes_and_leaves_none_behind(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """No `weight_sync` at all: the command chooses, and what it chose is gone when it ends."""
+    file = tmp_path / "run.yaml"
+    tree = make_config(steps=6).model_dump(mode="json")
+    del tree["trainer"]["weight_sync"]
+    file.write_text(yaml.safe_dump(tree))
+    command = [sys.executable, "-m", "headway.launch.cli", "run", "--config", str(file)]
+    memory = Path(shared_root(tree["trainer"]["run_dir"]))
+    config = validate_config(LaunchConfig, tree)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as begun:
+        try:
+            eventually(lambda: len(steps_of(config)) >= 3, 90, "three steps are done")
+            assert memory.is_dir()
+        finally:
+            begun.terminate()
+            begun.communicate(timeout=60)
+    assert not memory.exists()
+    done = subprocess.run(
+        [*command, "--trainer.recovery.resume", "true"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert (summary["steps"], summary["lost"], summary["duplicated"]) == (6, 0, 0)
+    assert not memory.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

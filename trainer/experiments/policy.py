@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,40 +50,60 @@ def run(config: PolicyLearner) -> None:
     publisher = make_publisher(config.weight_sync) if topology.is_main else None
     spec = FinetuneSpec(1, len(data), config.data.batch_size)
     meter = Meter(config.metrics, topology)
-    client = _make_client(config) if topology.is_main else None
-    prompt_filter = make_prompt_filter(config, data)
-    models = PolicyModels(config, topology, publisher, spec, meter, client, data, prompt_filter)
-    checkpoints = Checkpoints(run_dir, config.recovery, topology)
-    state = RunState(kept_run_id(run_dir, config.recovery.resume, topology))
-    if config.recovery.resume:
-        state = checkpoints.load_newest(models.parts) or state
-    else:
-        checkpoints.refuse_leftovers()
-    if client is not None:
-        write_resolved(config, run_dir)
-        client.initialize()
-    limit = topology.max(0 if client is None else _context_of(client, config)) or None
-    prompt_filter = without_unfit(prompt_filter, config, data, limit)
-    evaluations = _make_evaluations(config, topology, state.run_id)
-    publication = Publication(models.policy, publisher, client, evaluations.versions)
-    state = _attach(config, state, topology, publication, publisher, client)
-    metrics = open_tracker(config, topology, state.run_id, state.step)
-    feed = Feed(client, data, topology, config, state, prompt_filter)
-    total_steps = config.trainer.total_steps
-    with evaluations:
-        evaluations.begin(state)
-        state = train(
-            state, total_steps, feed, models, publication, checkpoints, meter, metrics, evaluations
-        )
-        models.export(run_dir)
-        metrics.close()
+    with _connected(config, topology) as client:
+        prompt_filter = make_prompt_filter(config, data)
+        models = PolicyModels(config, topology, publisher, spec, meter, client, data, prompt_filter)
+        checkpoints = Checkpoints(run_dir, config.recovery, topology)
+        state = RunState(kept_run_id(run_dir, config.recovery.resume, topology))
+        if config.recovery.resume:
+            state = checkpoints.load_newest(models.parts) or state
+        else:
+            checkpoints.refuse_leftovers()
         if client is not None:
-            client.detach()
-        evaluations.finish(state)
-    if client is not None and publisher is not None:
-        client.destroy()
+            write_resolved(config, run_dir)
+            client.initialize()
+        limit = topology.max(0 if client is None else _context_of(client, config)) or None
+        prompt_filter = without_unfit(prompt_filter, config, data, limit)
+        evaluations = _make_evaluations(config, topology, state.run_id)
+        publication = Publication(models.policy, publisher, client, evaluations.versions)
+        state = _attach(config, state, topology, publication, publisher, client)
+        metrics = open_tracker(config, topology, state.run_id, state.step)
+        feed = Feed(client, data, topology, config, state, prompt_filter)
+        total_steps = config.trainer.total_steps
+        with evaluations:
+            evaluations.begin(state)
+            state = train(
+                state,
+                total_steps,
+                feed,
+                models,
+                publication,
+                checkpoints,
+                meter,
+                metrics,
+                evaluations,
+            )
+            models.export(run_dir)
+            metrics.close()
+            if client is not None:
+                client.detach()
+            evaluations.finish(state)
+    if publisher is not None:
         publisher.close()
     models.destroy()
+
+
+@contextmanager
+def _connected(config: PolicyLearner, topology: Topology) -> Iterator[RemoteInferenceEngine | None]:
+    """The client of the first rank; closed however the run ends, so that no call holds up its exit."""
+    if not topology.is_main:
+        yield None
+        return
+    client = _make_client(config)
+    try:
+        yield client
+    finally:
+        client.destroy()
 
 
 def _make_client(config: PolicyLearner) -> RemoteInferenceEngine:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 
 import pytest
 
+from headway.contracts.errors import BackendError
+from headway.contracts.types import WeightUpdateMeta
 from headway.runtime import inference_client
-from headway.runtime.inference_client import _Outage
+from headway.runtime.inference_client import RemoteInferenceEngine, _Outage
 
 
 @pytest.fixture
@@ -35,3 +38,12 @@ def test_a_request_that_was_worked_on_for_long_is_no_outage(clock: SimpleNamespa
     clock.now += 400.0  # the gateway died under the first attempt
     assert not is_over(None)
     assert failures(clock, is_over) == 9
+
+
+def test_a_client_that_is_closed_waits_for_no_service_that_is_gone():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    client = RemoteInferenceEngine(f"http://127.0.0.1:{port}", connect_timeout_s=3600.0)
+    update = client.update_weights(WeightUpdateMeta(1, "/v1"))
+    client.destroy()
+    assert isinstance(update.exception(0.0), BackendError)

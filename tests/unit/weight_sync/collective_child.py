@@ -34,7 +34,6 @@ LIMIT_S = 60.0
 """For a child to answer; it is a failure of the test, not of what is tested."""
 
 
-
 def weights(seed: int = 0, buckets: int = 8) -> dict[str, torch.Tensor]:
     """Tensors of all kinds, one bucket of 1 MiB per `big`."""
     random = torch.Generator().manual_seed(seed)
