@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from headway.contracts.errors import ConfigError
-from headway.launch.show_config import main
+from headway.launch.config_check import main
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PPO = EXAMPLES / "gsm8k" / "ppo.yaml"
