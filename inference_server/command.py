@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import click
+
 from headway.runtime.settings import settings_of
 from headway.runtime.settings_command import SettingsCommand
 
-command = SettingsCommand(
+
+class ServeCommand(SettingsCommand):
+    """Refuses wrong settings before torch is loaded, which takes seconds."""
+
+    def invoke(self, ctx: click.Context) -> None:
+        """Check, and hand over."""
+        from headway.contracts.config.server import ServerConfig  # pydantic: not for help
+        from headway.runtime.config import load_config
+
+        load_config(ServerConfig, ctx.args)
+        super().invoke(ctx)
+
+
+command = ServeCommand(
     "serve",
     "inference_server.main",
     lambda argv: settings_of("server"),

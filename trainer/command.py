@@ -7,8 +7,8 @@ from headway.runtime.settings import Setting
 
 ABOUT = """Train: one rank of an experiment, which `type` names.
 
-It trains on this machine's devices; torchrun starts several ranks. Experiments that learn from rollouts want
-a gateway at rollout.url; `headway run` starts that, too."""
+It trains on this machine's devices; torchrun starts several ranks. Experiments that learn from rollouts
+want a gateway at rollout.url; `headway run` starts that, too."""
 
 
 def _registered(kind: str) -> list[Setting]:

@@ -1,7 +1,7 @@
 """`headway`: one command, its parts imported only when they are called.
 
-A part is a module with a `command` (`headway.runtime.command_line`), which is light: what it runs is imported
-when it runs, so `--help` and completion take no longer than Python's start.
+A part is a module with a `command` (`headway.runtime.command_line`), which is light: what it runs is
+imported when it runs, so `--help` and completion take little longer than Python's start.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The edge of a command: our own errors become one clear line and an exit status.
 
-The errors are imported once there is one: with pydantic below them they would take longer than all else that
-`--help` does.
+The errors are imported once there is one: with pydantic below them they would take longer than all else
+that `--help` does.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Commands as people know them: help, nearest names and completion, all by click.
 
-Why click: what a process is set by comes as some 400 dotted names from pydantic models, checked together
-with its files, and click lets one command take its arguments as they are while all others are declared;
-it loads commands when they are called, completes in bash, zsh and fish without a script per option, and is
-there already (uvicorn needs it). argparse reads `--lr -1e-6` as two options, and typer and cyclopts want
-every option to be a parameter of a function.
+Why click: a process has some 400 dotted settings, which pydantic models check together with its files.
+Click lets one command take its arguments as they are while all others are declared, loads commands when
+they are called, completes in bash, zsh and fish, and is there already (uvicorn needs it). argparse takes
+`-1e-6` for an option and completes nothing by itself; typer and cyclopts want every option to be a
+parameter of a function.
 
-Nothing here, and no module that declares a command, loads what the command needs to run: help and
-completion answer at once.
+Neither this nor a module that declares a command loads what the command needs to run: help and completion
+answer at once.
 """
 
 from __future__ import annotations
@@ -106,16 +106,12 @@ class Group(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 
-    def shell_complete(
-        self, ctx: click.Context, incomplete: str
-    ) -> list[CompletionItem]:
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Commands by name; click would import each of them for its help."""
         if incomplete.startswith("-"):
             return super().shell_complete(ctx, incomplete)
         return [
-            CompletionItem(
-                name, help=self.lazy[name][1] if name in self.lazy else None
-            )
+            CompletionItem(name, help=self.lazy[name][1] if name in self.lazy else None)
             for name in self.list_commands(ctx)
             if name.startswith(incomplete)
         ]
@@ -125,7 +121,7 @@ class Group(click.Group):
         write_example(self.example, formatter)
 
 
-class VersionType(click.ParamType):
+class VersionType(click.ParamType[int]):
     """A policy version: `7`, or `v7`."""
 
     name = "version"
@@ -138,7 +134,7 @@ class VersionType(click.ParamType):
         return int(number)
 
 
-class UrlType(click.ParamType):
+class UrlType(click.ParamType[str]):
     """Where a service listens."""
 
     name = "url"

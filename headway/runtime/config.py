@@ -24,6 +24,7 @@ from headway.runtime.model_settings import list_settings, section_models
 from headway.runtime.settings import required
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
+CONFIG = "config"
 MAX_ELSEWHERE = 3
 """Keys of other sections that a wrong one is compared with; more of them say nothing."""
 _FLAG = re.compile(r"--[A-Za-z]")
@@ -55,7 +56,9 @@ def validate_config(model: type[ConfigT], tree: Mapping[str, Any]) -> ConfigT:
     try:
         return model.model_validate(_settle_flags(tree, [model]))
     except ValidationError as error:
-        lines = [_explain(model, dict(problem)) for problem in error.errors()]
+        # Unknown keys first: what is missing may be what they were meant for.
+        problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+        lines = [_explain(model, dict(problem)) for problem in problems]
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -102,7 +105,7 @@ def _split_arguments(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, An
             if not rest or _FLAG.match(rest[0]):
                 raise ConfigError(_without_value(flag, rest[0] if rest else None))
             text = rest.pop(0)
-        if name == "config":
+        if name == CONFIG:
             files.append(text)
             continue
         flags.append((name.replace("-", "_"), _flag_value(text)))
@@ -208,9 +211,9 @@ def _nearest_key(
     name: str, known: Sequence[str], model: type[BaseModel], *, is_outermost: bool
 ) -> str:
     """What may have been meant: a key of the same section, or the same key of another section."""
-    near = difflib.get_close_matches(name, [*known, *(["config"] if is_outermost else [])], n=1)
+    near = difflib.get_close_matches(name, [*known, *([CONFIG] if is_outermost else [])], n=1)
     if near:
-        return f"did you mean {'--config' if near == ['config'] else near[0]!r}?"
+        return f"did you mean {'--config' if near[0] == CONFIG else repr(near[0])}?"
     elsewhere = dict.fromkeys(
         setting.path for setting in list_settings(model) if setting.path.split(".")[-1] == name
     )

@@ -1,9 +1,9 @@
 """Every setting with its default and meaning, without the models that check it.
 
 Help and shell completion must answer at once, and importing all configuration models takes several times
-as long as everything else that they do. They therefore read `settings.json`, which
-`python docs/make_reference.py` writes from the models beside the reference page; a test compares both. What
-is given is checked by the models alone (`headway.runtime.config`).
+as long as everything else that they do. They therefore read `settings.json`, which `python
+docs/make_reference.py` writes from the models beside the reference page; a test compares both. What is
+given is checked by the models alone (`headway.runtime.config`).
 """
 
 from __future__ import annotations
@@ -64,13 +64,7 @@ def experiments() -> dict[str, str]:
 
 def own_settings(kind: str) -> list[Setting]:
     """The settings of a kind; of `run`, those beside the sections of its processes."""
-    return [
-        Setting(
-            **{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
-        )
-        for row, kinds in _rows()
-        if kind in kinds
-    ]
+    return [_setting(row) for row, kinds in _rows() if kind in kinds]
 
 
 def settings_of(kind: str, trainers: Iterable[str] = RUN_SECTIONS["trainer"]) -> list[Setting]:
@@ -84,9 +78,7 @@ def settings_of(kind: str, trainers: Iterable[str] = RUN_SECTIONS["trainer"]) ->
     found = own_settings(kind)
     for section, kinds in RUN_SECTIONS.items():
         chosen = tuple(trainers) if section == "trainer" else kinds
-        found += [
-            replace(setting, path=f"{section}.{setting.path}") for setting in united(chosen)
-        ]
+        found += [replace(setting, path=f"{section}.{setting.path}") for setting in united(chosen)]
     return found
 
 
@@ -133,3 +125,8 @@ def _rows() -> list[tuple[Mapping[str, Any], frozenset[str]]]:
         ({name: value for name, value in row.items() if name != "kinds"}, frozenset(row["kinds"]))
         for row in _catalogue()["settings"]
     ]
+
+
+def _setting(row: Mapping[str, Any]) -> Setting:
+    tuples = {name: tuple(row[name]) for name in ("choices", "variants") if name in row}
+    return Setting(**{**row, **tuples})

@@ -1,7 +1,7 @@
 """Commands whose arguments are settings: `--config FILE` and `--section.key value`.
 
-Their help and completion come from the catalogue (`headway.runtime.settings`); the arguments themselves go on
-as they are, to be checked together with the files.
+Their help and completion come from the catalogue (`headway.runtime.settings`); the arguments themselves
+go on as they are, to be checked together with the files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from headway.runtime.command import import_main
-from headway.runtime.command_line import HELP_NAMES, Command, write_example
+from headway.runtime.command_line import HELP_NAMES, write_example
 from headway.runtime.settings import Setting, required
 
 CONFIG_HELP = "Settings from a YAML file; later files win, and flags over files."

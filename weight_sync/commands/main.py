@@ -14,8 +14,8 @@ import click
 from headway.runtime.command_line import Group, VersionType
 
 COMMANDS = "weight_sync.commands"
-ROOT = """ROOT is where the versions lie (weight_sync.root): a directory, shm://DIRECTORY or an fsspec URL. What is
-    served over HTTP cannot be listed: name the directory it is served from."""
+ROOT = """ROOT is where the versions lie (weight_sync.root): a directory, shm://DIRECTORY or an fsspec
+    URL. What is served over HTTP cannot be listed: name the directory it is served from."""
 EXAMPLE = """headway weights ls /dev/shm/headway-versions
 headway weights verify s3://bucket/run 7
 headway weights gc runs/x/weights --keep 3 --dry-run"""

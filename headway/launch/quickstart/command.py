@@ -14,14 +14,26 @@ headway quickstart --resume"""
 
 
 @click.command("quickstart", cls=Command, example=EXAMPLE)
-@click.option("--steps", metavar="N", type=click.IntRange(min=1), default=100, help="Versions to train.")
 @click.option(
-    "--eta", metavar="N", type=click.IntRange(min=0), default=2, help="Bound on staleness, in versions."
+    "--steps", metavar="N", type=click.IntRange(min=1), default=100, help="Versions to train."
+)
+@click.option(
+    "--eta",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=2,
+    help="Bound on staleness, in versions.",
 )
 @click.option("--sync", is_flag=True, help="Synchronous: the same run with eta 0.")
-@click.option("--servers", metavar="N", type=click.IntRange(min=1), default=1, help="Generation servers.")
 @click.option(
-    "--seed", metavar="N", type=click.IntRange(min=0), default=0, help="Seed of data, weights and sampling."
+    "--servers", metavar="N", type=click.IntRange(min=1), default=1, help="Generation servers."
+)
+@click.option(
+    "--seed",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Seed of data, weights and sampling.",
 )
 @click.option(
     "--run-dir",

@@ -12,6 +12,7 @@ from pathlib import Path
 from headway.contracts.config.data import DataConfig
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.errors import ConfigError, ServiceError
+from headway.launch.failure import RunLogs, explained
 from headway.launch.follow import follow, summarise
 from headway.launch.launchers.local import LocalRun, run_module
 from headway.launch.launchers.version_store import place_versions
@@ -60,7 +61,7 @@ def start(options: Options) -> None:
         config, changed = place_versions(config)
         if changed is not None:
             progress.say(changed)
-        with LocalRun(config) as run:
+        with LocalRun(config) as run, explained(run, config, f"--resume {run_dir}"):
             run.start()
             progress.say(
                 f"gateway {run.url}, {options.servers} generation server(s), trainer: started"
@@ -111,14 +112,17 @@ def _warm_start(run_dir: Path, options: Options, progress: Progress) -> None:
     drawn = task.with_lognormal_lengths(rows, options.seed)
     task.write_rows(data / "rl.jsonl", drawn if options.lengths == "lognormal" else rows)
     config = recipe.warm_start(run_dir, options.seed)
+    logs = RunLogs(run_dir)
     process = run_module("warm_start", "trainer", config, run_dir, threads=2)
     progress.say("warm start: supervised training on noisy demonstrations")
     try:
         deadline = time.monotonic() + WARM_START_TIMEOUT_S
-        while process.exit_code() is None and time.monotonic() < deadline:
+        while (code := process.exit_code()) is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        if process.exit_code() != 0:
-            raise ServiceError(f"the warm start failed:\n{process.log_tail()}")
+        if code is None:
+            raise ServiceError(f"the warm start did not end within {WARM_START_TIMEOUT_S:g} s")
+        if code:
+            raise logs.failure("warm_start", code)
     finally:
         process.stop(grace_s=5.0)
     Path(config.output_dir).rename(base)

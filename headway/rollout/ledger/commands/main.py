@@ -71,8 +71,8 @@ def show(ledger: str, rollout_id: str) -> None:
 def requeue(ledger: str, rollout_ids: Sequence[str]) -> None:
     """Queue failed rollouts once more, with all their attempts.
 
-    A running gateway takes them up when it next looks into its queue; one that shares a ledger looks often.
-    Over HTTP, POST /v1/ledger/requeue tells it at once.
+    A running gateway takes them up when it next looks into its queue; one that shares a ledger looks
+    often. Over HTTP, POST /v1/ledger/requeue tells it at once.
     """
     _run(ledger, "requeue", rollout_ids)
 

@@ -17,7 +17,9 @@ async def show(ledger: Ledger, rollout_id: str) -> None:
     """Print a rollout: its row, request, log, and what its trajectories amount to."""
     entry = await ledger.get(rollout_id, with_payload=True)
     if entry is None:
-        raise NotFound(f"no rollout {rollout_id!r} in this ledger; `headway ledger export` lists what is there")
+        raise NotFound(
+            f"no rollout {rollout_id!r} in this ledger; `headway ledger export` lists what is there"
+        )
     told = row_of(entry) | {
         "request": entry.request.model_dump(mode="json"),
         "events": [asdict(event) for event in await ledger.events(rollout_id)],
