@@ -375,8 +375,8 @@ def test_the_command_line_ends_with_what_it_found(root):
     ("argv", "message"),
     [
         (["ls", "/nowhere/at/all"], "is no directory of versions"),
-        (["gc", "/tmp", "--keep", "0"], "should be a number from 1"),
-        (["diff", "/tmp", "1"], "required: B"),
+        (["gc", "/tmp", "--keep", "0"], "0 is not in the range x>=1"),
+        (["diff", "/tmp", "1"], "missing argument 'B'"),
     ],
 )
 def test_bad_arguments_end_with_status_two(argv, message):
