@@ -20,6 +20,8 @@ SECTIONS = {
     "--trainer.KEY": "Any setting of the experiment that --trainer.type names "
     f"({', '.join(TRAINERS)}; default grpo): `headway train --type grpo --help`.",
 }
+FILLED_IN = ("trainer.weight_sync.root",)
+"""What a run gives itself: versions go through shared memory."""
 ABOUT = """Start gateway, generation servers and trainer on this machine, and follow them to the end.
 
 The last line on standard output is the summary of the run as JSON. Each process has a log of its own in
@@ -34,9 +36,11 @@ class RunCommand(SettingsCommand):
         write_settings(own_settings("run"), formatter, "Settings of the run")
         with formatter.section("Settings of its processes"):
             formatter.write_dl(list(SECTIONS.items()))
-        with formatter.section("Settings without a default (--model gives the models')"):
+        with formatter.section("Settings without a default (--model gives the first three)"):
             needed = required(settings_of("run", _trainers(ctx.args)[:1]))
-            formatter.write_dl([(setting.flag, setting.text) for setting in needed])
+            formatter.write_dl(
+                [(each.flag, each.text) for each in needed if each.path not in FILLED_IN]
+            )
 
 
 def _trainers(argv: Sequence[str]) -> tuple[str, ...]:

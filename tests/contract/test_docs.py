@@ -39,9 +39,9 @@ from headway.rollout.gateway import make_gateway
 from headway.rollout.ledger.transitions import NEXT_STATE
 from headway.rollout.tokenizer import TextTokenizer
 from headway.runtime.config import load_config
+from headway.runtime.metrics import render_metrics
 from headway.runtime.model_settings import describe
 from headway.runtime.settings import CATALOGUE
-from headway.runtime.metrics import render_metrics
 from trainer.tracking.groups import GROUPS
 from weight_sync.model_dir import load_model
 
