@@ -18,7 +18,12 @@ from importlib import import_module
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem, shell_complete
+from click.shell_completion import (
+    BashComplete,
+    CompletionItem,
+    add_completion_class,
+    shell_complete,
+)
 
 HELP_NAMES = ("-h", "--help")
 MAX_WIDTH = 120
@@ -164,8 +169,18 @@ def call(command: click.Command, argv: Sequence[str], prog_name: str) -> None:
         raise ConfigError(explain(error)) from error
 
 
+class BashWords(BashComplete):
+    """bash gives `--flag=value` as three words."""
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        """The words without the `=` between a flag and its value."""
+        words, incomplete = super().get_completion_args()
+        return [word for word in words if word != "="], incomplete
+
+
 def complete(command: click.Command, prog_name: str, instruction: str) -> int:
     """Answer a shell that asks for completion; the exit status."""
+    add_completion_class(BashWords)
     variable = completion_variable(prog_name)
     return shell_complete(command, {}, prog_name, variable, instruction)
 

@@ -215,6 +215,7 @@ COMPLETED = [
     ("headway ledger export x --state fi", {"filtered"}),
     ("headway weights gc r --keep", {"--keep", "--keep-version"}),
     ("headway serve --backend.type f", {"fake"}),
+    ("headway serve --backend.type = f", {"fake"}),
     ("headway train --type ppo-", {"ppo-code", "ppo-math"}),
     ("headway train --type rw --rollout.m", set()),
     ("headway gateway --executor.max-q", {"--executor.max-queued", "--executor.max-queued-each"}),

@@ -5,19 +5,14 @@ Each command imports what it does when it runs: help answers without the stores.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from headway.runtime.command_line import Group
-
-if TYPE_CHECKING:
-    from headway.rollout.ledger.base import Ledger
 
 STATES = (
     *("queued", "leased", "ready", "delivered", "consumed"),
@@ -91,29 +86,5 @@ def export(ledger: str, file: Path, state: str | None, consumer: str | None) -> 
 
 
 def _run(name: str, command_name: str, *arguments: object) -> None:
-    from headway.contracts.errors import ConfigError
-
-    if "://" not in name and not Path(name).is_file():
-        raise ConfigError(f"no ledger at {name!r}; name one with --ledger")
     run = getattr(import_module(f"{COMMANDS}.{command_name}"), command_name)
-    asyncio.run(_visit(name, run, arguments))
-
-
-async def _visit(
-    name: str, run: Callable[..., Awaitable[None]], arguments: Sequence[object]
-) -> None:
-    async with _visited(name) as ledger:
-        await run(ledger, *arguments)
-
-
-@asynccontextmanager
-async def _visited(name: str) -> AsyncIterator[Ledger]:
-    """The ledger, whoever works with it meanwhile."""
-    from headway.rollout.ledger.make import make_ledger
-
-    ledger = make_ledger(name)
-    await ledger.connect()
-    try:
-        yield ledger
-    finally:
-        await ledger.close()
+    import_module(f"{COMMANDS}.visit").visit(name, run, arguments)
