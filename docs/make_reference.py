@@ -1,12 +1,16 @@
-"""Writes docs/reference.md: every setting of every process, taken from the configuration models.
+"""Writes every setting of every process, taken from the configuration models.
+
+To docs/reference.md for people, and to headway/runtime/settings.json for help and completion.
 
 python docs/make_reference.py
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,7 +29,9 @@ from headway.contracts.config.ppo_code import PPOCodeExperiment, PPOMathExperime
 from headway.contracts.config.server import BackendConfig, ServerConfig
 from headway.contracts.config.weight_sync import WeightSyncConfig
 from headway.contracts.config.workers import WorkersConfig
-from headway.runtime.config import describe
+from headway.launch.config_check import EXPERIMENTS, MODELS
+from headway.runtime.model_settings import describe, list_settings
+from headway.runtime.settings import CATALOGUE, RUN_SECTIONS
 
 TARGET = Path(__file__).with_name("reference.md")
 
@@ -48,6 +54,7 @@ PAGES: dict[str, type[BaseModel]] = {
     "All on one machine: `headway run`": LaunchConfig,
     "Workers: `WorkersConfig`": WorkersConfig,
 }
+SEPARATOR = ",\n"
 LIKE: dict[type[BaseModel], tuple[str, type[BaseModel]]] = {
     PPOExperiment: ("grpo", GRPOExperiment),
     PPOCodeExperiment: ("grpo", GRPOExperiment),
@@ -162,5 +169,27 @@ def _row(entry: str) -> str:
     return f"| `{match['flag']}` | {shown} | {match['text'] or ''} |"
 
 
+def render_catalogue() -> str:
+    """The settings as help and completion read them: one line for each, with whose it is."""
+    rows: dict[str, list[str]] = {}
+    for kind, model in MODELS.items():
+        for setting in list_settings(model):
+            if kind == "run" and setting.path.partition(".")[0] in RUN_SECTIONS:
+                continue
+            known = {name: value for name, value in asdict(setting).items() if value != ()}
+            rows.setdefault(json.dumps(known, ensure_ascii=False), []).append(kind)
+    lines = [f'{row[:-1]}, "kinds": {json.dumps(kinds)}}}' for row, kinds in rows.items()]
+    kinds = {kind: _title(model) for kind, model in MODELS.items()}
+    return (
+        f'{{"kinds": {json.dumps(kinds, indent=1)},\n"experiments": {json.dumps([*EXPERIMENTS])},\n'
+        f'"settings": [\n{SEPARATOR.join(lines)}\n]}}\n'
+    )
+
+
+def _title(model: type[BaseModel]) -> str:
+    return " ".join((model.__doc__ or "").split("\n\n")[0].split())
+
+
 if __name__ == "__main__":
     TARGET.write_text(render())
+    CATALOGUE.write_text(render_catalogue(), encoding="utf-8")

@@ -1,6 +1,7 @@
 import sys
 
 from headway.runtime.command import run_command
-from trainer.main import main
+from headway.runtime.command_line import call
+from trainer.command import command
 
-run_command(main, sys.argv[1:])
+run_command(lambda argv: call(command, argv, "python -m trainer"), sys.argv[1:])

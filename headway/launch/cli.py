@@ -1,23 +1,32 @@
-"""`headway`: one command, its parts imported only when they are called."""
+"""`headway`: one command, its parts imported only when they are called.
+
+A part is a module with a `command` (`headway.runtime.command_line`), which is light: what it runs is
+imported when it runs, so `--help` and completion take little longer than Python's start.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from headway import __version__
-from headway.contracts.errors import ConfigError
-from headway.runtime.command import import_main, run_command
+import click
+from click.shell_completion import CompletionItem
 
+from headway import __version__
+from headway.runtime.command import run_command
+from headway.runtime.command_line import Group, call, complete, completion_variable
+
+NAME = "headway"
 COMMANDS = {
     "quickstart": ("headway.launch.quickstart.command", "train a tiny policy here, end to end"),
-    "run": ("headway.launch.run", "gateway, servers and trainer of a config, on this machine"),
-    "gateway": ("headway.rollout.gateway", "one gateway"),
-    "serve": ("inference_server.main", "one generation server (python -m inference_server)"),
-    "train": ("trainer.main", "one trainer rank (python -m trainer)"),
-    "slurm": ("headway.launch.slurm", "a batch script for a trainer's ranks on Slurm"),
-    "config": ("headway.launch.show_config", "every setting of a process or experiment"),
+    "run": ("headway.launch.run_command", "gateway, servers and trainer of a config, here"),
+    "gateway": ("headway.rollout.command", "one gateway"),
+    "serve": ("inference_server.command", "one generation server (python -m inference_server)"),
+    "train": ("trainer.command", "one trainer rank (python -m trainer)"),
+    "slurm": ("headway.launch.slurm_command", "a batch script for a trainer's ranks on Slurm"),
+    "config": ("headway.launch.config_command", "what can be set; check a file; draw its calls"),
     "status": ("headway.launch.status", "what a gateway is doing"),
     "ledger": ("headway.rollout.ledger.commands.main", "look into a ledger, requeue, export"),
     "weights": ("weight_sync.commands.main", "list, prove, compare, delete published versions"),
@@ -25,33 +34,47 @@ COMMANDS = {
     "rollback": ("headway.launch.rollback", "serve an earlier version until the next one"),
     "drain": ("headway.launch.drain", "take a generation server out of traffic"),
     "detach": ("headway.launch.detach", "end a consumer that will not come back"),
+    "completion": ("headway.launch.completion", "a script for bash, zsh or fish"),
 }
+EXAMPLE = """headway quickstart
+headway run --config run.yaml --model MODEL_DIR
+headway help train"""
+
+
+def _complete_words(
+    context: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Commands, and the commands of a command."""
+    group: click.Command | None = root
+    for word in context.params.get("words") or ():
+        group = group.get_command(context, word) if isinstance(group, Group) else None
+    return group.shell_complete(context, incomplete) if isinstance(group, Group) else []
+
+
+@click.group(NAME, cls=Group, lazy=COMMANDS, example=EXAMPLE)
+@click.version_option(__version__, message=f"{NAME} %(version)s")
+def root() -> None:
+    """Asynchronous, decoupled rollout and training for language models."""
+
+
+@root.command("help", short_help="help on a command, as its --help", example="headway help train")
+@click.argument("words", metavar="[COMMAND]...", nargs=-1, shell_complete=_complete_words)
+def help_command(words: Sequence[str]) -> None:
+    """Show what `headway COMMAND --help` shows; without a command, list them all."""
+    call(root, [*words, "--help"], NAME)
 
 
 def entry() -> NoReturn:
     """The console script."""
+    instruction = os.environ.get(completion_variable(NAME))
+    if instruction:
+        sys.exit(complete(root, NAME, instruction))
     run_command(main, sys.argv[1:])
 
 
 def main(argv: Sequence[str]) -> None:
     """Hand over to a command."""
-    if not argv or argv[0] in ("-h", "--help"):
-        sys.stdout.write(usage())
-        return
-    if argv[0] == "--version":
-        sys.stdout.write(f"headway {__version__}\n")
-        return
-    name, *rest = argv
-    if name not in COMMANDS:
-        raise ConfigError(f"no command {name!r}; known: {', '.join(COMMANDS)}")
-    module, _ = COMMANDS[name]
-    import_main(module)(rest)
-
-
-def usage() -> str:
-    """The help text."""
-    lines = [f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(["usage: headway COMMAND [options]", "", *lines, ""])
+    call(root, argv or ["--help"], NAME)
 
 
 if __name__ == "__main__":

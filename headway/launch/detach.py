@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+import click
 
-from headway.contracts.errors import ConfigError
-from headway.runtime.inference_client import RemoteInferenceEngine
-from headway.runtime.secret import take_token
-
-CONNECT_TIMEOUT_S = 5.0
+from headway.launch.gateway_call import asked, asks_a_gateway
+from headway.runtime.command_line import Command
 
 
-def main(argv: Sequence[str]) -> None:
-    """Cancel what the consumer has not consumed, so that another one may attach."""
-    names, token = take_token(argv)
-    if len(names) != 2:
-        raise ConfigError("usage: headway detach URL CONSUMER [--token-env VARIABLE]")
-    url, consumer = names
-    client = RemoteInferenceEngine(url, connect_timeout_s=CONNECT_TIMEOUT_S, token=token)
-    cancelled = client.detach_consumer(consumer)
-    client.destroy()
-    sys.stdout.write(f"{consumer} is detached; {cancelled} trajectories were cancelled\n")
+@click.command("detach", cls=Command, example="headway detach http://127.0.0.1:8000 my-run")
+@asks_a_gateway
+@click.argument("consumer")
+def command(url: str, consumer: str, token_env: str | None) -> None:
+    """End a consumer that will not come back.
+
+    What it has not consumed is cancelled, so that another one may attach. A trainer's name is `run_id` in
+    run.json of its run folder.
+    """
+    with asked(url, token_env) as client:
+        cancelled = client.detach_consumer(consumer)
+    click.echo(f"{consumer} is detached; {cancelled} trajectories were cancelled")

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+import click
 
-from headway.contracts.errors import ConfigError
-from headway.runtime.inference_client import RemoteInferenceEngine
-from headway.runtime.secret import take_token
-
-CONNECT_TIMEOUT_S = 5.0
-USAGE = "usage: headway drain URL SERVER [--undo] [--token-env VARIABLE]"
-UNDO = "--undo"
+from headway.launch.gateway_call import asked, asks_a_gateway
+from headway.runtime.command_line import Command
 
 
-def main(argv: Sequence[str]) -> None:
-    """Drain one server, or let it take traffic again; `headway status` names them."""
-    words, token = take_token(argv)
-    names = [word for word in words if word != UNDO]
-    if len(names) != 2 or len(words) > 3:
-        raise ConfigError(USAGE)
-    url, server_id = names
-    client = RemoteInferenceEngine(url, connect_timeout_s=CONNECT_TIMEOUT_S, token=token)
-    try:
-        client.drain_server(server_id, drain=UNDO not in words)
-        servers = {server.server_id: server.state for server in client.status().servers}
-    finally:
-        client.destroy()
-    sys.stdout.write(f"server {server_id} is {servers.get(server_id, 'gone')}\n")
+@click.command("drain", cls=Command, example="headway drain http://127.0.0.1:8000 gpu-1")
+@asks_a_gateway
+@click.argument("server")
+@click.option("--undo", is_flag=True, help="Let it take traffic again.")
+def command(url: str, server: str, undo: bool, token_env: str | None) -> None:
+    """Take a generation server out of traffic while it stays up.
+
+    `headway status URL` names the servers.
+    """
+    with asked(url, token_env) as client:
+        client.drain_server(server, drain=not undo)
+        servers = {known.server_id: known.state for known in client.status().servers}
+    click.echo(f"server {server} is {servers.get(server, 'gone')}")

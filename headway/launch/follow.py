@@ -68,10 +68,7 @@ def follow(run: LocalRun, run_dir: Path, total_steps: int, progress: Progress) -
             time.sleep(POLL_S)
     client.destroy()
     if code != 0:
-        raise ServiceError(
-            f"the trainer ended with status {code}; go on with --resume {run_dir}\n"
-            f"{run.process('trainer').log_tail()}"
-        )
+        raise ServiceError(f"the trainer ended with status {code}")
 
 
 def summarise(run: LocalRun, run_dir: Path, eta: int, started: float) -> Summary:

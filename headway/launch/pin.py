@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+import click
 
-from headway.contracts.errors import ConfigError
-from headway.launch.rollback import describe, parse_version
-from headway.runtime.inference_client import RemoteInferenceEngine
-from headway.runtime.secret import take_token
+from headway.launch.gateway_call import asked, asks_a_gateway, told_version
+from headway.runtime.command_line import Command, VersionType
 
-CONNECT_TIMEOUT_S = 5.0
-USAGE = "usage: headway pin URL [VERSION | --release] [--token-env VARIABLE]"
-RELEASE = "--release"
+EXAMPLE = """headway pin http://127.0.0.1:8000 41
+headway pin http://127.0.0.1:8000 --release"""
 
 
-def main(argv: Sequence[str]) -> None:
-    """Pin a version, the one that serves if none is named, or go on with the newest."""
-    names, token = take_token(argv)
-    if len(names) not in (1, 2):
-        raise ConfigError(USAGE)
-    url, *wanted = names
-    version = parse_version(wanted[0], USAGE) if wanted and wanted[0] != RELEASE else None
-    client = RemoteInferenceEngine(url, connect_timeout_s=CONNECT_TIMEOUT_S, token=token)
-    if not wanted:
-        version = client.status().version
-    sys.stdout.write(describe(client.pin(version)))
-    client.destroy()
+@click.command("pin", cls=Command, example=EXAMPLE)
+@asks_a_gateway
+@click.argument("version", type=VersionType(), required=False)
+@click.option("--release", is_flag=True, help="Go on with the newest version.")
+def command(url: str, version: int | None, release: bool, token_env: str | None) -> None:
+    """Hold a version while others are published.
+
+    Without VERSION, the one that serves is held. `headway status URL --json` names those that are kept.
+    """
+    if release and version is not None:
+        raise click.UsageError("give either VERSION or --release")
+    with asked(url, token_env) as client:
+        if version is None and not release:
+            version = client.status().version
+        weights = client.pin(version)
+    click.echo(told_version(weights))

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headway.contracts.config.launch import LaunchConfig
+from headway.launch.failure import explained
 from headway.launch.follow import follow, summarise
 from headway.launch.launchers.local import LocalRun
 from headway.launch.launchers.version_store import place_versions
 from headway.launch.progress import Progress
 from headway.runtime.config import load_config
+
+RESUME = "--trainer.recovery.resume true"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -22,7 +25,11 @@ def main(argv: Sequence[str]) -> None:
     started = time.monotonic()
     run_dir = Path(config.trainer.run_dir).resolve()
     total_steps = config.trainer.trainer.total_steps
-    with Progress(total_steps) as progress, LocalRun(config) as run:
+    with (
+        Progress(total_steps) as progress,
+        LocalRun(config) as run,
+        explained(run, config, RESUME),
+    ):
         progress.say(f"run folder: {run_dir}")
         if changed is not None:
             progress.say(changed)

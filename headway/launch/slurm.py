@@ -18,7 +18,7 @@ from pathlib import Path
 from headway.contracts.config.experiment import ExperimentConfig
 from headway.contracts.config.scheduling import SchedulingConfig
 from headway.contracts.errors import ConfigError
-from headway.launch.show_config import MODELS
+from headway.launch.config_check import MODELS
 from headway.runtime.config import dump_yaml, merge_sources, validate_config
 
 PORT = 29500

@@ -1,4 +1,8 @@
-"""The edge of a command: our own errors become one clear line and an exit status."""
+"""The edge of a command: our own errors become one clear line and an exit status.
+
+The errors are imported once there is one: with pydantic below them they would take longer than all else
+that `--help` does.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,17 @@ from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
-from headway.contracts.errors import ConfigError, DataError, ServiceError
-
 EXIT_USAGE = 2
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
+
+
+class CommandFailed(Exception):
+    """The end of a command that has nothing to add: what to tell, and the exit status."""
+
+    def __init__(self, message: str, status: int = EXIT_FAILURE) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def run_command(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> NoReturn:
@@ -25,14 +35,15 @@ def run_command(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> N
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         main(argv)
-    except (ConfigError, DataError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(EXIT_USAGE)
-    except ServiceError as error:
-        sys.stderr.write(f"error [{error.code}]: {error}\n")
-        sys.exit(EXIT_FAILURE)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    except Exception as error:
+        told = _told(error)
+        if told is None:
+            raise
+        text, status = told
+        sys.stderr.write(f"{text}\n")
+        sys.exit(status)
     sys.exit(0)
 
 
@@ -47,6 +58,19 @@ def import_main(module: str) -> Callable[[Sequence[str]], None]:
     finally:
         gc.enable()
     return main
+
+
+def _told(error: Exception) -> tuple[str, int] | None:
+    """What is said of an error, and the exit status; None of one that is not ours."""
+    from headway.contracts.errors import ConfigError, DataError, ServiceError
+
+    if isinstance(error, CommandFailed):
+        return f"error: {error}", error.status
+    if isinstance(error, ConfigError | DataError):
+        return f"error: {error}", EXIT_USAGE
+    if isinstance(error, ServiceError):
+        return f"error [{error.code}]: {error}", EXIT_FAILURE
+    return None
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

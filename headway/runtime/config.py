@@ -9,6 +9,7 @@ with its full path and the nearest name; that is why this is not pydantic-settin
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,16 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
 from headway.contracts.errors import ConfigError
+from headway.runtime.model_settings import list_settings, section_models
+from headway.runtime.settings import required
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
+CONFIG = "config"
+MAX_ELSEWHERE = 3
+"""Keys of other sections that a wrong one is compared with; more of them say nothing."""
+_FLAG = re.compile(r"--[A-Za-z]")
 RESOLVED_NAME = "config.resolved.yaml"
 
 
@@ -50,7 +56,9 @@ def validate_config(model: type[ConfigT], tree: Mapping[str, Any]) -> ConfigT:
     try:
         return model.model_validate(_settle_flags(tree, [model]))
     except ValidationError as error:
-        lines = [_explain(model, dict(problem)) for problem in error.errors()]
+        # Unknown keys first: what is missing may be what they were meant for.
+        problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+        lines = [_explain(model, dict(problem)) for problem in problems]
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -82,33 +90,6 @@ def deep_merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def describe(
-    model: type[BaseModel], prefix: str = "", defaults: BaseModel | None = None
-) -> list[str]:
-    """One line per setting: flag, default and meaning, for `--help`.
-
-    Args:
-        model: the section to describe.
-        prefix: path of the section, with a dot at its end.
-        defaults: what the section above holds here unless told otherwise; None for a section that
-            is required, whose own fields tell then.
-    """
-    lines: list[str] = []
-    for name, field in model.model_fields.items():
-        value = _default_of(field) if defaults is None else getattr(defaults, name)
-        sections = _section_models(field.annotation)
-        if not sections or type(None) in get_args(field.annotation):  # a section that may be absent
-            flag = f"--{prefix}{name}".replace("_", "-")
-            is_required = defaults is None and field.is_required()
-            default = "required" if is_required else f"default {value}"
-            text = " ".join((field.description or "").split())
-            lines.append(f"  {flag}  ({default})\n      {text}".rstrip())
-        for section in sections:
-            known = value if isinstance(value, section) else None
-            lines += describe(section, f"{prefix}{name}.", known)
-    return lines
-
-
 def _split_arguments(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]]]:
     files: list[str] = []
     flags: list[tuple[str, Any]] = []
@@ -121,14 +102,20 @@ def _split_arguments(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, An
             )
         name, has_value, text = flag[2:].partition("=")
         if not has_value:
-            if not rest:
-                raise ConfigError(f"{flag} has no value")
+            if not rest or _FLAG.match(rest[0]):
+                raise ConfigError(_without_value(flag, rest[0] if rest else None))
             text = rest.pop(0)
-        if name == "config":
+        if name == CONFIG:
             files.append(text)
             continue
         flags.append((name.replace("-", "_"), _flag_value(text)))
     return files, flags
+
+
+def _without_value(flag: str, following: str | None) -> str:
+    if following is None:
+        return f"{flag} has no value; write {flag} VALUE"
+    return f"{flag} has no value before {following}; write {flag}={following} if that is its value"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +150,7 @@ def _settle_flags(tree: Any, models: Sequence[type[BaseModel]]) -> Any:
     for key, value in tree.items():
         fields = [model.model_fields[key] for model in models if key in model.model_fields]
         if not isinstance(value, FlagValue):
-            below = [section for field in fields for section in _section_models(field.annotation)]
+            below = [section for field in fields for section in section_models(field.annotation)]
             settled[key] = _settle_flags(value, below)
         elif fields and all(_holds_text(field.annotation) for field in fields):
             settled[key] = None if value.value is None and value.problem is None else value.text
@@ -210,14 +197,38 @@ def _explain(model: type[BaseModel], problem: dict[str, Any]) -> str:
     *parents, last = problem["loc"] or ("(whole)",)
     keys, sections = _locate(model, parents)
     path = ".".join([*keys, str(last)])
+    if problem["type"] == "missing":
+        return f"{path}: required, and not set; {_how_to_set(path, model, [*parents, last])}"
     if problem["type"] != "extra_forbidden":
         seen = problem.get("input")
         shown = f" (got {seen!r})" if not isinstance(seen, Mapping | BaseModel) else ""
         return f"{path}: {problem['msg'].removeprefix('Value error, ')}{shown}"
     known = [name for section in sections for name in section.model_fields]
-    near = difflib.get_close_matches(str(last), known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
-    return f"unknown key {path}; {hint}"
+    return f"unknown key {path}; {_nearest_key(str(last), known, model, is_outermost=not keys)}"
+
+
+def _nearest_key(
+    name: str, known: Sequence[str], model: type[BaseModel], *, is_outermost: bool
+) -> str:
+    """What may have been meant: a key of the same section, or the same key of another section."""
+    near = difflib.get_close_matches(name, [*known, *([CONFIG] if is_outermost else [])], n=1)
+    if near:
+        return f"did you mean {'--config' if near[0] == CONFIG else repr(near[0])}?"
+    elsewhere = dict.fromkeys(
+        setting.path for setting in list_settings(model) if setting.path.split(".")[-1] == name
+    )
+    if elsewhere and len(elsewhere) <= MAX_ELSEWHERE:
+        return f"did you mean {' or '.join(map(repr, elsewhere))}?"
+    return f"known here: {', '.join(sorted(known))}"
+
+
+def _how_to_set(path: str, model: type[BaseModel], location: Sequence[Any]) -> str:
+    """Flags of a setting that is missing; of a section that is missing, of all that it needs."""
+    _, sections = _locate(model, location)
+    inner = required(list_settings(sections[0])) if sections else []
+    names = [*dict.fromkeys(f"{path}.{setting.path}" for setting in inner)] or [path]
+    flags = " ".join(f"--{name} VALUE".replace("_", "-") for name in names)
+    return f"give {flags}, or {', '.join(names)} in a file of --config"
 
 
 def _locate(
@@ -233,22 +244,10 @@ def _locate(
             continue
         keys.append(str(part))
         fields = [here.model_fields[part] for here in sections if part in here.model_fields]
-        sections = [section for field in fields for section in _section_models(field.annotation)]
+        sections = [section for field in fields for section in section_models(field.annotation)]
     return keys, sections
 
 
 def _tag(section: type[BaseModel]) -> Any:
     field = section.model_fields.get("type")
     return None if field is None else field.default
-
-
-def _section_models(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if get_origin(annotation) in (Union, types.UnionType):
-        return [section for arm in get_args(annotation) for section in _section_models(arm)]
-    return []
-
-
-def _default_of(field: FieldInfo) -> Any:
-    return None if field.is_required() else field.get_default(call_default_factory=True)

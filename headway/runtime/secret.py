@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from hmac import compare_digest
 from typing import overload
 
 from headway.contracts.errors import ConfigError
 
 SCHEME = "Bearer"
-FLAG = "--token-env"
 
 
 @overload
@@ -33,23 +31,6 @@ def read_token(variable: str | None) -> str | None:
     if not (token.isascii() and token.isprintable() and " " not in token):
         raise ConfigError(f"the token in {variable} holds blanks or characters beyond ASCII")
     return token
-
-
-def take_token(argv: Sequence[str]) -> tuple[list[str], str | None]:
-    """Take `--token-env VARIABLE` out of a command's arguments; the rest, and the token.
-
-    Raises:
-        ConfigError: the flag has no value, or as `read_token`.
-    """
-    rest = list(argv)
-    if FLAG not in rest:
-        return rest, None
-    at = rest.index(FLAG)
-    if at + 1 == len(rest):
-        raise ConfigError(f"{FLAG} names no environment variable")
-    token = read_token(rest[at + 1])
-    del rest[at : at + 2]
-    return rest, token
 
 
 def authorization(token: str | None) -> dict[str, str]:

@@ -38,8 +38,10 @@ from headway.contracts.http.status import StatusResponse
 from headway.rollout.gateway import make_gateway
 from headway.rollout.ledger.transitions import NEXT_STATE
 from headway.rollout.tokenizer import TextTokenizer
-from headway.runtime.config import describe, load_config
+from headway.runtime.config import load_config
 from headway.runtime.metrics import render_metrics
+from headway.runtime.model_settings import describe
+from headway.runtime.settings import CATALOGUE
 from trainer.tracking.groups import GROUPS
 from weight_sync.model_dir import load_model
 
@@ -88,8 +90,11 @@ def tokenizer_dir(tmp_path: Path) -> Path:
 
 
 def test_reference_is_current():
-    render = runpy.run_path(str(ROOT / "docs" / "make_reference.py"))["render"]
-    assert page("reference.md") == render(), "run python docs/make_reference.py"
+    made = runpy.run_path(str(ROOT / "docs" / "make_reference.py"))
+    assert page("reference.md") == made["render"](), "run python docs/make_reference.py"
+    assert CATALOGUE.read_text(encoding="utf-8") == made["render_catalogue"](), (
+        "help and completion read it: run python docs/make_reference.py"
+    )
 
 
 def test_help_shows_the_defaults_that_a_process_takes():

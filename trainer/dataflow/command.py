@@ -11,15 +11,14 @@ from headway.runtime.config import merge_sources, validate_config
 from trainer.dataflow.drawing import as_svg, as_text
 from trainer.experiments.base import EXPERIMENTS
 
-USAGE = "usage: headway config graph FILE [--svg OUT.svg] [--section.key value …]"
 
+def print_graph(file: str, flags: Sequence[str], picture: Path | None) -> None:
+    """Print the graph of a file's experiment, and draw it.
 
-def main(argv: Sequence[str]) -> None:
-    """Print the graph of a file's experiment, and draw it where `--svg` says."""
-    if not argv or argv[0].startswith("-"):
-        raise ConfigError(USAGE)
-    file, *flags = argv
-    flags, picture = _take_svg(flags)
+    Args:
+        flags: settings that win over the file's.
+        picture: the SVG file to draw; None draws none.
+    """
     tree = merge_sources(["--config", file, *flags])
     if isinstance(tree.get("trainer"), dict) and "rollout" in tree["trainer"]:
         tree = tree["trainer"]  # of a whole run
@@ -31,12 +30,3 @@ def main(argv: Sequence[str]) -> None:
     sys.stdout.write(as_text(flow))
     if picture is not None:
         picture.write_text(as_svg(flow), encoding="utf-8")
-
-
-def _take_svg(flags: Sequence[str]) -> tuple[list[str], Path | None]:
-    if "--svg" not in flags:
-        return list(flags), None
-    at = flags.index("--svg")
-    if at + 1 == len(flags):
-        raise ConfigError(f"--svg has no value; {USAGE}")
-    return [*flags[:at], *flags[at + 2 :]], Path(flags[at + 1])

@@ -1,120 +1,95 @@
-"""`headway weights ls|verify|diff|gc`: look at published versions, and delete old ones."""
+"""`headway weights ls|verify|diff|gc`: look at published versions, and delete old ones.
+
+Each command imports what it does when it runs: help answers without torch.
+"""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, TypeVar
 
-from weight_sync.commands.collection import collect_garbage
-from weight_sync.commands.difference import print_difference
-from weight_sync.commands.listing import list_versions
-from weight_sync.commands.verification import verify_versions
+import click
 
-ROOT = (
-    "where the versions lie (weight_sync.root): a directory, shm://DIRECTORY or an fsspec URL; what "
-    "is served over HTTP cannot be listed, name the directory it is served from"
+from headway.runtime.command_line import Group, VersionType
+
+COMMANDS = "weight_sync.commands"
+ROOT = """ROOT is where the versions lie (weight_sync.root): a directory, shm://DIRECTORY or an fsspec
+    URL. What is served over HTTP cannot be listed: name the directory it is served from."""
+EXAMPLE = """headway weights ls /dev/shm/headway-versions
+headway weights verify s3://bucket/run 7
+headway weights gc runs/x/weights --keep 3 --dry-run"""
+
+COUNT = click.IntRange(min=1)
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
+
+@click.group("weights", cls=Group, example=EXAMPLE)
+def command() -> None:
+    """Look at published versions, and delete old ones."""
+
+
+def _of_a_root(function: CommandT) -> CommandT:
+    """Give a command the argument `root` and the option `as_json`."""
+    function.__doc__ = f"{function.__doc__}\n\n    {ROOT}"
+    as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+    return click.argument("root", type=click.Path(file_okay=False))(as_json(function))
+
+
+@command.command("ls", example="headway weights ls runs/x/weights")
+@_of_a_root
+def ls(root: str, as_json: bool) -> None:
+    """List the versions, also those that are being written."""
+    import_module(f"{COMMANDS}.listing").list_versions(root, as_json)
+
+
+@command.command("verify", example="headway weights verify runs/x/weights 7 8")
+@_of_a_root
+@click.argument("versions", metavar="[VERSION]...", nargs=-1, type=VersionType())
+def verify(root: str, versions: Sequence[int], as_json: bool) -> None:
+    """Prove versions against their checksums; fail if one is damaged.
+
+    Without VERSION, all that are complete.
+    """
+    import_module(f"{COMMANDS}.verification").verify_versions(root, list(versions), as_json)
+
+
+@command.command("diff", example="headway weights diff runs/x/weights 5 6 --top 3")
+@_of_a_root
+@click.argument("old", metavar="A", type=VersionType())
+@click.argument("new", metavar="B", type=VersionType())
+@click.option("--top", metavar="N", type=COUNT, help="Show the N largest changes only.")
+def diff(root: str, old: int, new: int, top: int | None, as_json: bool) -> None:
+    """Show what changed between two versions."""
+    import_module(f"{COMMANDS}.difference").print_difference(root, old, new, top, as_json)
+
+
+@command.command("gc", example="headway weights gc runs/x/weights --keep 3 --dry-run")
+@_of_a_root
+@click.option("--keep", metavar="N", type=COUNT, required=True, help="Newest versions to keep.")
+@click.option(
+    "--keep-version",
+    "kept",
+    metavar="VERSION",
+    type=VersionType(),
+    multiple=True,
+    help="Keep this one, too; may be repeated.",
 )
-GC = """Delete complete versions beyond the newest N, and what a publisher that died left unfinished.
+@click.option("--dry-run", is_flag=True, help="Show what would go, delete nothing.")
+@click.option("--no-publisher", is_flag=True, help="Object stores: no publisher is alive.")
+def gc(
+    root: str, keep: int, kept: Sequence[int], dry_run: bool, no_publisher: bool, as_json: bool
+) -> None:
+    """Delete complete versions beyond the newest N, and what a publisher that died left unfinished.
 
-Never deleted: the newest N, versions of --keep-version, and whatever those build on (bases of deltas
-and adapters). The newest version need not be the one that serves: a trainer may have died before its
-servers committed it. Keep at least 2, or name the version that `headway status` shows.
+    Never deleted: the newest N, versions of --keep-version, and whatever those build on (bases of deltas
+    and adapters). The newest version need not be the one that serves: a trainer may have died before its
+    servers committed it. Keep at least 2, or name the version that `headway status` shows.
 
-While a publisher is alive nothing is deleted: it alone knows which version its next delta is against,
-and deletes old ones by itself (weight_sync.keep). An object store has no lock that would tell:
---no-publisher says that you have looked."""
-
-
-def main(argv: Sequence[str]) -> None:
-    """Run one command."""
-    options = _parser().parse_args(argv)
-    run: Callable[[argparse.Namespace], None] = options.run
-    run(options)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="headway weights", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(
-        name: str, text: str, run: Callable[[argparse.Namespace], None], description: str = ""
-    ) -> argparse.ArgumentParser:
-        added = commands.add_parser(
-            name,
-            help=text,
-            description=description or f"{text[0].upper()}{text[1:]}.",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        added.add_argument("root", metavar="ROOT", help=ROOT)
-        added.add_argument("--json", action="store_true", help="print JSON")
-        added.set_defaults(run=run)
-        return added
-
-    command("ls", "list the versions, also those that are being written", _ls)
-    verify = command(
-        "verify", "prove versions against their checksums; fail if one is damaged", _verify
+    While a publisher is alive nothing is deleted: it alone knows which version its next delta is against,
+    and deletes old ones by itself (weight_sync.keep). An object store has no lock that would tell:
+    --no-publisher says that you have looked.
+    """
+    import_module(f"{COMMANDS}.collection").collect_garbage(
+        root, keep, list(kept), dry_run, no_publisher, as_json
     )
-    verify.add_argument(
-        "versions",
-        metavar="VERSION",
-        type=_version,
-        nargs="*",
-        help="all that are complete if none",
-    )
-    diff = command("diff", "show what changed between two versions", _diff)
-    diff.add_argument("old", metavar="A", type=_version)
-    diff.add_argument("new", metavar="B", type=_version)
-    diff.add_argument("--top", metavar="N", type=_positive, help="show the N largest changes only")
-    gc = command("gc", "delete old versions", _gc, GC)
-    gc.add_argument(
-        "--keep", metavar="N", type=_positive, required=True, help="newest versions to keep"
-    )
-    gc.add_argument(
-        "--keep-version",
-        metavar="VERSION",
-        type=_version,
-        action="append",
-        default=[],
-        help="keep this one, too; may be repeated",
-    )
-    gc.add_argument("--dry-run", action="store_true", help="show what would go, delete nothing")
-    gc.add_argument(
-        "--no-publisher", action="store_true", help="object stores: no publisher is alive"
-    )
-    return parser
-
-
-def _ls(options: argparse.Namespace) -> None:
-    list_versions(options.root, options.json)
-
-
-def _verify(options: argparse.Namespace) -> None:
-    verify_versions(options.root, options.versions, options.json)
-
-
-def _diff(options: argparse.Namespace) -> None:
-    print_difference(options.root, options.old, options.new, options.top, options.json)
-
-
-def _gc(options: argparse.Namespace) -> None:
-    collect_garbage(
-        options.root,
-        options.keep,
-        options.keep_version,
-        options.dry_run,
-        options.no_publisher,
-        options.json,
-    )
-
-
-def _version(text: str) -> int:
-    number = text.removeprefix("v")
-    if not number.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no version; give its number, for example 7")
-    return int(number)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} should be a number from 1")
-    return int(text)

@@ -358,7 +358,7 @@ class PPOMathRolloutConfig(PPOCodeRolloutConfig):
 
 
 class PPOMathExperiment(VerifiedPPOExperiment):
-    """The same on math tasks."""
+    """Proximal policy optimisation on math tasks."""
 
     type: Literal["ppo-math"] = "ppo-math"
     rollout: PPOMathRolloutConfig = PPOMathRolloutConfig()

@@ -1,152 +1,66 @@
-"""`headway quickstart`: warm start, then asynchronous GRPO in three processes, on a laptop."""
+"""`headway quickstart`: its help and arguments."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-import time
-from collections.abc import Sequence
-from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 
-from headway.contracts.config.data import DataConfig
-from headway.contracts.config.launch import LaunchConfig
-from headway.contracts.errors import ConfigError, ServiceError
-from headway.launch.follow import follow, summarise
-from headway.launch.launchers.local import LocalRun, run_module
-from headway.launch.launchers.version_store import place_versions
-from headway.launch.progress import Progress
-from headway.launch.quickstart import recipe, task
-from headway.runtime.process import POLL_S
+import click
 
-RUNS_DIR = Path("runs")
-PREFIX = "quickstart-"
-WARM_START_TIMEOUT_S = 900.0
+from headway.runtime.command_line import Command
+
+EXAMPLE = """headway quickstart --steps 50
+headway quickstart --resume"""
 
 
-def main(argv: Sequence[str]) -> None:
-    """Run it; the last line on standard output is the summary as one JSON object."""
-    options = _parse(argv)
-    started = time.monotonic()
-    run_dir = _run_dir(options)
-    max_staleness = 0 if options.sync else options.eta
-    config = recipe.reinforce(
-        run_dir,
-        options.steps,
-        options.seed,
-        max_staleness,
-        options.servers,
-        options.resume is not None,
-    )
-    if options.lengths == "lognormal":
-        config = _with_drawn_lengths(config)
-    with Progress(options.steps) as progress:
-        progress.say(f"run folder: {run_dir}")
-        _warm_start(run_dir, options, progress)
-        config, changed = place_versions(config)
-        if changed is not None:
-            progress.say(changed)
-        with LocalRun(config) as run:
-            run.start()
-            progress.say(
-                f"gateway {run.url}, {options.servers} generation server(s), trainer: started"
-            )
-            follow(run, run_dir, options.steps, progress)
-            summary = summarise(run, run_dir, max_staleness, started)
-    sys.stderr.write(
-        f"reward {summary.reward_first10:.3f} -> {summary.reward_last10:.3f} in {summary.steps} steps, "
-        f"{summary.trajectories} trajectories, staleness <= {summary.max_staleness} (eta {summary.eta}), "
-        f"{summary.seconds:.0f} s; curves in {run_dir / 'curves.png'}\n"
-    )
-    sys.stdout.write(json.dumps(summary.to_dict()) + "\n")
+@click.command("quickstart", cls=Command, example=EXAMPLE)
+@click.option(
+    "--steps", metavar="N", type=click.IntRange(min=1), default=100, help="Versions to train."
+)
+@click.option(
+    "--eta",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=2,
+    help="Bound on staleness, in versions.",
+)
+@click.option("--sync", is_flag=True, help="Synchronous: the same run with eta 0.")
+@click.option(
+    "--servers", metavar="N", type=click.IntRange(min=1), default=1, help="Generation servers."
+)
+@click.option(
+    "--seed",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Seed of data, weights and sampling.",
+)
+@click.option(
+    "--run-dir",
+    metavar="FOLDER",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of the run; runs/quickstart-TIME unless told.",
+)
+@click.option(
+    "--resume",
+    is_flag=False,
+    flag_value="",
+    metavar="[RUN_DIR]",
+    type=click.Path(file_okay=False),
+    help="Go on with a run that was interrupted; the newest one unless told.",
+)
+@click.option(
+    "--lengths",
+    type=click.Choice(("task", "lognormal")),
+    default="task",
+    help="How long responses are: as the task has it, or drawn lognormal (for measuring only: "
+    "the model cannot end by itself, so nothing is learnt).",
+)
+def command(**options: object) -> None:
+    """Train a tiny policy on this machine, end to end: warm start, then asynchronous GRPO.
 
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="headway quickstart", description=__doc__)
-    parser.add_argument("--steps", type=int, default=100, help="versions to train (default 100)")
-    parser.add_argument(
-        "--eta", type=int, default=2, help="bound on staleness, in versions (default 2)"
-    )
-    parser.add_argument("--sync", action="store_true", help="synchronous: the same run with eta 0")
-    parser.add_argument("--servers", type=int, default=1, help="generation servers (default 1)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and sampling")
-    parser.add_argument(
-        "--run-dir", type=Path, help="folder of the run (default runs/quickstart-TIME)"
-    )
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const="",
-        metavar="RUN_DIR",
-        help="go on with a run that was interrupted (default: the newest one)",
-    )
-    parser.add_argument(
-        "--lengths",
-        choices=("task", "lognormal"),
-        default="task",
-        help="how long responses are: as the task has it, or drawn lognormal (for measuring only: "
-        "the model cannot end by itself, so nothing is learnt)",
-    )
-    options = parser.parse_args(argv)
-    if min(options.steps, options.servers) < 1 or options.eta < 0 or options.seed < 0:
-        parser.error("--steps and --servers start at 1, --eta and --seed at 0")
-    return options
-
-
-def _run_dir(options: argparse.Namespace) -> Path:
-    if options.resume is None:
-        name = f"{PREFIX}{datetime.now().astimezone():%Y%m%d-%H%M%S}"
-        folder: Path = options.run_dir or RUNS_DIR / name
-        if (folder / "ledger.sqlite").exists():
-            raise ConfigError(
-                f"{folder} holds a run; choose another folder, or go on with --resume {folder}"
-            )
-        return folder.resolve()
-    if options.resume:
-        folder = Path(options.resume)
-    else:
-        runs = sorted(RUNS_DIR.glob(f"{PREFIX}*"))
-        if not runs:
-            raise ConfigError(
-                f"no run to resume below {RUNS_DIR.resolve()}; name its folder after --resume"
-            )
-        folder = runs[-1]
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is no run folder; --resume wants one that a quick start made")
-    return folder.resolve()
-
-
-def _warm_start(run_dir: Path, options: argparse.Namespace, progress: Progress) -> None:
-    """Make data and the warm-started model, unless the run folder has them."""
-    base = run_dir / "base"
-    if base.is_dir():
-        return
-    data = run_dir / "data"
-    task.write_model(run_dir / "scratch")
-    task.write_rows(data / "sft.jsonl", task.make_rows(recipe.SFT_ROWS, options.seed, task.NOISE))
-    count = (options.steps + options.eta + 2) * recipe.PROMPTS_PER_STEP
-    rows = task.make_rows(count, options.seed + recipe.SEED_OF_RL_ROWS)
-    drawn = task.with_lognormal_lengths(rows, options.seed)
-    task.write_rows(data / "rl.jsonl", drawn if options.lengths == "lognormal" else rows)
-    config = recipe.warm_start(run_dir, options.seed)
-    process = run_module("warm_start", "trainer", config, run_dir, threads=2)
-    progress.say("warm start: supervised training on noisy demonstrations")
-    try:
-        deadline = time.monotonic() + WARM_START_TIMEOUT_S
-        while process.exit_code() is None and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        if process.exit_code() != 0:
-            raise ServiceError(f"the warm start failed:\n{process.log_tail()}")
-    finally:
-        process.stop(grace_s=5.0)
-    Path(config.output_dir).rename(base)
-
-
-def _with_drawn_lengths(config: LaunchConfig) -> LaunchConfig:
-    """Every response as long as its row says, whatever the model would do."""
-    trainer = config.trainer
-    data = DataConfig(**{**trainer.data.model_dump(), "max_new_tokens_key": "max_new_tokens"})
-    sampling = trainer.sampling.model_copy(update={"ignore_eos": True})
-    trainer = trainer.model_copy(update={"data": data, "sampling": sampling})
-    return config.model_copy(update={"trainer": trainer})
+    The last line on standard output is the summary as JSON; the first run takes about 2½ minutes on a
+    laptop.
+    """
+    quickstart = import_module("headway.launch.quickstart.quickstart")
+    quickstart.start(quickstart.Options(**options))

@@ -12,7 +12,8 @@ from headway.contracts.config.ppo_code import (
     VerifiedPPOExperiment,
 )
 from headway.contracts.errors import ConfigError
-from headway.runtime.config import describe, dump_yaml, load_config, validate_config
+from headway.runtime.config import dump_yaml, load_config, validate_config
+from headway.runtime.model_settings import describe
 
 NEEDED = {"model": {"path": "m"}, "data": {"path": "d"}, "weight_sync": {"root": "w"}}
 

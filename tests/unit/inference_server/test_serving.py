@@ -19,7 +19,7 @@ from headway.contracts.http.generation import FlushResponse
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
 from headway.runtime.access import Access
 from headway.runtime.inference_client import RemoteInferenceEngine
-from headway.runtime.secret import authorization, is_authorized, read_token, take_token
+from headway.runtime.secret import authorization, is_authorized, read_token
 from headway.runtime.server_calls import error_of
 from inference_server.engine import LocalGenerator, make_generator
 from inference_server.main import make_app
@@ -262,14 +262,6 @@ def test_a_token_that_is_no_token_is_refused_at_the_start(monkeypatch, value: st
         monkeypatch.setenv("HEADWAY_TEST_TOKEN", value)
     with pytest.raises(ConfigError, match="HEADWAY_TEST_TOKEN"):
         read_token("HEADWAY_TEST_TOKEN")
-
-
-def test_a_command_takes_its_token_from_the_variable_it_names(monkeypatch):
-    monkeypatch.setenv("HEADWAY_TEST_TOKEN", TOKEN)
-    assert take_token(["url", "--token-env", "HEADWAY_TEST_TOKEN", "me"]) == (["url", "me"], TOKEN)
-    assert take_token(["url"]) == (["url"], None)
-    with pytest.raises(ConfigError, match="names no environment variable"):
-        take_token(["url", "--token-env"])
 
 
 def test_schemes_are_compared_without_case_and_tokens_with_it():

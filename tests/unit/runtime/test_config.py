@@ -18,11 +18,11 @@ from headway.contracts.errors import ConfigError
 from headway.runtime.config import (
     RESOLVED_NAME,
     deep_merge,
-    describe,
     dump_yaml,
     load_config,
     write_resolved,
 )
+from headway.runtime.model_settings import describe
 
 MINIMAL = [
     *("--model.path", "m", "--data.path", "d", "--weight-sync.root", "w"),

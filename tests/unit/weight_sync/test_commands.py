@@ -12,8 +12,8 @@ import torch
 
 from headway.contracts.config.weight_sync import DiskSync, HttpSync, SharedMemorySync
 from headway.contracts.errors import ConfigError, SyncError
+from headway.launch.cli import main
 from weight_sync.adapter import make_adapter
-from weight_sync.commands.main import main
 from weight_sync.manifest import Base
 from weight_sync.transports.base import make_publisher
 from weight_sync.transports.disk import LOCK_NAME
@@ -63,7 +63,7 @@ def call(capsys):
 
     def called(*argv: object):
         capsys.readouterr()
-        main([str(part) for part in argv])
+        main(["weights", *map(str, argv)])
         text = capsys.readouterr().out
         return json.loads(text) if "--json" in argv else text
 
@@ -74,7 +74,7 @@ def fail(capsys, *argv: object) -> tuple[str, str]:
     """What a command that fails prints, and its error."""
     capsys.readouterr()
     with pytest.raises((SyncError, ConfigError)) as caught:
-        main([str(part) for part in argv])
+        main(["weights", *map(str, argv)])
     return capsys.readouterr().out, caught.value.message
 
 
@@ -375,8 +375,8 @@ def test_the_command_line_ends_with_what_it_found(root):
     ("argv", "message"),
     [
         (["ls", "/nowhere/at/all"], "is no directory of versions"),
-        (["gc", "/tmp", "--keep", "0"], "should be a number from 1"),
-        (["diff", "/tmp", "1"], "required: B"),
+        (["gc", "/tmp", "--keep", "0"], "0 is not in the range x>=1"),
+        (["diff", "/tmp", "1"], "missing argument 'B'"),
     ],
 )
 def test_bad_arguments_end_with_status_two(argv, message):

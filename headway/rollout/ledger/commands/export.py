@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headway.contracts.errors import ConfigError
+from headway.contracts.http.rollouts import RolloutState
 from headway.rollout.ledger.base import Ledger, row_of
 
 PAGE = 1000
@@ -47,28 +47,30 @@ class Sheet(Protocol):
         """Finish the file."""
 
 
-async def export(ledger: Ledger, options: argparse.Namespace) -> None:
+async def export(
+    ledger: Ledger, file: Path, state: RolloutState | None, consumer: str | None
+) -> None:
     """Write the file whole or not at all."""
-    part = options.file.with_name(options.file.name + ".part")
+    part = file.with_name(file.name + ".part")
     num_rows = 0
     try:
-        with closing(_sheet(part, options.file.suffix)) as sheet:
-            async for rows in _pages(ledger, options):
+        with closing(_sheet(part, file.suffix)) as sheet:
+            async for rows in _pages(ledger, state, consumer):
                 sheet.write(rows)
                 num_rows += len(rows)
-        os.replace(part, options.file)
+        os.replace(part, file)
     except OSError as error:
-        raise ConfigError(f"{options.file} cannot be written: {error}") from error
+        raise ConfigError(f"{file} cannot be written: {error}") from error
     finally:
         part.unlink(missing_ok=True)
-    sys.stdout.write(f"{num_rows} rollouts in {options.file}\n")
+    sys.stdout.write(f"{num_rows} rollouts in {file}\n")
 
 
 async def _pages(
-    ledger: Ledger, options: argparse.Namespace
+    ledger: Ledger, state: RolloutState | None, consumer: str | None
 ) -> AsyncIterator[list[dict[str, Any]]]:
     before = None
-    while entries := await ledger.find(options.state, options.consumer, PAGE, before):
+    while entries := await ledger.find(state, consumer, PAGE, before):
         yield [row_of(entry) for entry in entries]
         before = entries[-1].request.rollout_id
 

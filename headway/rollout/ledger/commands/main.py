@@ -1,84 +1,90 @@
-"""`headway ledger stats|show|requeue|export`: look into a ledger, play failed rollouts once more."""
+"""`headway ledger stats|show|requeue|export`: look into a ledger, play failed rollouts once more.
+
+Each command imports what it does when it runs: help answers without the stores.
+"""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any, TypeVar
 
-from headway.contracts.errors import ConfigError
-from headway.rollout.ledger.base import Ledger
-from headway.rollout.ledger.commands.export import export
-from headway.rollout.ledger.commands.requeue import requeue
-from headway.rollout.ledger.commands.show import show
-from headway.rollout.ledger.commands.stats import stats
-from headway.rollout.ledger.make import make_ledger
-from headway.rollout.ledger.transitions import STATES
+import click
 
-LEDGER = "the ledger (`ledger` of the gateway's config): an SQLite file or a redis:// URL"
-REQUEUE = """Queue failed rollouts once more, with all their attempts.
+from headway.runtime.command_line import Group
 
-A running gateway takes them up when it next looks into its queue; one that shares a ledger looks often.
-Over HTTP, POST /v1/ledger/requeue tells it at once."""
-EXPORT = """Write one row per rollout, newest submission first.
+STATES = (
+    *("queued", "leased", "ready", "delivered", "consumed"),
+    *("failed", "filtered", "stale", "cancelled"),
+)
+"""Of a rollout; a test compares them with the ledger's."""
+COMMANDS = "headway.rollout.ledger.commands"
+EXAMPLE = """headway ledger stats --ledger ledger.sqlite --audit
+headway ledger show sum-1 --ledger ledger.sqlite
+headway ledger export failed.jsonl --state failed"""
 
-As JSON Lines, or as Parquet if the file is named *.parquet (pip install 'headway-rl[export]')."""
-
-Run = Callable[[Ledger, argparse.Namespace], Awaitable[None]]
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 
-def main(argv: Sequence[str]) -> None:
-    """Run one command."""
-    options = _parser().parse_args(argv)
-    if "://" not in options.ledger and not Path(options.ledger).is_file():
-        raise ConfigError(f"no ledger at {options.ledger!r}; name one with --ledger")
-    asyncio.run(_run(options.run, options))
+@click.group("ledger", cls=Group, example=EXAMPLE)
+def command() -> None:
+    """Look into a ledger beside the gateway that works with it, and play failed rollouts once more."""
 
 
-async def _run(run: Run, options: argparse.Namespace) -> None:
-    async with _visited(options.ledger) as ledger:
-        await run(ledger, options)
+def _of_a_ledger(function: CommandT) -> CommandT:
+    """Give a command the option `ledger`."""
+    return click.option(
+        "--ledger",
+        metavar="LEDGER",
+        type=click.Path(),
+        default="ledger.sqlite",
+        help="`ledger` of the gateway's config: an SQLite file or a redis:// URL.",
+    )(function)
 
 
-@asynccontextmanager
-async def _visited(name: str) -> AsyncIterator[Ledger]:
-    """The ledger, whoever works with it meanwhile."""
-    ledger = make_ledger(name)
-    await ledger.connect()
-    try:
-        yield ledger
-    finally:
-        await ledger.close()
+@command.command("stats", example="headway ledger stats --audit")
+@_of_a_ledger
+@click.option("--consumer", metavar="NAME", help="Of this consumer only.")
+@click.option("--audit", is_flag=True, help="Also prove them from the event logs; takes longer.")
+def stats(ledger: str, consumer: str | None, audit: bool) -> None:
+    """Print trajectories by state, as JSON."""
+    _run(ledger, "stats", consumer, audit)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="headway ledger", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+@command.command("show", example="headway ledger show sum-1")
+@_of_a_ledger
+@click.argument("rollout_id", metavar="ID")
+def show(ledger: str, rollout_id: str) -> None:
+    """Print everything that is known of a rollout, as JSON."""
+    _run(ledger, "show", rollout_id)
 
-    def command(name: str, text: str, run: Run, description: str = "") -> argparse.ArgumentParser:
-        added = commands.add_parser(
-            name,
-            help=text,
-            description=description or f"{text[0].upper()}{text[1:]}.",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        added.add_argument("--ledger", default="ledger.sqlite", help=LEDGER)
-        added.set_defaults(run=run)
-        return added
 
-    counted = command("stats", "print trajectories by state, as JSON", stats)
-    counted.add_argument("--consumer", help="of this consumer only")
-    counted.add_argument(
-        "--audit", action="store_true", help="also prove them from the event logs; takes longer"
-    )
-    shown = command("show", "print everything that is known of a rollout, as JSON", show)
-    shown.add_argument("rollout_id", metavar="ID")
-    requeued = command("requeue", "queue failed rollouts once more", requeue, REQUEUE)
-    requeued.add_argument("rollout_ids", metavar="ID", nargs="+")
-    exported = command("export", "write one row per rollout to a file", export, EXPORT)
-    exported.add_argument("file", metavar="FILE", type=Path)
-    exported.add_argument("--state", choices=STATES, help="rollouts in this state only")
-    exported.add_argument("--consumer", help="rollouts of this consumer only")
-    return parser
+@command.command("requeue", example="headway ledger requeue sum-1 sum-2")
+@_of_a_ledger
+@click.argument("rollout_ids", metavar="ID...", nargs=-1, required=True)
+def requeue(ledger: str, rollout_ids: Sequence[str]) -> None:
+    """Queue failed rollouts once more, with all their attempts.
+
+    A running gateway takes them up when it next looks into its queue; one that shares a ledger looks
+    often. Over HTTP, POST /v1/ledger/requeue tells it at once.
+    """
+    _run(ledger, "requeue", rollout_ids)
+
+
+@command.command("export", example="headway ledger export rollouts.parquet")
+@_of_a_ledger
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--state", type=click.Choice(STATES), help="Rollouts in this state only.")
+@click.option("--consumer", metavar="NAME", help="Rollouts of this consumer only.")
+def export(ledger: str, file: Path, state: str | None, consumer: str | None) -> None:
+    """Write one row per rollout to a file, newest submission first.
+
+    As JSON Lines, or as Parquet if the file is named *.parquet (pip install 'headway-rl[export]').
+    """
+    _run(ledger, "export", file, state, consumer)
+
+
+def _run(name: str, command_name: str, *arguments: object) -> None:
+    run = getattr(import_module(f"{COMMANDS}.{command_name}"), command_name)
+    import_module(f"{COMMANDS}.visit").visit(name, run, arguments)

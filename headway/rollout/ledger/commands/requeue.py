@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Sequence
 
 from headway.contracts.errors import Conflict
 from headway.rollout.ledger.base import Ledger
 
 
-async def requeue(ledger: Ledger, options: argparse.Namespace) -> None:
+async def requeue(ledger: Ledger, rollout_ids: Sequence[str]) -> None:
     """Revive failed rollouts, and fail if one of the others was named."""
     refused = []
-    for rollout_id in dict.fromkeys(options.rollout_ids):
+    for rollout_id in dict.fromkeys(rollout_ids):
         if await ledger.revive([rollout_id]):
             sys.stdout.write(f"{rollout_id} is queued\n")
             continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import asdict
@@ -14,14 +13,16 @@ from headway.contracts.types import Trajectory
 from headway.rollout.ledger.base import Ledger, row_of
 
 
-async def show(ledger: Ledger, options: argparse.Namespace) -> None:
+async def show(ledger: Ledger, rollout_id: str) -> None:
     """Print a rollout: its row, request, log, and what its trajectories amount to."""
-    entry = await ledger.get(options.rollout_id, with_payload=True)
+    entry = await ledger.get(rollout_id, with_payload=True)
     if entry is None:
-        raise NotFound(f"no rollout {options.rollout_id!r} in ledger {options.ledger}")
+        raise NotFound(
+            f"no rollout {rollout_id!r} in this ledger; `headway ledger export` lists what is there"
+        )
     told = row_of(entry) | {
         "request": entry.request.model_dump(mode="json"),
-        "events": [asdict(event) for event in await ledger.events(options.rollout_id)],
+        "events": [asdict(event) for event in await ledger.events(rollout_id)],
     }
     if entry.payload is not None:
         (group,) = decode_groups(entry.payload)

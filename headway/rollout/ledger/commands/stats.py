@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from headway.rollout.ledger.base import Ledger
 
 
-async def stats(ledger: Ledger, options: argparse.Namespace) -> None:
+async def stats(ledger: Ledger, consumer: str | None, audit: bool) -> None:
     """Print the counts, and their proof if it is asked for."""
-    counts = await ledger.counts(options.consumer)
+    counts = await ledger.counts(consumer)
     sys.stdout.write(counts.model_dump_json(indent=1) + "\n")
-    if options.audit:
+    if audit:
         sys.stdout.write((await ledger.audit()).model_dump_json(indent=1) + "\n")

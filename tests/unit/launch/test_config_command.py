@@ -8,7 +8,12 @@ from xml.etree import ElementTree
 import pytest
 
 from headway.contracts.errors import ConfigError
-from headway.launch.show_config import main
+from headway.launch import cli
+
+
+def main(argv: list[str]) -> None:
+    cli.main(["config", *argv])
+
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PPO = EXAMPLES / "gsm8k" / "ppo.yaml"
@@ -26,9 +31,10 @@ def test_it_shows_every_setting(capsys):
     ("argv", "message"),
     [
         (["show", "grop"], "did you mean 'grpo'"),
-        ([], "usage: headway config"),
-        (["graph"], "usage: headway config graph"),
-        (["graph", str(PPO), "--svg"], "--svg has no value"),
+        (["sho", "grpo"], "did you mean 'show'"),
+        ([], "config wants a command; there are show, check, graph"),
+        (["graph"], "missing argument 'FILE'"),
+        (["graph", str(PPO), "--svg"], "requires an argument"),
     ],
 )
 def test_what_it_cannot_do_it_says(argv, message):

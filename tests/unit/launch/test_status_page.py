@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from io import StringIO
 
-import pytest
 from rich.console import Console
 
-from headway.contracts.errors import ConfigError
 from headway.contracts.http.ledger import LedgerAudit, LedgerCounts
 from headway.contracts.http.servers import ServerStatus
 from headway.contracts.http.status import StatusResponse
 from headway.contracts.http.weights import WeightRecord, WeightStatus
-from headway.launch.status import main, status_page
+from headway.launch.status_page import status_page
 
 
 def shown(*args, **fields) -> str:
@@ -52,11 +50,3 @@ def test_the_page_tells_failures_as_they_are_and_the_proof_if_it_was_asked_for()
     assert "1 lost, 0 consumed twice, 3 requeued, staleness at most 2" in page
     assert "no generation server has reported itself" in page
     assert "ledger:" not in shown(status(), None)
-
-
-@pytest.mark.parametrize(
-    "argv", [[], ["--watch"], ["http://h", "x"], ["http://h", "--watch", "--json"]]
-)
-def test_wrong_use_is_told(argv: list[str]):
-    with pytest.raises(ConfigError, match="usage: headway status URL"):
-        main(argv)

@@ -1,9 +1,8 @@
-"""`headway config`: what can be set, whether a file is right, and the graph of an experiment."""
+"""What can be configured, and whether a file does it right."""
 
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,8 +20,7 @@ from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.ppo_code import PPOCodeExperiment, PPOMathExperiment
 from headway.contracts.config.server import ServerConfig
 from headway.contracts.errors import ConfigError
-from headway.runtime.command import import_main
-from headway.runtime.config import describe, merge_sources, validate_config
+from headway.runtime.config import merge_sources, validate_config
 
 EXPERIMENTS: dict[str, type[BaseModel]] = {
     "grpo": GRPOExperiment,
@@ -39,27 +37,6 @@ MODELS: dict[str, type[BaseModel]] = {
     "server": ServerConfig,
     **EXPERIMENTS,
 }
-USAGE = """usage: headway config show NAME      every setting with its default and meaning
-       headway config check FILE     what is wrong with a file, and the nearest right name
-       headway config graph FILE     the calls of its experiment (--svg OUT.svg draws them)
-NAME is one of """
-
-
-def main(argv: Sequence[str]) -> None:
-    """Hand over to the part that was asked for; a name alone is shown."""
-    match list(argv):
-        case ["graph", *rest]:
-            import_main("trainer.dataflow.command")(rest)
-        case ["check", file, *flags]:
-            sys.stdout.write(check(file, flags) + "\n")
-        case ["show", name] | [name] if name in MODELS:
-            sys.stdout.write("\n".join(describe(MODELS[name])) + "\n")
-        case ["show", name]:
-            near = difflib.get_close_matches(name, MODELS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(MODELS)}"
-            raise ConfigError(f"nothing named {name!r} can be configured; {hint}")
-        case _:
-            raise ConfigError(USAGE + ", ".join(MODELS))
 
 
 def check(file: str, flags: Sequence[str] = ()) -> str:
