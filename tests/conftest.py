@@ -57,6 +57,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT_OUT] = Counter()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """A file's `SHORT_RUN` names the tests that `make test` runs; its others are `extended`."""
+    for item in items:
+        names = getattr(getattr(item, "module", None), "SHORT_RUN", None)
+        if names is not None and item.name not in names:
+            item.add_marker("extended")
+
+
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("extended") is not None:

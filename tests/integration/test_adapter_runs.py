@@ -16,7 +16,7 @@ from tests.integration.test_runs import finish, steps_of
 from tests.integration.test_transport_runs import START_S, check_run, kill, manifests
 from tests.processes import local_run
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
 
 STEPS = 6
 LORA = LoraConfig(rank=4, alpha=16)

@@ -27,6 +27,8 @@ PROMISES = (
     "stuck",
 )
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.mark.timeout(LIMIT_S + 20.0)
 def test_nothing_is_lost_doubled_late_or_stuck_while_processes_die(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.integration.conftest import eventually, run_config
 from tests.integration.test_runs import finish
 from tests.processes import local_run
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(180)]
 
 MakeConfig = Callable[..., LaunchConfig]
 Start = Callable[[LaunchConfig], LocalRun]

@@ -23,7 +23,7 @@ from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.conftest import eventually
 from tests.processes import local_run
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
 
 Start = Callable[[LaunchConfig], LocalRun]
 Connect = Callable[[str], RemoteInferenceEngine]

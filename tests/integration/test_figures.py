@@ -18,7 +18,7 @@ from tests.integration.conftest import eventually
 from tests.processes import local_run
 from trainer.tracking.groups import GROUPS
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 SINKS = [name for name in ("tensorboard", "wandb") if importlib.util.find_spec(name) is not None]

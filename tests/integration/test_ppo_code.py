@@ -19,6 +19,7 @@ from tests.integration.test_runs import finish, steps_of
 from tests.processes import local_run
 
 pytestmark = pytest.mark.timeout(300)
+SHORT_RUN = ("test_a_trainer_that_dies_within_a_call_goes_on_with_the_batch[actor_train]",)
 
 MakeConfig = Callable[..., LaunchConfig]
 Start = Callable[[LaunchConfig], LocalRun]

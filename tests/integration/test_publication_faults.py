@@ -34,6 +34,14 @@ from tests.processes import local_run
 from weight_sync.model_dir import load_model
 
 pytestmark = pytest.mark.timeout(180)
+SHORT_RUN = (
+    "test_disk[trainer-killed-half_written]",
+    "test_disk[server-killed-one_of_two_committed]",
+    "test_disk[gateway-killed-recorded]",
+    "test_other_transports_half_way[collective-trainer-killed]",
+    "test_an_older_incarnation_that_wakes_up_is_fenced",
+    "test_a_second_publisher_is_refused",
+)
 
 Victim = Literal["trainer", "server", "other_server", "gateway", "servers", "everything"]
 Fault = Literal["killed", "stopped"]

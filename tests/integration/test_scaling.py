@@ -33,7 +33,7 @@ from tests.integration.conftest import eventually
 from tests.processes import start_process
 from tests.unit.rollout.ledger_suite import RedisServer
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(180)]
 
 LIMIT_S = 60.0
 TOKENS = 60

@@ -26,7 +26,7 @@ from inference_server.engine import make_generator
 from inference_server.main import make_app
 from tests.integration.guarded import GATEWAY, SECRETS, SERVER, Guarded, guarded_run
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(120)]
 
 NUM_REQUESTS = 12
 PATIENCE_S = 20.0

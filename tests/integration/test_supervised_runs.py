@@ -218,7 +218,9 @@ def test_a_model_that_pads_with_its_end_of_sequence_is_scored_in_front_of_it(sta
         torch.testing.assert_close(judge(ended).logits, judge(row).logits)
 
 
-@pytest.mark.parametrize("kind", ["sft", "rw", "dpo"])
+@pytest.mark.parametrize(
+    "kind", ["sft", *(pytest.param(kind, marks=pytest.mark.extended) for kind in ("rw", "dpo"))]
+)
 def test_a_killed_run_resumes_to_the_same_bits(kind, start, tmp_path):
     whole = tree_of(kind, start, tmp_path / "whole", 9)
     killed = tree_of(kind, start, tmp_path / "killed", 9)

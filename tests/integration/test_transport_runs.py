@@ -29,6 +29,10 @@ from tests.integration.test_runs import BATCH, finish, steps_of
 from tests.processes import local_run
 
 pytestmark = pytest.mark.timeout(240)
+SHORT_RUN = (
+    "test_a_run_ends_well_over_every_transport[collective-2]",
+    "test_a_killed_trainer_resumes_at_another_address[http-trainer_and_server]",
+)
 
 START_S = 90.0
 MakeConfig = Callable[..., LaunchConfig]

@@ -23,7 +23,7 @@ from trainer.interfaces.answers import TextRule, spread_scores
 from trainer.interfaces.reward_verifier import VerifierReward
 from trainer.topology import Topology
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(180)]
 
 ALONE = Topology(0, 1, torch.device("cpu"))
 
