@@ -128,6 +128,9 @@ class AlgorithmConfig(Config):
     scale_by_std: bool = True
     """Divide centred rewards by the group's standard deviation (GRPO); false only centres (Dr. GRPO).
     Without a baseline nothing is divided."""
+    unbiased_std: bool = True
+    """That deviation divides its squares by one less than the number of rewards, as in TRL, verl and AReaL;
+    false divides by their number. In groups of one size it is a constant factor."""
     scale_level: Literal["group", "batch"] = "group"
     """`batch`: divide by the standard deviation of all rewards instead (LitePPO, arXiv:2508.08221)."""
     advantage_norm: Literal["none", "batch", "group"] = "none"
