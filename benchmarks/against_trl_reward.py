@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from against_trl_task import share_of_digits
 
-from headway.contracts.types import RewardResult
-from headway.rollout.rewards.base import Answer, register_reward
+from headway import Answer, RewardResult, register_reward
 
 
 class DigitShare:
