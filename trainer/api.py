@@ -68,7 +68,8 @@ class Scheduling:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """A micro-batch's loss and figures, all means over its weight (`loss_weight_fn`)."""
+    """A micro-batch's loss and figures, all means over its weight (`loss_weight_fn`), save those whose
+    names end in `_max`: of these the largest counts."""
 
     loss: Tensor  # []
     stats: dict[str, Tensor] = field(default_factory=dict)  # name -> []

@@ -28,7 +28,12 @@ from weight_sync.channel import WeightPublisher
 
 # AdamW's steps are smooth in gradients well below eps; with 1e-8, rounding noise moves a parameter by lr.
 OPTIMIZER = OptimizerConfig(
-    lr=1e-3, eps=1e-4, weight_decay=0.1, schedule="linear", max_grad_norm=0.5
+    lr=1e-3,
+    eps=1e-4,
+    weight_decay=0.1,
+    schedule="linear",
+    max_grad_norm=0.5,
+    beta2=0.95,  # bounds below, and tokens near a clip, are of these very steps
 )
 TOTAL_STEPS = 10
 TRAINER = TrainerConfig(total_steps=TOTAL_STEPS)

@@ -21,7 +21,9 @@ from tests.numeric.models import load_reference, reference_logits
 from tests.numeric.policies import TEMPERATURE, learner_with, trajectory
 from tests.numeric.test_advantages import slow_advantages
 from tests.numeric.test_losses import slow_decoupled_loss
+from trainer.algorithms.judgement import judge
 from trainer.api import MicroBatchSpec
+from trainer.batching.sequences import batch_of_trajectories
 from trainer.interfaces.advantages import Advantages
 from trainer.interfaces.frozen_model import FrozenModel
 from trainer.interfaces.ppo_actor import PPOActor
@@ -170,6 +172,13 @@ def test_the_entropy_without_a_bonus_is_that_of_the_first_policy(llama_dir, traj
         assert figures["entropy"] == pytest.approx(mean, rel=1e-4)
 
 
+def test_a_version_of_one_update_makes_no_forward_but_its_own(llama_dir, trajectories):
+    engine, seen = open_engine(llama_dir), []
+    engine.forward = lambda *args, **options: seen.append(args)
+    learner_of(engine, AlgorithmConfig(), 10_000).train_step(trajectories, 0)
+    assert not seen
+
+
 def test_an_interpolated_proximal_needs_no_forward(llama_dir, trajectories):
     """Tokens of version 0 at version 1: half way between the server's logprob and the current one."""
     config = AlgorithmConfig(proximal="interpolate", behaviour_weight_cap=None)
@@ -279,3 +288,50 @@ def test_groups_of_equal_rewards_move_nothing(llama_dir, trajectories):
     # Weight decay alone: p · (1 - lr · decay).
     decayed = {name: p.detach() * (1 - 1e-3 * 0.1) for name, p in reference.items()}
     assert_close(parameters_of(engine), decayed, atol=1e-6)
+
+
+ONE_UPDATE_RECIPES = {
+    "token_mean": {},
+    "token_mean_capped": {"behaviour_weight_cap": 1.05},
+    "sequence_ratio": {"ratio_level": "sequence", "behaviour_weight_level": "geometric"},
+    "rejection": {"rejection": {"upper": 1.2}},
+    "bonus": {"entropy_coef": 0.01},
+}
+
+
+@pytest.mark.parametrize("name", ONE_UPDATE_RECIPES)
+@pytest.mark.parametrize("budget", [16, 10_000])
+def test_the_only_update_of_a_version_needs_no_forward_before(
+    llama_dir, trajectories, name, budget
+):
+    """Its own says the same: weights and figures are those of a step whose policy was asked before."""
+    config = AlgorithmConfig(**ONE_UPDATE_RECIPES[name])
+    figures, parameters = [], []
+    for is_asked in (False, True):
+        engine = open_engine(llama_dir)
+        actor = PPOActor(engine, TOPOLOGY, config, MicroBatchSpec(budget), TEMPERATURE)
+        batch = batch_of_trajectories(trajectories)
+        told = actor.inference(batch) if is_asked else {}
+        judged, seen = judge(config, batch.with_columns(**told), 0, 0.0)
+        figures.append(seen | actor.train_step(judged))
+        parameters.append(parameters_of(engine))
+    assert "effective_sample_size" in figures[0]
+    assert_same_figures(*figures, grad_norm=GRAD_NORM)
+    assert_close(*parameters, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_asked"),
+    [
+        ({}, False),
+        ({"decoupled": False}, False),
+        ({"proximal": "interpolate"}, False),
+        ({"num_minibatches": 2}, True),
+        ({"num_epochs": 2}, True),
+        ({"m2_threshold": 0.1}, True),
+        ({"distillation_coef": 0.1}, True),
+        ({"kl_in": "reward", "kl_coef": 0.1}, True),
+    ],
+)
+def test_the_policy_is_asked_first_where_that_is_read_before_or_between_updates(options, is_asked):
+    assert AlgorithmConfig(**options).has_proximal_pass is is_asked

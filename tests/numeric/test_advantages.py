@@ -20,12 +20,15 @@ from trainer.algorithms.segments import Segments
 EPS = 1e-6
 
 
-def slow_advantages(rewards: list[float], groups: list[int], scale_by_std: bool) -> list[float]:
+def slow_advantages(
+    rewards: list[float], groups: list[int], scale_by_std: bool, unbiased: bool = True
+) -> list[float]:
     result = []
     for reward, group in zip(rewards, groups, strict=True):
         siblings = [r for r, g in zip(rewards, groups, strict=True) if g == group]
         mean = math.fsum(siblings) / len(siblings)
-        variance = math.fsum((r - mean) ** 2 for r in siblings) / len(siblings)
+        divisor = max(1, len(siblings) - 1) if unbiased else len(siblings)
+        variance = math.fsum((r - mean) ** 2 for r in siblings) / divisor
         result.append((reward - mean) / (math.sqrt(variance) + EPS if scale_by_std else 1.0))
     return result
 
@@ -33,24 +36,35 @@ def slow_advantages(rewards: list[float], groups: list[int], scale_by_std: bool)
 def test_two_groups_by_hand():
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 5.0, 3.0])
     groups = torch.tensor([0, 0, 0, 0, 1, 1])
-    got = group_advantages(rewards, groups)
+    # Variances 1/4 and 1 of four and two rewards; their estimates are 1/3 and 2.
+    got = group_advantages(rewards, groups, unbiased=False)
     torch.testing.assert_close(
         got, torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0, -1.0]), atol=1e-5, rtol=0
+    )
+    high, low = math.sqrt(3) / 2, 1 / math.sqrt(2)
+    torch.testing.assert_close(
+        group_advantages(rewards, groups),
+        torch.tensor([high, -high, -high, high, low, -low]),
+        atol=1e-5,
+        rtol=0,
     )
     centred = group_advantages(rewards, groups, None)
     torch.testing.assert_close(centred, torch.tensor([0.5, -0.5, -0.5, 0.5, 1.0, -1.0]))
 
 
 def test_each_sample_counts_once_however_often_it_forked_by_hand():
-    # Samples 1, 0 and 0.5, of which the first is three branches: mean 0.5, variance 1/6.
+    # Samples 1, 0 and 0.5, of which the first is three branches: mean 0.5, variance 1/6, estimate 1/4.
     rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.5])
     counts = torch.tensor([True, False, False, True, True])
     groups = torch.zeros(5, dtype=torch.int64)
     centred = group_advantages(rewards, groups, None, counts=counts)
     assert centred.tolist() == [0.5, 0.5, 0.5, -0.5, 0.0]
     got = group_advantages(rewards, groups, counts=counts)
-    high = 0.5 / (math.sqrt(1 / 6) + EPS)
+    high = 0.5 / (0.5 + EPS)
     assert got.tolist() == pytest.approx([high, high, high, -high, 0.0], rel=1e-6)
+    of_population = group_advantages(rewards, groups, counts=counts, unbiased=False)
+    high = 0.5 / (math.sqrt(1 / 6) + EPS)
+    assert of_population.tolist() == pytest.approx([high, high, high, -high, 0.0], rel=1e-6)
 
 
 def test_a_group_of_which_nothing_counts_is_refused():
@@ -76,13 +90,12 @@ rows = st.lists(
 
 
 @settings(max_examples=100, deadline=None)
-@given(rows, st.booleans())
-def test_groups_of_any_size_and_order_equal_the_slow_loop(rows, scale_by_std):
+@given(rows, st.booleans(), st.booleans())
+def test_groups_of_any_size_and_order_equal_the_slow_loop(rows, scale_by_std, unbiased):
     rewards, groups = [r for r, _ in rows], [g for _, g in rows]
-    got = group_advantages(
-        torch.tensor(rewards), torch.tensor(groups), "group" if scale_by_std else None
-    )
-    expected = slow_advantages(rewards, groups, scale_by_std)
+    scale = "group" if scale_by_std else None
+    got = group_advantages(torch.tensor(rewards), torch.tensor(groups), scale, unbiased=unbiased)
+    expected = slow_advantages(rewards, groups, scale_by_std, unbiased)
     assert got.dtype == torch.float32
     assert got.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
@@ -136,7 +149,7 @@ def test_leave_one_out_leaves_all_branches_of_a_sample_out():
 def test_the_spread_of_the_batch_scales_all_groups_alike():
     rewards = torch.tensor([0.0, 2.0, 10.0, 12.0])
     got = group_advantages(rewards, torch.tensor([0, 0, 1, 1]), "batch")
-    one = 1 / (math.sqrt(26) + EPS)
+    one = 1 / (math.sqrt(104 / 3) + EPS)
     assert got.tolist() == pytest.approx([-one, one, -one, one])
 
 

@@ -42,8 +42,16 @@ def std(values: list[float]) -> float:
     return math.sqrt(mean([(v - mean(values)) ** 2 for v in values]))
 
 
+def unbiased_std(values: list[float]) -> float:
+    return std(values) * math.sqrt(len(values) / (len(values) - 1))
+
+
 RECIPES = {
-    "grpo": ({}, lambda: per_group(lambda v, g: (v - mean(g)) / (std(g) + 1e-6))),
+    "grpo": ({}, lambda: per_group(lambda v, g: (v - mean(g)) / (unbiased_std(g) + 1e-6))),
+    "grpo_of_population": (
+        {"unbiased_std": False},
+        lambda: per_group(lambda v, g: (v - mean(g)) / (std(g) + 1e-6)),
+    ),
     "dr_grpo": ({"scale_by_std": False}, lambda: per_group(lambda v, g: v - mean(g))),
     "rloo": (
         {"baseline": "leave_one_out", "scale_by_std": False},
@@ -51,7 +59,7 @@ RECIPES = {
     ),
     "lite_ppo": (
         {"scale_level": "batch"},
-        lambda: per_group(lambda v, g: (v - mean(g)) / (std(SCORES.tolist()) + 1e-6)),
+        lambda: per_group(lambda v, g: (v - mean(g)) / (unbiased_std(SCORES.tolist()) + 1e-6)),
     ),
     "reinforce": ({"baseline": "none"}, SCORES.tolist),
 }

@@ -36,7 +36,7 @@ def group_advantages_of(rows) -> list[float]:
     for row in rows:
         siblings = [r.reward for r in rows if r.rollout_id == row.rollout_id]
         mean = math.fsum(siblings) / len(siblings)
-        variance = math.fsum((r - mean) ** 2 for r in siblings) / len(siblings)
+        variance = math.fsum((r - mean) ** 2 for r in siblings) / max(1, len(siblings) - 1)
         result.append((row.reward - mean) / (math.sqrt(variance) + 1e-6))
     return result
 

@@ -16,25 +16,27 @@ def group_advantages(
     leave_one_out: bool = False,
     eps: float = 1e-6,
     counts: Tensor | None = None,
+    unbiased: bool = True,
 ) -> Tensor:
     """Centre rewards within each prompt group, and scale them by a spread.
 
     Args:
         rewards: [N] float, one per trajectory, after shaping.
         group_ids: [N] int64, siblings share a value; groups may be of any size and order.
-        scale: divide by the population standard deviation of the group (GRPO) or of the batch (LitePPO,
+        scale: divide by the standard deviation of the group (GRPO) or of the batch (LitePPO,
             arXiv:2508.08221); None only centres (Dr. GRPO, arXiv:2503.20783).
         leave_one_out: centre at the mean of the siblings, without the trajectory itself (RLOO,
             arXiv:2402.14740, with `scale=None`).
         eps: added to the standard deviation.
         counts: [N] bool, true where a trajectory is part of its group's mean and spread: one of each
             sample, whose further branches repeat its reward. None counts all.
+        unbiased: the standard deviation divides by n - 1 (TRL, verl, AReaL), else by n.
     Returns:
         [N] float32. A group with equal rewards, and one of a single sample, gives zeros, not NaN.
     Raises:
         ValueError: shapes differ, N == 0, a reward is not finite, or of a group none counts.
     Source:
-        GRPO outcome supervision, DeepSeekMath (arXiv:2402.03300) 4.1; population std.
+        GRPO outcome supervision, DeepSeekMath (arXiv:2402.03300) 4.1, which leaves n or n - 1 open.
     """
     if rewards.shape != group_ids.shape or rewards.ndim != 1 or rewards.numel() == 0:
         raise ValueError(
@@ -48,7 +50,9 @@ def group_advantages(
     counting = torch.ones_like(rewards, dtype=torch.bool) if counts is None else counts
     if (groups.sizes(counting) == 0).any():
         raise ValueError("of a group no trajectory counts; one of each sample is wanted")
-    return normalize(rewards, counting, groups, "group", scale, leave_one_out, eps=eps).float()
+    return normalize(
+        rewards, counting, groups, "group", scale, leave_one_out, unbiased, eps
+    ).float()
 
 
 def generalized_advantages(

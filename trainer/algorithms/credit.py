@@ -64,6 +64,7 @@ def token_advantages(
             config.scale_level if config.scale_by_std else None,
             leave_one_out=config.baseline == "leave_one_out",
             counts=counts,
+            unbiased=config.unbiased_std,
         )
     if config.discount == 1.0 and kl is None:
         return values[sequences.index]

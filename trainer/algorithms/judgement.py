@@ -105,6 +105,8 @@ def _corrected(
     if config.proximal == "interpolate":
         shares = proximal_shares(batch["behaviour_versions"], version)
         return batch.with_columns(proximal_shares=shares), {}
+    if not config.has_proximal_pass and "proximal_logprobs" not in batch.columns:
+        return batch, {}  # the only update's own forward tells them
     proximal, behaviour = batch["proximal_logprobs"], batch["behaviour_logprobs"]
     mask = batch["loss_mask"]
     mismatch = Mismatch.of(proximal, behaviour, mask)

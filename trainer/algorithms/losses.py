@@ -7,6 +7,7 @@ from torch import Tensor
 
 from headway.contracts.config.algorithm import AlgorithmConfig
 from trainer.algorithms.aggregation import (
+    AggregationMode,
     aggregate,
     aggregation_weight,
     masked_mean,
@@ -19,6 +20,9 @@ from trainer.algorithms.objectives import cispo_objective, clipped_objective, sa
 from trainer.algorithms.ratios import RatioLevel, at_level, bounded_exp, log_ratios
 from trainer.algorithms.segments import Segments
 from trainer.batching.sequences import SequenceBatch
+
+SQUARE_WEIGHT = "behaviour_weight_square"
+"""A figure that `effective_sample_size` is made of."""
 
 
 def sft_loss(logprobs: Tensor, loss_mask: Tensor) -> Tensor:
@@ -45,31 +49,31 @@ def policy_loss(
     PPO (arXiv:1707.06347).
 
     Args:
-        batch: columns `loss_mask`, `advantages`, `behaviour_logprobs`; `proximal_logprobs` (without
-            them the behaviour's are taken), or `proximal_shares` where `proximal` is interpolated;
+        batch: columns `loss_mask`, `advantages`, `behaviour_logprobs`; `proximal_logprobs` (see
+            `is_judged_by_update`; without `decoupled` the behaviour's stand in), or
+            `proximal_shares` where `proximal` is interpolated;
             `reference_logprobs` where the KL is in the loss; `near` (of `within_second_moment` over the
             batch) where `m2_threshold` is set.
         logprobs: [T] under the current policy, differentiable.
-        entropy: [T] of the current policy, differentiable; wanted where `entropy_coef` > 0.
+        entropy: [T] of the current policy, differentiable; wanted where `entropy_coef` > 0, elsewhere
+            only a figure.
     Returns:
         loss [] and means over the same tokens, in float64: `clip_fraction` (of these `clip_fraction_low`
         with a ratio below 1 and `clip_fraction_high` above), `behaviour_weight` (proximal / behaviour,
         unbounded), `capped_fraction` (tokens without weight, or with a bounded one), `behaviour_kl` (k3
         estimate of KL(behaviour || proximal)), `ratio` (policy / proximal, or its sequence's) and
-        `update_kl` (k3 estimate of KL(proximal || policy)), and, where they are in the loss, `entropy`
-        and `reference_kl`; where one stops early, `stopped_fraction`, whose loss is 0 and has no
-        gradient. Averaged by `policy_loss_weight` all are exact over micro-batches and ranks.
+        `update_kl` (k3 estimate of KL(proximal || policy)); `entropy` where it is given, and
+        `reference_kl` where it is in the loss; those of `_first_figures` where `is_judged_by_update`;
+        where one stops early, `stopped_fraction`, whose loss is 0 and has no gradient. Averaged by
+        `policy_loss_weight` all are exact over micro-batches and ranks.
     """
     mask = batch["loss_mask"]
     sequences = Segments.of_lengths(batch.lengths, mask.device)
     # What stands outside of the mask may be infinite, and is nobody's gradient.
     logprobs = torch.where(mask, logprobs, 0.0)
     behaviour = batch["behaviour_logprobs"]
-    if config.proximal == "interpolate":
-        proximal = interpolated_proximal(logprobs, behaviour, batch["proximal_shares"])
-        batch = batch.with_columns(proximal_logprobs=proximal)
-    elif "proximal_logprobs" not in batch.columns:
-        batch = batch.with_columns(proximal_logprobs=behaviour)
+    is_first = is_judged_by_update(config, batch)
+    batch = batch.with_columns(proximal_logprobs=_proximal(config, batch, logprobs))
     objective, is_clipped, ratio = _objective(config, batch, logprobs, sequences)
     log_weight = log_ratios(batch["proximal_logprobs"], behaviour, mask)
     weights, is_within = _weights(config, batch, log_weight, sequences)
@@ -90,6 +94,8 @@ def policy_loss(
     with torch.no_grad():
         mode = mean_mode(config.aggregation)
         stats = {name: aggregate(v, mask, sequences, mode) for name, v in figures.items()}
+        if is_first:
+            stats |= _first_figures(log_weight, mask, sequences, mode)
     max_ratio, max_kl = config.early_stop_ratio, config.early_stop_kl
     if max_ratio is not None or max_kl is not None:
         is_stopped = is_too_far(stats["ratio"], stats["update_kl"], max_ratio, max_kl)
@@ -103,6 +109,38 @@ def policy_loss_weight(config: AlgorithmConfig, batch: SequenceBatch) -> float:
     mask = batch["loss_mask"]
     sequences = Segments.of_lengths(batch.lengths, mask.device)
     return aggregation_weight(mask, sequences, config.aggregation)
+
+
+def is_judged_by_update(config: AlgorithmConfig, batch: SequenceBatch) -> bool:
+    """Whether the current logprobs are the proximal ones, too: a version's only update tells them, and
+    nobody was asked before."""
+    is_asked = config.has_proximal_pass or "proximal_logprobs" in batch.columns
+    return config.decoupled and config.proximal == "recompute" and not is_asked
+
+
+def _proximal(config: AlgorithmConfig, batch: SequenceBatch, logprobs: Tensor) -> Tensor:
+    """[T] logprobs before the first update."""
+    behaviour = batch["behaviour_logprobs"]
+    if config.proximal == "interpolate":
+        return interpolated_proximal(logprobs, behaviour, batch["proximal_shares"])
+    if is_judged_by_update(config, batch):
+        return logprobs.detach()
+    is_behaviour = not config.decoupled and "proximal_logprobs" not in batch.columns
+    return behaviour if is_behaviour else batch["proximal_logprobs"]
+
+
+def _first_figures(
+    log_weight: Tensor, mask: Tensor, sequences: Segments, mode: AggregationMode
+) -> dict[str, Tensor]:
+    """What `diagnostics.Mismatch` tells where the policy was asked before: means of |log w| and of w²,
+    and the largest |log w|."""
+    distance = torch.where(mask, log_weight.abs(), 0.0)
+    square = bounded_exp(log_weight).double().square()
+    return {
+        "logprob_diff_mean": aggregate(distance, mask, sequences, mode),
+        "logprob_diff_max": distance.max().double(),
+        SQUARE_WEIGHT: aggregate(square, mask, sequences, mode),
+    }
 
 
 def _objective(
@@ -169,10 +207,11 @@ def _penalties(
     """[T] to be added to the losses, and what they are made of."""
     mask, figures = batch["loss_mask"], {}
     penalties = torch.zeros_like(logprobs)
-    if config.entropy_coef > 0:
-        if entropy is None:
-            raise ValueError("entropy_coef is above 0 and no entropy was handed in")
+    if entropy is not None:
         figures["entropy"] = torch.where(mask, entropy, 0.0)
+    elif config.entropy_coef > 0:
+        raise ValueError("entropy_coef is above 0 and no entropy was handed in")
+    if config.entropy_coef > 0:
         penalties = penalties - config.entropy_coef * figures["entropy"]
     if config.kl_coef > 0 and config.kl_in == "loss":
         reference = torch.where(mask, batch["reference_logprobs"], 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -282,11 +282,13 @@ class FSDP2Engine:
         loss_weight_fn: LossWeightFn,
         is_training: bool,
     ) -> dict[str, float]:
-        """Loss and figures as means over the weight of all ranks; gradients of exactly that mean."""
+        """Loss and figures as means over the weight of all ranks, or the largest (`…_max`); gradients of
+        exactly that mean."""
         world = self._topology.world_size
         (total_weight,) = self._topology.sum([loss_weight_fn(input_)])
         # On the device: a micro-batch does not wait for the last one's.
         sums: dict[str, Tensor] = {}
+        largest: dict[str, Tensor] = {}
         bins = _bins(input_, mb_spec)
         num_passes = self._topology.max(len(bins))
         for number, (_, on_host) in enumerate(self._micro_batches(input_, bins)):
@@ -298,10 +300,14 @@ class FSDP2Engine:
                 # FSDP divides the sum over all ranks, replicas included, by their number.
                 (loss * (weight * world / max(total_weight, 1e-9))).backward()
             for name, value in {"loss": loss, **stats}.items():
-                sums[name] = sums.get(name, 0.0) + value.detach().double() * weight
-        names = sorted(sums)
-        totals = self._topology.sum(torch.stack([sums[name] for name in names]).tolist())
-        return {n: total / max(total_weight, 1e-9) for n, total in zip(names, totals, strict=True)}
+                precise = value.detach().double()
+                if name.endswith("_max"):
+                    largest[name] = torch.maximum(largest.get(name, precise), precise)
+                else:
+                    sums[name] = sums.get(name, 0.0) + precise * weight
+        totals = _on_all_ranks(sums, self._topology.sum)
+        means = {name: total / max(total_weight, 1e-9) for name, total in totals.items()}
+        return means | _on_all_ranks(largest, self._topology.maxima)
 
     def _losses(
         self, loss_fn: LossFn, micro_batch: SequenceBatch
@@ -338,6 +344,17 @@ class FSDP2Engine:
             write_model(self._model.model, weights, source, place)
             if self._lora is not None:
                 self._lora.write(adapter, place / ADAPTER_FOLDER)
+
+
+def _on_all_ranks(
+    figures: Mapping[str, Tensor], reduce: Callable[[list[float]], list[float]]
+) -> dict[str, float]:
+    """Numbers of this rank -> those of all; collective, unless there are none."""
+    if not figures:
+        return {}
+    names = sorted(figures)
+    values = torch.stack([figures[name] for name in names]).tolist()
+    return dict(zip(names, reduce(values), strict=True))
 
 
 def _bins(input_: SequenceBatch, mb_spec: MicroBatchSpec) -> list[list[int]]:

@@ -48,6 +48,8 @@ def partition_by_tokens(
     if num_units < num_parts:
         kind = "sequences" if group_ids is None else "groups"
         raise DataError(f"{num_units} {kind} cannot be shared by {num_parts} ranks")
+    if num_parts == 1:
+        return [list(range(len(lengths)))]
     tokens = np.asarray(lengths, dtype=np.float64)
     costs = np.bincount(unit_of, tokens + attention_weight * tokens**2).astype(np.float64)
     part_of = _parts_of(costs, num_parts, equal_counts)

@@ -45,7 +45,9 @@ class SequenceBatch:
         return self.columns[name][torch.tensor(self.lengths).cumsum(0) - 1]
 
     def select(self, indices: Sequence[int]) -> SequenceBatch:
-        """The sequences at `indices`, in that order."""
+        """The sequences at `indices`, in that order; itself where these are all of them in theirs."""
+        if list(indices) == list(range(len(self.lengths))):
+            return self
         ends = list(accumulate(self.lengths))
         spans = [(ends[i] - self.lengths[i], ends[i]) for i in indices]
         columns = {

@@ -24,6 +24,8 @@ GENERATED = (
     "is_sample",
 )
 """What every batch of trajectories holds besides their scores; see `batch_of_trajectories`."""
+PROXIMAL = ("proximal_logprobs", "entropy")
+"""What the policy says before it is updated."""
 
 
 def policy_calls(config: PolicyLearner) -> tuple[Call, ...]:
@@ -37,9 +39,9 @@ def policy_calls(config: PolicyLearner) -> tuple[Call, ...]:
     generated = GENERATED + _also_generated(algorithm, further)
     adds: tuple[str, ...]
     calls = [Call("actor_gen", "generate", "rollout", (), generated, POLICY)]
-    if algorithm.decoupled and algorithm.proximal == "recompute":
-        adds = ("proximal_logprobs", "entropy")
-        calls.append(Call("actor_inf", "inference", "ppo_actor", TOKENS, adds, POLICY))
+    is_asked = _asks_policy_first(algorithm, further)
+    if is_asked:
+        calls.append(Call("actor_inf", "inference", "ppo_actor", TOKENS, PROXIMAL, POLICY))
     if algorithm.kl_coef > 0:
         asked = POLICY if is_base_reference(config) else REFERENCE
         adds = ("reference_logprobs",)
@@ -50,13 +52,13 @@ def policy_calls(config: PolicyLearner) -> tuple[Call, ...]:
     if has_critic:
         adds = ("values", "normalized_values")
         calls.append(Call("critic_inf", "inference", "ppo_critic", ("input_ids",), adds, CRITIC))
-    calls.append(_advantages(algorithm, config, has_critic))
+    calls.append(_advantages(algorithm, config, has_critic, is_asked))
     if has_critic:
         reads = ("input_ids", "group", "loss_mask", "returns", "values", "normalized_values")
         calls.append(Call("critic_train", "train_step", "ppo_critic", reads, (), CRITIC))
     eta = config.reference.ema_eta
     note = "" if eta is None else f"{REFERENCE} <- {eta:g} of {POLICY} + {1 - eta:g} of itself"
-    reads = _actor_reads(algorithm)
+    reads = _actor_reads(algorithm, is_asked)
     calls.append(Call("actor_train", "train_step", "ppo_actor", reads, (), POLICY, note))
     names = {call.name for call in further}
     return (*(call for call in calls if call.name not in names), *further)
@@ -92,19 +94,31 @@ def _also_generated(algorithm: AlgorithmConfig, further: Sequence[Call]) -> tupl
     return (*keys, *(["dense_scores"] if algorithm.dense_rewards != "none" else []))
 
 
+def _asks_policy_first(algorithm: AlgorithmConfig, further: Sequence[Call]) -> bool:
+    """Also where a call of one's own reads what it says, or takes its place."""
+    is_wanted = any(
+        call.name == "actor_inf" or not set(PROXIMAL).isdisjoint(call.input_keys)
+        for call in further
+    )
+    is_recomputed = algorithm.decoupled and algorithm.proximal == "recompute"
+    return algorithm.has_proximal_pass or (is_recomputed and is_wanted)
+
+
 def _further(call: CallConfig) -> Call:
     interface = call.interface.name
     return Call(call.name, call.kind, interface, call.input_keys, call.output_keys, call.model)
 
 
-def _advantages(algorithm: AlgorithmConfig, config: PolicyLearner, has_critic: bool) -> Call:
+def _advantages(
+    algorithm: AlgorithmConfig, config: PolicyLearner, has_critic: bool, is_policy_asked: bool
+) -> Call:
     reads = ["action_mask", "behaviour_logprobs", "group", "truncated", "is_sample", "scores"]
     adds = ["loss_mask", "advantages"]
     if algorithm.decoupled:
         reads.append("behaviour_versions")
-        if algorithm.proximal == "recompute":
-            reads += ["proximal_logprobs", "entropy"]
-        else:
+        if is_policy_asked:
+            reads += PROXIMAL
+        elif algorithm.proximal == "interpolate":
             adds.append("proximal_shares")
         if algorithm.m2_threshold is not None:
             adds.append("near")
@@ -120,11 +134,13 @@ def _advantages(algorithm: AlgorithmConfig, config: PolicyLearner, has_critic: b
     return Call("advantages", "compute", "advantages", tuple(reads), tuple(adds))
 
 
-def _actor_reads(algorithm: AlgorithmConfig) -> tuple[str, ...]:
+def _actor_reads(algorithm: AlgorithmConfig, is_policy_asked: bool) -> tuple[str, ...]:
     reads = ["input_ids", "labels", "group", "loss_mask", "advantages", "behaviour_logprobs"]
     if algorithm.decoupled:
-        is_guessed = algorithm.proximal == "interpolate"
-        reads.append("proximal_shares" if is_guessed else "proximal_logprobs")
+        if is_policy_asked:
+            reads.append("proximal_logprobs")
+        elif algorithm.proximal == "interpolate":
+            reads.append("proximal_shares")
         if algorithm.m2_threshold is not None:
             reads.append("near")
     if algorithm.kl_coef > 0 and algorithm.kl_in == "loss":

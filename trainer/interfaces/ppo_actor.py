@@ -9,7 +9,12 @@ from torch import Tensor
 
 from headway.contracts.config.algorithm import AlgorithmConfig
 from headway.contracts.config.rollout_experiments import PolicyLearner
-from trainer.algorithms.losses import policy_loss, policy_loss_weight
+from trainer.algorithms.losses import (
+    SQUARE_WEIGHT,
+    is_judged_by_update,
+    policy_loss,
+    policy_loss_weight,
+)
 from trainer.api import LossOutput, MicroBatchSpec, ModelOutput, TrainEngine
 from trainer.batching.sequences import SequenceBatch
 from trainer.batching.shares import infer_column, mini_batches
@@ -71,7 +76,12 @@ class PPOActor:
         Args:
             parts: this rank's share of each, as often as it is learned from.
         """
-        return update(self._engine, parts, self._mb_spec, self._loss, self._weight)
+        figures = update(self._engine, parts, self._mb_spec, self._loss, self._weight)
+        square = figures.pop(SQUARE_WEIGHT, None)
+        if square is not None:
+            weight = figures["behaviour_weight"]
+            figures["effective_sample_size"] = weight**2 / square if square > 0.0 else 1.0
+        return figures
 
     def _judged(self, output: ModelOutput, batch: SequenceBatch) -> Tensor:
         """[T, 2]; the entropy is for figures, and costs the pass little."""
@@ -80,13 +90,16 @@ class PPOActor:
         return torch.stack(both, dim=-1)
 
     def _loss(self, output: ModelOutput, batch: SequenceBatch) -> LossOutput:
-        entropy = None
+        config, entropy = self._config, None
         asked = (batch["labels"], self._temperature, batch["loss_mask"])
-        if self._config.entropy_coef > 0:
+        if config.entropy_coef > 0:
             logprobs, entropy = output.logprobs_and_entropy(*asked)
+        elif is_judged_by_update(config, batch):
+            logprobs, figure = output.logprobs_and_entropy(*asked)
+            entropy = figure.detach()
         else:
             logprobs = output.logprobs(*asked)
-        return LossOutput(*policy_loss(self._config, batch, logprobs, entropy))
+        return LossOutput(*policy_loss(config, batch, logprobs, entropy))
 
     def _weight(self, batch: SequenceBatch) -> float:
         return policy_loss_weight(self._config, batch)

@@ -103,9 +103,10 @@ class AlgorithmConfig(Config):
     """Clip around the proximal policy and weigh by proximal / behaviour (AReaL, arXiv:2505.24298);
     false clips around the behaviour policy itself."""
     proximal: Literal["recompute", "interpolate"] = "recompute"
-    """`interpolate` saves the forward before the update: the proximal logprobs are guessed on the line
-    from behaviour to current, by the token's version (AReaL's loglinear approximation). Needs
-    `decoupled`."""
+    """`recompute` asks the policy before its first update; where a version is one update, that one's own
+    forward tells, and no other is made. `interpolate` saves it for good: the proximal logprobs are
+    guessed on the line from behaviour to current, by the token's version (AReaL's loglinear
+    approximation). Needs `decoupled`."""
     behaviour_weight_cap: float | None = Field(5.0, gt=0.0)
     """Tokens with proximal / behaviour above this get weight 0; None keeps all. Needs `decoupled`."""
     behaviour_weight_floor: float | None = Field(None, gt=0.0)
@@ -128,6 +129,9 @@ class AlgorithmConfig(Config):
     scale_by_std: bool = True
     """Divide centred rewards by the group's standard deviation (GRPO); false only centres (Dr. GRPO).
     Without a baseline nothing is divided."""
+    unbiased_std: bool = True
+    """That deviation divides squares by one less than the number of rewards (TRL, verl, AReaL); false
+    divides by their number. In groups of one size it is a constant factor."""
     scale_level: Literal["group", "batch"] = "group"
     """`batch`: divide by the standard deviation of all rewards instead (LitePPO, arXiv:2508.08221)."""
     advantage_norm: Literal["none", "batch", "group"] = "none"
@@ -162,6 +166,21 @@ class AlgorithmConfig(Config):
     """Added to the score before scaling."""
     reward_clip: float = Field(20.0, gt=0.0)
     """Bound on the absolute value of a reward."""
+
+    @property
+    def has_proximal_pass(self) -> bool:
+        """Whether the policy is asked for its logprobs before it is updated.
+
+        Where a version is one update, the logprobs of that update's own forward are the same.
+        """
+        is_one_update = self.num_minibatches * self.num_epochs == 1
+        is_read_before = (
+            self.m2_threshold is not None
+            or self.distillation_coef > 0
+            or (self.kl_coef > 0 and self.kl_in == "reward")
+        )
+        is_recomputed = self.decoupled and self.proximal == "recompute"
+        return is_recomputed and (is_read_before or not is_one_update)
 
     @model_validator(mode="after")
     def _check(self) -> AlgorithmConfig:

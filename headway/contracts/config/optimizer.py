@@ -14,7 +14,7 @@ class OptimizerConfig(Config):
     """Peak learning rate."""
     beta1: float = Field(0.9, ge=0.0, lt=1.0)
     """Decay of the first moment."""
-    beta2: float = Field(0.95, ge=0.0, lt=1.0)
+    beta2: float = Field(0.999, ge=0.0, lt=1.0)
     """Decay of the second moment."""
     eps: float = Field(1e-8, gt=0.0)
     """Added to the denominator."""
