@@ -24,7 +24,7 @@ def build_part(
         ConfigError: the arguments do not fit the signature, or the factory refuses them.
     """
     try:
-        given = validate_config(args_model(factory), args)
+        given = validate_config(args_model(factory), args, has_flags=False)
     except ConfigError as error:
         raise ConfigError(f"{kind} {name!r}: {error.message}") from error
     try:

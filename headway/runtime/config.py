@@ -51,14 +51,20 @@ def merge_sources(argv: Sequence[str]) -> dict[str, Any]:
     return merged
 
 
-def validate_config(model: type[ConfigT], tree: Mapping[str, Any]) -> ConfigT:
-    """Check a tree; on failure name each key by its full path."""
+def validate_config(
+    model: type[ConfigT], tree: Mapping[str, Any], has_flags: bool = True
+) -> ConfigT:
+    """Check a tree; on failure name each key by its full path.
+
+    Args:
+        has_flags: whether a command line can set what is missing; arguments of parts come otherwise.
+    """
     try:
         return model.model_validate(_settle_flags(tree, [model]))
     except ValidationError as error:
         # Unknown keys first: what is missing may be what they were meant for.
         problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-        lines = [_explain(model, dict(problem)) for problem in problems]
+        lines = [_explain(model, dict(problem), has_flags) for problem in problems]
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -193,12 +199,13 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
     return tree
 
 
-def _explain(model: type[BaseModel], problem: dict[str, Any]) -> str:
+def _explain(model: type[BaseModel], problem: dict[str, Any], has_flags: bool) -> str:
     *parents, last = problem["loc"] or ("(whole)",)
     keys, sections = _locate(model, parents)
     path = ".".join([*keys, str(last)])
     if problem["type"] == "missing":
-        return f"{path}: required, and not set; {_how_to_set(path, model, [*parents, last])}"
+        how = f"; {_how_to_set(path, model, [*parents, last])}" if has_flags else ""
+        return f"{path}: required, and not set{how}"
     if problem["type"] != "extra_forbidden":
         seen = problem.get("input")
         shown = f" (got {seen!r})" if not isinstance(seen, Mapping | BaseModel) else ""

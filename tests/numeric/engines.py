@@ -123,7 +123,7 @@ def assert_close(
     """Same names; no element further off than `atol`, and on average less than `mean`."""
     assert got.keys() == expected.keys()
     errors = torch.cat([(got[n] - expected[n]).abs().flatten().double() for n in expected])
-    assert errors.max().item() <= atol
+    assert errors.max().item() <= atol, errors.max().item()
     assert errors.mean().item() <= (atol / 10 if mean is None else mean)
 
 

@@ -41,6 +41,9 @@ BUDGET = 40  # of the longest pair: several micro-batches
 WHOLE = MicroBatchSpec(10_000, granularity=2)
 CUT = MicroBatchSpec(BUDGET, granularity=2)
 BETA = 0.3
+PARAMETERS = 2e-6
+"""Bound on parameters after three steps in float32, where the two ways differ by up to 1.6e-6 on some
+processors (AMD EPYC), and each of them by up to 1.9e-5 from the same steps in float64 (both of `ipo`)."""
 LOOSE = {"grad_norm": GRAD_NORM, "margin": 2e-6, "reward": 2e-6}
 """Bounds in float32. Margins and rewards are differences of sums of logprobs, of dozens of nats each."""
 KINDS: dict[str, PreferenceConfig | None] = {
@@ -201,7 +204,7 @@ def test_pairs_one_by_one_train_as_packed(kind, folders):
         got, trained = train_on(ALONE, kind, folders, MicroBatchSpec(budget, granularity=2))
         for one, two in zip(expected, got, strict=True):
             assert_same_figures(two, one, **LOOSE)
-        assert_close(trained, parameters, atol=1e-6, mean=1e-8)
+        assert_close(trained, parameters, atol=PARAMETERS, mean=1e-8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -223,7 +226,7 @@ def test_pairs_on_two_ranks_train_as_on_one(kind, folders, tmp_path):
     for got, trained in run_ranks(2, tmp_path, train_on, kind, folders, CUT):
         for one, two in zip(expected, got, strict=True):
             assert_same_figures(two, one, **LOOSE)
-        assert_close(trained, parameters, atol=1e-6, mean=1e-8)
+        assert_close(trained, parameters, atol=PARAMETERS, mean=1e-8)
 
 
 def test_a_pair_above_the_budget_says_what_to_set(folders):

@@ -156,4 +156,4 @@ def make_workflow(ref: WorkflowRef, tokenizer: TextTokenizer, gconfig: SamplingC
         raise ConfigError(
             f"workflow {ref.name!r} has version {workflow.version!r} here, {ref.version!r} is wanted"
         )
-    return workflow(tokenizer, gconfig, validate_config(workflow.Args, ref.args))
+    return workflow(tokenizer, gconfig, validate_config(workflow.Args, ref.args, has_flags=False))

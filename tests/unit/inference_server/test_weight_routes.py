@@ -261,10 +261,10 @@ async def test_sigterm_ends_a_server_that_waits_for_a_publisher(tmp_path, publis
         async with aiohttp.ClientSession() as session:
             preparing = asyncio.create_task(session.post(url + paths.WEIGHTS_PREPARE, json=wanted))
             await _until_heard_of(session, url)
-            server._popen.send_signal(signal.SIGTERM)
+            server.signal(signal.SIGTERM)
             answer = await preparing
             assert (answer.status, "shuts down" in await answer.text()) == (409, True)
-        await asyncio.to_thread(server._popen.wait, PATIENCE_S)
+        await asyncio.to_thread(server.wait, PATIENCE_S)
     finally:
         server.stop(1.0)
 

@@ -188,7 +188,11 @@ def test_another_signature_is_refused_with_those_that_are_known(function):
 @pytest.mark.parametrize(
     ("function", "args", "why"),
     [
-        (lambda question, reply: 1.0, {}, "Field required.*if <lambda> is the reward itself"),
+        (
+            lambda question, reply: 1.0,
+            {},
+            "required, and not set.*if <lambda> is the reward itself",
+        ),
         (lambda: 1.0, {}, "<lambda> made float, which is no reward; if <lambda> is the reward"),
         (lambda reply: 1.0, {"reply": "a"}, "<lambda> made float, which is no reward"),
     ],

@@ -345,7 +345,7 @@ def test_a_schema_tells_bounds_defaults_and_meaning():
         ("gsm8k", {"strict": "perhaps"}, "reward 'gsm8k': strict"),
         ("gsm8k", {"strikt": True}, "unknown key strikt; did you mean 'strict'"),
         ("math", {"timeout_s": 0}, "timeout_s"),
-        ("reward_model", {}, "url: Field required"),
+        ("reward_model", {}, "url: required, and not set"),
         ("reward_model", {"url": "file:///etc/passwd"}, "url"),
     ],
     ids=["type", "name", "bound", "missing", "scheme"],
