@@ -29,6 +29,7 @@ from headway.rollout.sessions.sessions import Sessions
 from headway.rollout.tokenizer import TextTokenizer
 from tests.unit.rollout.games import byte_tokenizer, ids_of, logprob_of
 from tests.unit.rollout.generators import ScriptedGenerator
+from tests.waiting import until
 
 DEADLINE_S = 20.0
 TEMPLATE = """{%- if tools %}<|im_start|>tools
@@ -169,9 +170,7 @@ class Bench:
         self.policy.version, self.policy.gate = 0, None
 
     async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():  # noqa: ASYNC110 - a deadline, and nothing to be notified by
-                await asyncio.sleep(0.01)
+        await until(condition, DEADLINE_S)
 
 
 @asynccontextmanager

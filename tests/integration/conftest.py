@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -161,12 +160,3 @@ def connect() -> Iterator[Callable[[str], RemoteInferenceEngine]]:
     yield connect_to
     for client in clients:
         client.destroy()
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Poll a condition of other processes until it holds, or fail with `what`."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {timeout_s} s: {what}")
-        time.sleep(0.02)

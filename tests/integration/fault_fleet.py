@@ -33,10 +33,10 @@ from headway.contracts.types import LLMResponse
 from headway.launch.launchers.local import LocalRun
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.builders import generation, rollout
-from tests.integration.conftest import eventually
 from tests.integration.publishing_trainer import LIMIT_S, Plan, Sync, Trainer, weights
 from tests.integration.traps import Traps, is_stopped
 from tests.processes import template
+from tests.waiting import eventually
 from weight_sync.manifest import MANIFEST_NAME, bytes_of, parse_manifest
 from weight_sync.model_dir import load_model
 

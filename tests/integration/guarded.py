@@ -17,8 +17,9 @@ from headway.contracts.config.server import FakeBackendConfig
 from headway.contracts.http.paths import STATUS
 from headway.launch.launchers.local import LocalRun
 from headway.runtime.secret import authorization
-from tests.integration.conftest import eventually, run_config
+from tests.integration.conftest import run_config
 from tests.processes import local_run
+from tests.waiting import eventually
 
 GATEWAY, SERVER = "gateway", "server"
 KINDS = (GATEWAY, SERVER)

@@ -11,10 +11,10 @@ from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.model import LoraConfig
 from headway.launch.launchers.local import LocalRun
 from headway.runtime.inference_client import RemoteInferenceEngine
-from tests.integration.conftest import eventually
 from tests.integration.test_runs import finish, steps_of
 from tests.integration.test_transport_runs import START_S, check_run, kill, manifests
 from tests.processes import local_run
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
 

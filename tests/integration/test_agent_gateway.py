@@ -18,7 +18,7 @@ from headway.contracts.config.server import FakeBackendConfig
 from headway.contracts.types import ConsumerSpec, TrajectoryBatch
 from headway.launch.launchers.local import LocalRun
 from headway.runtime.inference_client import RemoteInferenceEngine
-from tests.integration.conftest import eventually
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(120)]
 

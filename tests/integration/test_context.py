@@ -13,9 +13,10 @@ from headway.launch.launchers.local import LocalRun
 from headway.launch.quickstart import task
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.builders import rollout
-from tests.integration.conftest import eventually, run_config
+from tests.integration.conftest import run_config
 from tests.integration.test_runs import finish
 from tests.processes import local_run
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(180)]
 

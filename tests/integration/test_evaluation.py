@@ -20,8 +20,8 @@ from headway.launch.launchers.local import LocalRun
 from headway.launch.quickstart import task
 from headway.runtime.config import validate_config
 from headway.runtime.inference_client import RemoteInferenceEngine
-from tests.integration.conftest import eventually
 from tests.processes import local_run
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
 

@@ -16,8 +16,8 @@ from headway.contracts.types import WeightUpdateMeta
 from headway.launch.launchers.local import LocalRun
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.builders import generation, rollout
-from tests.integration.conftest import eventually
 from tests.processes import local_run
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)
 

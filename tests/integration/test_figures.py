@@ -14,8 +14,8 @@ import pytest
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.metrics import MetricsConfig
 from headway.runtime.journal import METRICS_NAME, read_steps
-from tests.integration.conftest import eventually
 from tests.processes import local_run
+from tests.waiting import eventually
 from trainer.tracking.groups import GROUPS
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]

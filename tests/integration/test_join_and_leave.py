@@ -34,9 +34,10 @@ from headway.launch.launchers.local import LocalRun
 from headway.rollout.resume import generate_whole
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.builders import generation, rollout
-from tests.integration.conftest import eventually, run_config, with_weight_sync
+from tests.integration.conftest import run_config, with_weight_sync
 from tests.integration.version_model import logprob_of, token_of, weights_of, write_version_model
 from tests.processes import local_run
+from tests.waiting import eventually
 from trainer.publication import Publication
 from weight_sync.channel import WeightPublisher
 from weight_sync.store import version_name

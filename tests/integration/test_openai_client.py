@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ from inference_server.engine import LocalGenerator, make_generator
 from inference_server.main import make_app
 from inference_server.version_gate import VersionGate
 from tests.numeric.models import save_model, write_char_tokenizer
+from tests.waiting import eventually
 from weight_sync.receiver import make_receiver
 
 pytestmark = pytest.mark.timeout(120)
@@ -92,10 +92,7 @@ class Server:
         return status["running"] + status["queued"]
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline, "the condition did not come true"
-            time.sleep(0.01)
+        eventually(condition, DEADLINE_S)
 
 
 @contextmanager

@@ -14,9 +14,9 @@ import pytest
 from headway.contracts.config.launch import LaunchConfig
 from headway.launch.launchers.local import LocalRun
 from headway.runtime.inference_client import RemoteInferenceEngine
-from tests.integration.conftest import eventually
 from tests.integration.test_runs import finish, steps_of
 from tests.processes import local_run
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 SHORT_RUN = ("test_a_trainer_that_dies_within_a_call_goes_on_with_the_batch[actor_train]",)

@@ -20,8 +20,8 @@ from headway.launch.launchers.local import LocalRun
 from headway.runtime.config import dump_yaml, load_config, validate_config
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.journal import read_steps
-from tests.integration.conftest import eventually
 from tests.processes import local_run
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(240)
 SHORT_RUN = (

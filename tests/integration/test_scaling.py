@@ -29,9 +29,9 @@ from headway.runtime.config import dump_yaml, validate_config
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.process import Process, ProcessSpec
 from tests.integration.builders import generation, rollout
-from tests.integration.conftest import eventually
 from tests.processes import start_process
 from tests.unit.rollout.ledger_suite import RedisServer
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(180)]
 

@@ -31,8 +31,9 @@ from headway.runtime import inference_client
 from headway.runtime.blocking import Patience
 from headway.runtime.connections import Answer
 from headway.runtime.inference_client import SCORE_CHUNK, RemoteInferenceEngine
-from tests.integration.conftest import eventually, run_config
+from tests.integration.conftest import run_config
 from tests.processes import local_run
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)
 

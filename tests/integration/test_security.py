@@ -15,7 +15,6 @@ import pytest
 from headway.contracts.config.gateway import INCLUDED, ROLES
 from headway.contracts.errors import ErrorBody
 from headway.contracts.http import paths
-from tests.integration.conftest import eventually
 from tests.integration.guarded import (
     GATEWAY,
     KINDS,
@@ -25,6 +24,7 @@ from tests.integration.guarded import (
     Guarded,
     guarded_run,
 )
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -28,7 +28,7 @@ from headway.launch.launchers.local import LocalRun
 from headway.runtime.command import EXIT_INTERRUPTED
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.builders import generation, rollout
-from tests.integration.conftest import eventually
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(180)]
 

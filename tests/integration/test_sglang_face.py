@@ -26,7 +26,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headway.launch.launchers.local import child_environment
 from headway.runtime.command import EXIT_INTERRUPTED
 from headway.runtime.process import Process, ProcessSpec
-from tests.integration.conftest import eventually
 from tests.integration.sglang_client import InFlight, SGLangClient, Trainer
 from tests.numeric.models import (
     EOS,
@@ -36,6 +35,7 @@ from tests.numeric.models import (
     write_char_tokenizer,
 )
 from tests.processes import start_process
+from tests.waiting import eventually
 from weight_sync.transports.disk import make_local_publisher
 
 pytestmark = pytest.mark.timeout(180)

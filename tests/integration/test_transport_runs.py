@@ -24,9 +24,10 @@ from headway.contracts.config.weight_sync import (
 )
 from headway.launch.launchers.local import LocalRun
 from headway.runtime.inference_client import RemoteInferenceEngine
-from tests.integration.conftest import eventually, with_weight_sync
+from tests.integration.conftest import with_weight_sync
 from tests.integration.test_runs import BATCH, finish, steps_of
 from tests.processes import local_run
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(240)
 SHORT_RUN = (

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -124,14 +123,6 @@ def prompt_of(length: int, seed: int) -> list[int]:
     """A random prompt."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, VOCAB_SIZE, (length,), generator=generator).tolist()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Poll a counter of the engine thread, which wakes nobody, until a condition holds."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        await asyncio.sleep(0.001)
 
 
 def stage(version: int, folder: Path) -> StagedWeights:

@@ -21,7 +21,7 @@ from headway.contracts.errors import (
     VersionMoved,
     WrongMode,
 )
-from tests.numeric.backends import KV_BYTES, Call, until
+from tests.numeric.backends import KV_BYTES, Call
 from tests.numeric.engines import parameters_of
 from tests.numeric.hybrids import (
     NEW_TOKENS,
@@ -37,6 +37,7 @@ from tests.numeric.hybrids import (
 from tests.numeric.live_memory import LiveMemory
 from tests.numeric.models import load_reference, save_model
 from tests.numeric.ranks import run_ranks
+from tests.waiting import until
 from trainer.api import SaveLoadMeta
 from trainer.hybrid.backend import make_backend
 from trainer.topology import Topology

@@ -27,10 +27,10 @@ from tests.numeric.backends import (
     request,
     stage,
     stage_value,
-    until,
 )
 from tests.numeric.models import CONTEXT, load_reference, reference_logprobs, save_model
 from tests.unit.inference_server.test_kv_cache import check_bookkeeping
+from tests.waiting import until
 
 POLICIES = ["keep", "recompute", "abort", "drain"]
 MODES = ["in_place", "retract", "abort"]

@@ -16,9 +16,9 @@ from tests.numeric.backends import (
     serving,
     stage,
     stage_value,
-    until,
 )
 from tests.numeric.models import VOCAB_SIZE, load_reference, reference_logits, save_model
+from tests.waiting import until
 
 CONTEXT = 700
 

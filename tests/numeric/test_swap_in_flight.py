@@ -9,16 +9,9 @@ import torch
 from transformers import DynamicCache
 
 from headway.contracts.errors import BackendError
-from tests.numeric.backends import (
-    PATIENCE_S,
-    prompt_of,
-    request,
-    serving,
-    stage,
-    stage_value,
-    until,
-)
+from tests.numeric.backends import PATIENCE_S, prompt_of, request, serving, stage, stage_value
 from tests.numeric.models import CONTEXT, load_reference, reference_logprobs, save_model
+from tests.waiting import until
 
 NUM_TOKENS = 200
 

@@ -21,7 +21,6 @@ from tests.numeric.backends import (
     serving,
     stage,
     stage_value,
-    until,
 )
 from tests.numeric.models import (
     VOCAB_SIZE,
@@ -31,6 +30,7 @@ from tests.numeric.models import (
     save_model,
 )
 from tests.numeric.test_swap_in_flight import replay
+from tests.waiting import until
 from weight_sync.channel import StagedWeights
 from weight_sync.receiver import make_receiver
 

@@ -19,16 +19,9 @@ from headway.contracts.errors import (
 from inference_server.backends.base import BACKENDS
 from inference_server.backends.embedded import backend as embedded
 from inference_server.backends.embedded.backend import EmbeddedTorchBackend
-from tests.numeric.backends import (
-    PATIENCE_S,
-    make_backend,
-    prompt_of,
-    request,
-    serving,
-    stage,
-    until,
-)
+from tests.numeric.backends import PATIENCE_S, make_backend, prompt_of, request, serving, stage
 from tests.numeric.models import CONTEXT, EOS, VOCAB_SIZE, save_model
+from tests.waiting import until
 from weight_sync.channel import StagedWeights
 
 PROMPT = prompt_of(6, 0)

@@ -23,6 +23,7 @@ from headway.runtime.secret import authorization, is_authorized, read_token
 from headway.runtime.server_calls import error_of
 from inference_server.engine import LocalGenerator, make_generator
 from inference_server.main import make_app
+from tests.waiting import until
 
 PATIENCE_S = 10.0
 LONG = 10_000
@@ -51,9 +52,7 @@ class Served:
         return error
 
     async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():  # noqa: ASYNC110 - what the server does wakes nobody here
-                await asyncio.sleep(0.001)
+        await until(condition, PATIENCE_S)
 
     @property
     def running(self) -> int:

@@ -21,6 +21,7 @@ from headway.contracts.types import LLMRequest, WeightUpdateMeta
 from inference_server.backends.sglang.backend import SGLangBackend
 from inference_server.backends.sglang.updates import FolderUpdate
 from tests.unit.inference_server.sglang_stand_in import StandIn
+from tests.waiting import until
 from weight_sync.channel import ProvenVersion, StagedWeights
 from weight_sync.patience import Patience
 from weight_sync.receiver import make_receiver
@@ -60,11 +61,6 @@ async def attached(model_dir: Path, engine: StandIn, **config):
                 yield backend
             finally:
                 await backend.aclose()
-
-
-async def until(condition) -> None:
-    while not condition():  # noqa: ASYNC110 - counters wake nobody
-        await asyncio.sleep(0.001)
 
 
 async def begin(backend: SGLangBackend, engine: StandIn, *requests: LLMRequest, on_delta=None):

@@ -32,7 +32,8 @@ from headway.contracts.types import WeightUpdateMeta
 from inference_server.backends.sglang.backend import SGLangBackend
 from inference_server.version_gate import VersionGate
 from tests.unit.inference_server.sglang_stand_in import StandIn
-from tests.unit.inference_server.test_sglang_backend import begin, request, until
+from tests.unit.inference_server.test_sglang_backend import begin, request
+from tests.waiting import until
 from weight_sync.receiver import make_receiver
 from weight_sync.transports.collective import CollectivePublisher
 from weight_sync.transports.disk import make_local_publisher

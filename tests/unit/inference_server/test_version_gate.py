@@ -23,6 +23,7 @@ from headway.contracts.types import LLMRequest
 from inference_server.backends.fake import FakeBackend, FakeStaged
 from inference_server.version_gate import VersionGate
 from tests.unit.inference_server.shelf_receiver import PATIENCE_S, ShelfReceiver, make_staged
+from tests.waiting import until
 
 
 def make_backend(version: int = 0, latency_s: float = 0.0) -> FakeBackend:
@@ -77,12 +78,6 @@ async def held_up(gate: VersionGate, shelf: ShelfReceiver, wanted: WeightPrepare
     preparing = asyncio.create_task(gate.prepare(wanted))
     assert await asyncio.to_thread(shelf.entered.wait, PATIENCE_S)
     return preparing
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - what is watched wakes nobody
-            await asyncio.sleep(0.001)
 
 
 # One publication.

@@ -22,6 +22,7 @@ from headway.rollout.service import RolloutService, Surroundings, no_facilities
 from headway.rollout.tokenizer import TextTokenizer
 from tests.unit.rollout.generators import Answer, ScriptedGenerator, at_once
 from tests.unit.rollout.rollout_builders import make_request
+from tests.waiting import until
 
 WORDS = ["<unk>", "<s>", "</s>", "user:", "assistant:", "system:", "hello", "world", "x"]
 CHAT_TEMPLATE = """{{ bos_token }}
@@ -104,9 +105,7 @@ class Bench:
 
     async def until(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
         """Let the event loop turn until a condition holds."""
-        async with asyncio.timeout(timeout_s):
-            while not condition():  # noqa: ASYNC110 - a deadline, and nothing to be notified by
-                await asyncio.sleep(0.001)
+        await until(condition, timeout_s)
 
     async def until_counts(self, timeout_s: float = 5.0, **wanted: int) -> None:
         """Until the ledger counts so many trajectories in these states."""

@@ -8,7 +8,8 @@ import pytest
 
 from headway.contracts.http.weights import WeightPrepareRequest
 from headway.contracts.types import WeightUpdateMeta
-from tests.unit.rollout.weight_server import DEADLINE_S, WeightServer, opened_gateway, until
+from tests.unit.rollout.weight_server import DEADLINE_S, WeightServer, opened_gateway
+from tests.waiting import until
 
 
 def meta(version: int, scheme: str = "/") -> WeightUpdateMeta:

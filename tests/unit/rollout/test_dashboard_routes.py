@@ -29,7 +29,8 @@ from headway.rollout.rollout_metrics import RolloutMetrics
 from headway.rollout.watched_ledger import Attempt, watched
 from headway.runtime.access import Access
 from tests.unit.rollout.rollout_builders import make_group, make_request, make_trajectory
-from tests.unit.rollout.weight_server import WeightServer, until
+from tests.unit.rollout.weight_server import WeightServer
+from tests.waiting import until
 
 SECRET = "a-token-of-the-test"
 FILES = sorted(STATIC.iterdir())

@@ -29,7 +29,7 @@ from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.publishing.book import WeightBook
 from headway.rollout.resume import generate_whole
 from tests.unit.rollout.rollout_builders import make_response
-from tests.unit.rollout.weight_server import until
+from tests.waiting import until
 
 REQUEST = LLMRequest(rid="r" * 128, input_ids=(1, 2))
 

@@ -22,7 +22,8 @@ from headway.rollout.app import create_app
 from headway.rollout.gateway import fleet_routes, open_gateway
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.unit.rollout.ledger_suite import RedisServer
-from tests.unit.rollout.weight_server import WeightServer, until
+from tests.unit.rollout.weight_server import WeightServer
+from tests.waiting import until
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from headway.rollout.rewards import scoring
 from headway.rollout.rewards.base import Answer, register_reward
 from headway.rollout.rewards.jury import Jury
 from headway.rollout.rewards.scoring import Scorer
+from tests.waiting import until
 
 DEADLINE_S = 30.0
 NAMES = ("Scores", "Fails", "OutUntil", "AwaitsForever", "good")
@@ -47,12 +48,6 @@ async def court():
     court = Court(max_scored=2, reward_attempts=2)
     yield court
     await court.scorer.aclose()
-
-
-async def until(condition):
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 - a deadline, and nothing to be notified by
-            await asyncio.sleep(0.001)
 
 
 async def test_answers_of_rollouts_do_not_wait_behind_a_batch(court):

@@ -13,13 +13,8 @@ from headway.contracts.types import WeightUpdateMeta
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.publishing import orders
 from headway.rollout.publishing.book import WeightBook
-from tests.unit.rollout.weight_server import (
-    DEADLINE_S,
-    Gateway,
-    WeightServer,
-    opened_gateway,
-    until,
-)
+from tests.unit.rollout.weight_server import DEADLINE_S, Gateway, WeightServer, opened_gateway
+from tests.waiting import until
 
 
 def meta(version: int, scheme: str = "/") -> WeightUpdateMeta:

@@ -11,7 +11,8 @@ from headway.contracts.http.weights import WeightReservation
 from headway.contracts.types import LLMRequest, LLMResponse, WeightUpdateMeta
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.publishing import reservation
-from tests.unit.rollout.weight_server import Gateway, WeightServer, opened_gateway, until
+from tests.unit.rollout.weight_server import Gateway, WeightServer, opened_gateway
+from tests.waiting import until
 
 
 def meta(version: int) -> WeightUpdateMeta:

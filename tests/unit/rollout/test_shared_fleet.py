@@ -18,7 +18,8 @@ from headway.rollout.fleet.registry.memory import MemoryRegistry
 from headway.rollout.publishing import turn
 from headway.rollout.publishing.book import WeightBook
 from headway.rollout.publishing.turn import PublicationTurn
-from tests.unit.rollout.weight_server import Gateway, WeightServer, until
+from tests.unit.rollout.weight_server import Gateway, WeightServer
+from tests.waiting import until
 
 
 class SharedNotes:

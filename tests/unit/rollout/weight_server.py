@@ -231,13 +231,6 @@ class Gateway:
                 self.heartbeat()
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Let the event loop turn until a condition holds."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 - a deadline, and nothing to be notified by
-            await asyncio.sleep(0.001)
-
-
 @asynccontextmanager
 async def opened_gateway(
     *servers: WeightServer, ledger: SqliteLedger | None = None, **settings

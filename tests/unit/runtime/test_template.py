@@ -2,7 +2,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from headway.contracts.errors import ServiceError
 from headway.runtime.process import Process, ProcessSpec
 from headway.runtime.template import ProcessTemplate
+from tests.waiting import eventually
 
 LIMIT_S = 30.0
 PROGRAM = '''
@@ -64,13 +64,6 @@ def start(template: ProcessTemplate | None, log: Path, *arguments: str, **env: s
 
 def told(log: Path) -> dict:
     return __import__("json").loads(log.read_text().splitlines()[0])
-
-
-def eventually(condition) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_fork_is_the_process_that_a_fresh_start_would_be(template, folder):
