@@ -121,7 +121,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--trl-threads", type=int, default=2)
     parser.add_argument("--trainer-threads", type=int, default=2)
-    parser.add_argument("--server-threads", type=int, default=2)
+    parser.add_argument("--server-threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trl-python", default=sys.executable, help="an interpreter that has trl")
     parser.add_argument(

@@ -65,17 +65,18 @@ def follow(run: LocalRun, run_dir: Path, total_steps: int, progress: Progress) -
         code = run.watch()
         progress.show(read_steps(run_dir / METRICS_NAME), _status(client))
         if code is None:
-            time.sleep(POLL_S)
+            run.process("trainer").wait(POLL_S)
     client.destroy()
     if code != 0:
         raise ServiceError(f"the trainer ended with status {code}")
 
 
 def summarise(run: LocalRun, run_dir: Path, eta: int, started: float) -> Summary:
-    """Ask the ledger for its proof, draw the curves, and sum up; the services still run."""
+    """Ask the ledger for its proof, draw the curves while the servers end, and sum up."""
     client = RemoteInferenceEngine(run.url, token=run.token)
     audit, status = client.audit(), client.status()
     client.destroy()
+    run.dismiss_servers()
     steps = read_steps(run_dir / METRICS_NAME)
     plot_run(steps, run_dir / CURVES_NAME)
     trained = int(sum(step["trajectories"] for step in steps))

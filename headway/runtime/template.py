@@ -30,6 +30,14 @@ from headway.contracts.errors import ServiceError
 
 STATUS_BYTES = 4
 MAX_REQUEST_BYTES = 1 << 19
+ALONE = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+"""While importing: no threads, since a fork has only the one that forked, and no look at GPUs but through
+NVML, since a fork must make its own CUDA context. Forks get the threads that their environment names."""
 START_TIMEOUT_S = 120.0
 """For the imports and a fork together, on a loaded machine."""
 
@@ -49,8 +57,7 @@ class ProcessTemplate:
         self._socket = ours
         self._lock = threading.Lock()
         self._is_ready = False
-        # A template looks at devices through NVML only: a fork must make its own CUDA context.
-        environment = {**os.environ, **(env or {}), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        environment = {**os.environ, **(env or {}), **ALONE}
         command = [sys.executable, "-m", "headway.runtime.template_server", str(theirs.fileno())]
         with theirs:
             self._popen = subprocess.Popen(

@@ -119,8 +119,9 @@ def _follow_environment(env: dict[str, str]) -> None:
         if folder and folder not in sys.path:
             sys.path.insert(0, folder)
     torch: Any = sys.modules.get("torch")
-    if torch is not None and env.get("OMP_NUM_THREADS", "").isdigit():
-        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    if torch is not None:
+        wanted = env.get("OMP_NUM_THREADS", "")
+        torch.set_num_threads(int(wanted) if wanted.isdigit() else len(os.sched_getaffinity(0)))
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()  # else every fork would draw alike; `random` sees to it by itself

@@ -22,7 +22,7 @@ from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.server import ServerConfig
 from headway.contracts.http.servers import ServerStatus
 from headway.contracts.types import RolloutRequest
-from headway.launch import drain
+from headway.launch.cli import main as headway
 from headway.launch.launchers.local import child_environment
 from headway.rollout.resume import generate_whole
 from headway.runtime.config import dump_yaml, validate_config
@@ -234,7 +234,7 @@ def test_one_server_becomes_four_and_one_again_under_load(
         assert all(server.generated_tokens > 0 for server in client.status().servers)
 
         drained = server_at(client, here.url("s0"))
-        drain.main([gateway, drained.server_id])
+        headway(["drain", gateway, drained.server_id])
         assert capsys.readouterr().out == f"server {drained.server_id} is draining\n"
         reports = []
 
@@ -249,13 +249,13 @@ def test_one_server_becomes_four_and_one_again_under_load(
         traffic.until_more()
         after = server_at(client, drained.url)
         assert (after.state, after.generated_tokens) == ("draining", before)
-        drain.main([gateway, drained.server_id, "--undo"])
+        headway(["drain", gateway, drained.server_id, "--undo"])
         until_states(client, *["ready"] * 4)
         eventually(
             lambda: server_at(client, drained.url).generated_tokens > before, LIMIT_S, "it is back"
         )
 
-        drain.main([gateway, drained.server_id])
+        headway(["drain", gateway, drained.server_id])
         here.kill("s1", signal.SIGTERM)
         traffic.until_more()
         here.kill("s2", signal.SIGKILL)

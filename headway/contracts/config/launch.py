@@ -43,7 +43,8 @@ class LaunchConfig(Config):
     max_restarts: int = Field(3, ge=0)
     """Times that a generation server or the gateway is started again after it died."""
     threads_per_process: int | None = Field(None, ge=1)
-    """OMP_NUM_THREADS of every process; None leaves the environment as it is."""
+    """Computing threads of each server and trainer rank (OMP_NUM_THREADS); None takes the environment's
+    OMP_NUM_THREADS, or shares the machine's cores evenly."""
     start_timeout_s: float = Field(300.0, gt=0.0)
     """Seconds until a process must be ready."""
 

@@ -9,6 +9,8 @@ run in `run.yaml` beside them.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,7 +77,7 @@ class LocalRun:
         self._write_config("run", self._config)
         discard_versions(self._config)  # a run that was killed may have left some
         if self._template is None:
-            environment = child_environment(self._config.threads_per_process)
+            environment = child_environment(self._num_threads())
             self._template = self._own_template = ProcessTemplate(PRELOADED, environment)
         self.start_gateway()
         self._launch_servers()
@@ -162,6 +164,12 @@ class LocalRun:
         """A started process, for example `trainer` or `server-0`."""
         return self._processes[name]
 
+    def dismiss_servers(self) -> None:
+        """Tell the servers to end, and do not wait: `stop` does."""
+        for name in self._servers():
+            if name in self._processes:
+                self._processes[name].signal(signal.SIGTERM)
+
     def stop(self) -> None:
         """End every process, the trainer first."""
         for name in reversed(self._processes):  # started last, stopped first
@@ -171,6 +179,14 @@ class LocalRun:
         if self._own_template is not None:
             self._own_template.close()
             self._template = self._own_template = None
+
+    def _num_threads(self) -> int | None:
+        """Of each process; more threads than cores wait for one another most of the time."""
+        given = self._config.threads_per_process
+        if given is not None or "OMP_NUM_THREADS" in os.environ:
+            return given
+        num_processes = self._config.num_servers + self._config.num_trainer_ranks
+        return max(1, len(os.sched_getaffinity(0)) // num_processes)
 
     def _receiver(self) -> ReceiverConfig:
         """Where servers may take weights from: our trainer, and whatever else they were given."""
@@ -188,7 +204,7 @@ class LocalRun:
             name=name,
             argv=argv,
             log=self._run_dir / "logs" / f"{name}.log",
-            env=child_environment(self._config.threads_per_process),
+            env=child_environment(self._num_threads()),
             ready_file=None if name == "trainer" else self._ready_file(name),
         )
         self._processes[name] = Process(spec, self._template_for(name))
