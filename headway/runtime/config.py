@@ -233,7 +233,9 @@ def _how_to_set(path: str, model: type[BaseModel], location: Sequence[Any]) -> s
     """Flags of a setting that is missing; of a section that is missing, of all that it needs."""
     _, sections = _locate(model, location)
     inner = required(list_settings(sections[0])) if sections else []
-    names = [*dict.fromkeys(f"{path}.{setting.path}" for setting in inner)] or [path]
+    wanted = dict.fromkeys(f"{path}.{setting.path}" for setting in inner)
+    supplied: tuple[str, ...] = getattr(model, "SUPPLIED", ())
+    names = [name for name in wanted if not name.startswith(supplied)] or [path]
     flags = " ".join(f"--{name} VALUE".replace("_", "-") for name in names)
     return f"give {flags}, or {', '.join(names)} in a file of --config"
 

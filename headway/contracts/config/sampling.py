@@ -25,11 +25,13 @@ class SamplingConfig(Config):
     """Divides the logits; 0 takes the most likely token."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Keep the smallest set of tokens whose probability reaches this."""
-    top_k: int | None = Field(default=None, ge=1)
+    top_k: int | None = Field(default=None, ge=1, lt=2**31)
     """Keep this many most likely tokens; None keeps all."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     """Keep tokens with at least this share of the highest probability."""
-    stop_token_ids: tuple[int, ...] = Field(default=(), max_length=64)
+    stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = Field(
+        default=(), max_length=64
+    )
     """Token ids that end a sequence, besides the model's own end of sequence."""
     stop: tuple[Annotated[str, StringConstraints(min_length=1, max_length=256)], ...] = Field(
         default=(), max_length=16

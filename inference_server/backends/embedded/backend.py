@@ -451,8 +451,17 @@ class EmbeddedTorchBackend:
         if not sequences:
             return
         uniforms = torch.tensor([s.uniforms.random() for s in sequences], device=self._model.device)
-        forbidden = [(row, f) for row, s in enumerate(sequences) if (f := s.forbidden)]
-        sampled = self._plan_for(sequences).sample(logits, uniforms, forbidden)
+        try:
+            sampled = self._draw(sequences, logits, uniforms)
+        except Exception:
+            sound = self._sound(sequences, logits, uniforms)
+            if len(sound) == len(sequences):
+                raise  # no request's fault
+            sequences = [sequences[row] for row in sound]
+            if not sequences:
+                return
+            logits = logits[sound]
+            sampled = self._draw(sequences, logits, uniforms[sound])
         now = time.monotonic()
         tokens, logprobs = sampled.tokens.tolist(), sampled.logprobs.tolist()
         for row, sequence in enumerate(sequences):
@@ -465,6 +474,28 @@ class EmbeddedTorchBackend:
             else:
                 self._num_generated += 1
                 self._record(sequence, tokens[row], logprobs[row], row, sampled, now)
+
+    def _draw(self, sequences: list[Sequence], logits: Tensor, uniforms: Tensor) -> Sampled:
+        forbidden = [(row, f) for row, s in enumerate(sequences) if (f := s.forbidden)]
+        return self._plan_for(sequences).sample(logits, uniforms, forbidden)
+
+    def _sound(self, sequences: list[Sequence], logits: Tensor, uniforms: Tensor) -> list[int]:
+        """Rows that can be sampled alone; the requests of the others are refused, the engine goes on."""
+        sound = []
+        for row, sequence in enumerate(sequences):
+            self._plan = None
+            try:
+                self._draw([sequence], logits[row : row + 1], uniforms[row : row + 1])
+            except Exception as error:
+                name = sequence.request.rid
+                log.exception("a request cannot be sampled", extra={"rid": name})
+                reason = f"request {name} cannot be sampled: {type(error).__name__}: {error}"
+                self._scheduler.discard(sequence)
+                self._tell(sequence, DataError(reason))
+            else:
+                sound.append(row)
+        self._plan = None
+        return sound
 
     def _record(
         self,

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import (
     BackendError,
     ConfigError,
@@ -373,3 +375,25 @@ def test_small_weights_are_freed_at_once_and_large_ones_with_pauses(monkeypatch)
     large = [torch.empty(embedded.FREE_BYTES, dtype=torch.uint8) for _ in range(3)]
     embedded._let_go(large)
     assert not large and pauses == [embedded.FREE_INTERVAL_S] * 3
+
+
+async def test_a_request_that_cannot_be_sampled_ends_alone(backend):
+    """Whatever passed the checks: the engine goes on with the others, who notice nothing."""
+    alone = await generate(backend, "alone", max_new_tokens=12, seed=5)
+    sound = request("sound", PROMPT, max_new_tokens=12, seed=5)
+    broken = request("broken", PROMPT, max_new_tokens=12)
+    broken = broken.model_copy(
+        update={"gconfig": broken.gconfig.model_copy(update={"top_k": 2**70})}
+    )
+    calls = [asyncio.create_task(backend.generate(req)) for req in (broken, sound)]
+    with pytest.raises(DataError, match="request broken cannot be sampled: "):
+        await calls[0]
+    assert (await calls[1]).output_tokens == alone.output_tokens
+    assert backend.failure is None
+    assert backend.load().running == 0
+
+
+@pytest.mark.parametrize("field", [{"top_k": 2**31}, {"stop_token_ids": (2**31,)}])
+def test_numbers_that_no_vocabulary_has_are_refused_where_they_enter(field):
+    with pytest.raises(ValidationError, match="less than 2147483648"):
+        SamplingConfig(**field)

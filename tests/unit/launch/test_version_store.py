@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 
 from headway.contracts.config.launch import LaunchConfig, shared_root
 from headway.contracts.config.weight_sync import DiskSync, HttpSync, SharedMemorySync
+from headway.contracts.errors import ConfigError
 from headway.launch.launchers import version_store
 from headway.launch.launchers.version_store import discard_versions, place_versions
 from headway.runtime.config import validate_config
@@ -117,3 +118,10 @@ def test_only_memory_of_the_run_itself_is_freed(model, tmp_path):
     own.mkdir()
     discard_versions(configure(model))
     assert not own.exists()
+
+
+def test_what_a_run_chooses_itself_is_not_asked_for():
+    with pytest.raises(ConfigError) as caught:
+        validate_config(LaunchConfig, {})
+    assert "--trainer.model.path VALUE --trainer.data.path VALUE" in caught.value.message
+    assert "weight-sync" not in caught.value.message
