@@ -10,6 +10,9 @@ from fractions import Fraction
 
 MAX_ANSWER_CHARS = 50_000
 """A solution's answer is looked for in so many last characters."""
+MAX_FORMULA_CHARS = 1000
+"""A text's last formula is looked for in so many last characters: openings that nothing closes, one after
+the other, are tried from each of them."""
 MAX_SHOWN_CHARS = 200
 
 _BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
@@ -48,7 +51,9 @@ def last_box(text: str) -> str | None:
 
 def last_formula(text: str) -> str | None:
     """What a text ends in, if that is one formula in a line."""
-    match = _LAST_FORMULA.search(text.rstrip(" \t\r\n."))
+    text = text.rstrip(" \t\r\n.")
+    begin = max(text.rfind("\n") + 1, len(text) - MAX_FORMULA_CHARS)
+    match = _LAST_FORMULA.search(text, begin)
     return None if match is None else next(filter(None, match.groups())).strip()
 
 

@@ -169,6 +169,8 @@ def test_the_last_closed_box_is_found(text, box):
         ("$1\n2$", None),
         ("$", None),
         ("", None),
+        ("\\(" * 12_000 + r"y\)", "y"),
+        (r"\(" + "x" * 1200 + r"\)", None),
     ],
 )
 def test_the_formula_that_ends_a_text_is_found(text, formula):
