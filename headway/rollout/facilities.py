@@ -10,6 +10,11 @@ from headway.contracts.errors import ConfigError, Forbidden
 ProgramStatus = Literal["ok", "runtime_error", "compile_error", "timeout", "memory", "output_limit"]
 
 
+MAX_CPU_S = 600.0
+MAX_MEMORY_BYTES = 64 << 30
+"""Of one program, whatever a request asks for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """Untrusted Python to run."""

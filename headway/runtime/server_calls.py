@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
 from headway.contracts.errors import BackendError, ErrorBody, NotFound, ServiceError
 from headway.contracts.http import paths
-from headway.contracts.types import LLMRequest, LLMResponse
+from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
 from headway.runtime.connections import Connections
 
+MAX_TOKEN_ID = 2**31
+MAX_LOGPROB = 1e-3
+"""Rounding makes the logprob of a certain token a little more than 0."""
 _KINDS: Mapping[int, type[ServiceError]] = {
     404: NotFound,
     405: NotFound,
@@ -46,8 +49,42 @@ async def post_generate(
         response = LLMResponse.model_validate_json(content)
     except ValidationError as error:
         raise BackendError(f"{target} answered with no generation: {error}") from error
+    problem = _problem(response, req, req.rid if rid is None else rid)
+    if problem is not None:
+        raise BackendError(f"{target} answered with what it cannot have sampled: {problem}")
     vars(response)["rid"] = req.rid  # frozen for all who will see it; nobody has yet
     return response
+
+
+def _problem(response: LLMResponse, req: LLMRequest, rid: str) -> str | None:
+    """Why a response is no answer to its request; None if it may be one. Nothing is expanded for it."""
+    tokens, logprobs = response.output_tokens, response.output_logprobs
+    most = req.gconfig.max_new_tokens
+    if response.rid != rid:
+        return f"request {response.rid!r} was not asked, but {rid!r}"
+    if len(tokens) > most:
+        return f"{len(tokens)} tokens, max_new_tokens is {most}"
+    if len(tokens) != len(logprobs):
+        return f"{len(tokens)} tokens with {len(logprobs)} logprobs"
+    if not tokens and most and response.stop_reason == "stop":
+        return "no token, which nothing can have stopped at"
+    if tokens and not 0 <= min(tokens) <= max(tokens) < MAX_TOKEN_ID:
+        return f"token ids from {min(tokens)} to {max(tokens)}"
+    if logprobs and max(logprobs) > MAX_LOGPROB:
+        return f"a logprob of {max(logprobs):g}"
+    return _problem_of_runs(response.version_runs, len(tokens))
+
+
+def _problem_of_runs(runs: Sequence[tuple[PolicyVersion, int, int]], count: int) -> str | None:
+    """Why runs are not those of so many tokens; None if they are."""
+    end_before = 0
+    for version, start, end in runs:
+        if version < 0 or start != end_before or end <= start:
+            return f"version {version} of the tokens {start} to {end}, behind token {end_before}"
+        end_before = end
+    if end_before != count:
+        return f"versions of {end_before} tokens where there are {count}"
+    return None
 
 
 async def post_order(

@@ -143,7 +143,7 @@ def _preload(modules: list[str]) -> None:
 
 def main() -> None:
     """Import, say so, and fork until the other end of the socket is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
+    heed_interrupts = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's
     channel = socket.socket(fileno=int(sys.argv[1]))
     getproctitle()  # finds the command line's memory, which a changed environment hides
     _preload(sys.argv[2:])
@@ -154,7 +154,7 @@ def main() -> None:
     except (BrokenPipeError, ConnectionResetError):
         return  # who asked is gone
     if forked is not None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, heed_interrupts)
         become(*forked, is_usable)
 
 

@@ -11,11 +11,20 @@ import re
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from headway.contracts.errors import DataError
 from headway.contracts.types import RewardResult, Verdict
-from headway.rollout.facilities import Facilities, Outcome, Program, Sandbox
+from headway.rollout.facilities import (
+    MAX_CPU_S,
+    MAX_MEMORY_BYTES,
+    Facilities,
+    Outcome,
+    Program,
+    Sandbox,
+)
 from headway.rollout.rewards.base import Answer
 from headway.rollout.rewards.code_asserts import VALUE_PREFIX, AssertTests, Check, modules_of
 from headway.rollout.rewards.code_compare import same_output, same_result
@@ -69,14 +78,11 @@ class CodeReward:
     def __init__(
         self,
         fraction: bool = False,
-        max_tests: int | None = None,
-        cpu_s: float = 4.0,
-        memory_mb: int = 512,
+        max_tests: Annotated[int, Field(gt=0)] | None = None,
+        cpu_s: Annotated[float, Field(gt=0.0, le=MAX_CPU_S)] = 4.0,
+        memory_mb: Annotated[int, Field(gt=0, le=MAX_MEMORY_BYTES >> 20)] = 512,
         allow_inside_asserts: bool = False,
     ) -> None:
-        for name, value in (("cpu_s", cpu_s), ("memory_mb", memory_mb), ("max_tests", max_tests)):
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}={value}; more than 0 is wanted")
         self._fraction = fraction
         self._max_tests = max_tests
         self._cpu_s = cpu_s

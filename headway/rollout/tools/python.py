@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from headway.rollout.facilities import Facilities, Outcome, Program
+from headway.rollout.facilities import MAX_CPU_S, MAX_MEMORY_BYTES, Facilities, Outcome, Program
 from headway.rollout.tools.base import one_text, read_text
 
 MAX_ERROR_CHARS = 2000
@@ -25,8 +25,8 @@ class Python:
     def __init__(
         self,
         *,
-        cpu_s: Annotated[float, Field(gt=0.0, le=600.0)] = 4.0,
-        memory_bytes: Annotated[int, Field(ge=16 << 20)] = 512 << 20,
+        cpu_s: Annotated[float, Field(gt=0.0, le=MAX_CPU_S)] = 4.0,
+        memory_bytes: Annotated[int, Field(ge=16 << 20, le=MAX_MEMORY_BYTES)] = 512 << 20,
         max_output_chars: Annotated[int, Field(ge=1, le=1 << 20)] = 65_536,
     ) -> None:
         """

@@ -333,7 +333,17 @@ async def test_failing_sandbox_is_an_outage_and_no_score(row):
         )
 
 
-@pytest.mark.parametrize("args", [{"cpu_s": 0}, {"max_tests": 0}, {"memory_mb": -1}, {"colour": 1}])
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"cpu_s": 0},
+        {"max_tests": 0},
+        {"memory_mb": -1},
+        {"colour": 1},
+        {"cpu_s": 1e9},
+        {"memory_mb": 10**12},
+    ],
+)
 def test_bad_argument_is_refused(args):
     with pytest.raises(ConfigError, match="code"):
         make_reward("code", args)
