@@ -79,7 +79,7 @@ class RunLogs:
 
 
 @contextmanager
-def explained(run: LocalRun, config: LaunchConfig, resume: str) -> Iterator[None]:
+def explain_failure(run: LocalRun, config: LaunchConfig, resume: str) -> Iterator[None]:
     """Follow a run; a process that failed is named, and tells why in its own words.
 
     Args:

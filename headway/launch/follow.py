@@ -76,7 +76,7 @@ def summarise(run: LocalRun, run_dir: Path, eta: int, started: float) -> Summary
     client = RemoteInferenceEngine(run.url, token=run.token)
     audit, status = client.audit(), client.status()
     client.destroy()
-    run.dismiss_servers()
+    run.terminate_servers()
     steps = read_steps(run_dir / METRICS_NAME)
     plot_run(steps, run_dir / CURVES_NAME)
     trained = int(sum(step["trajectories"] for step in steps))

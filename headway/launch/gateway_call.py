@@ -18,7 +18,7 @@ CONNECT_TIMEOUT_S = 5.0
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 
-def asks_a_gateway(command: CommandT) -> CommandT:
+def gateway_arguments(command: CommandT) -> CommandT:
     """Give a command the argument `url` and the option `token_env`."""
     token = click.option(
         "--token-env", metavar="VARIABLE", help="Environment variable that holds a bearer token."
@@ -28,7 +28,7 @@ def asks_a_gateway(command: CommandT) -> CommandT:
 
 
 @contextmanager
-def asked(url: str, token_env: str | None) -> Iterator[RemoteInferenceEngine]:
+def gateway_client(url: str, token_env: str | None) -> Iterator[RemoteInferenceEngine]:
     """A client of the gateway; the library behind it is imported now, not for help."""
     from headway.runtime.inference_client import RemoteInferenceEngine
     from headway.runtime.secret import read_token
@@ -42,7 +42,7 @@ def asked(url: str, token_env: str | None) -> Iterator[RemoteInferenceEngine]:
         client.destroy()
 
 
-def told_version(weights: WeightStatus) -> str:
+def describe_versions(weights: WeightStatus) -> str:
     """What serves now, in one line."""
     version = 0 if weights.committed is None else weights.committed.version
     held = "pinned" if weights.pinned is not None else "not pinned"

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headway.contracts.config.launch import LaunchConfig
-from headway.launch.failure import explained
-from headway.launch.follow import follow, summarise
+from headway.launch.failure import explain_failure
+from headway.launch.follow import Summary, follow, summarise
 from headway.launch.launchers.local import LocalRun
 from headway.launch.launchers.version_store import place_versions
 from headway.launch.progress import Progress
@@ -21,22 +21,31 @@ RESUME = "--trainer.recovery.resume true"
 
 def main(argv: Sequence[str]) -> None:
     """Run to the trainer's end; the last line on standard output is the summary as JSON."""
-    config, changed = place_versions(load_config(LaunchConfig, argv))
+    config = load_config(LaunchConfig, argv)
     started = time.monotonic()
-    run_dir = Path(config.trainer.run_dir).resolve()
-    total_steps = config.trainer.trainer.total_steps
-    with (
-        Progress(total_steps) as progress,
-        LocalRun(config) as run,
-        explained(run, config, RESUME),
-    ):
-        progress.say(f"run folder: {run_dir}")
-        if changed is not None:
-            progress.say(changed)
+    with Progress(config.trainer.trainer.total_steps) as progress:
+        progress.say(f"run folder: {Path(config.trainer.run_dir).resolve()}")
+        summary = run_to_end(config, progress, started, RESUME)
+    sys.stdout.write(json.dumps(summary.to_dict()) + "\n")
+
+
+def run_to_end(config: LaunchConfig, progress: Progress, started: float, resume: str) -> Summary:
+    """Start all processes of a run, show it until its trainer ends, and sum it up.
+
+    Args:
+        started: when the command began, by the monotonic clock.
+        resume: flags that go on with a run that has a checkpoint.
+    Raises:
+        CommandFailed: a process failed; with its name, its reason and its log.
+    """
+    config, changed = place_versions(config)
+    if changed is not None:
+        progress.say(changed)
+    trainer, run_dir = config.trainer, Path(config.trainer.run_dir).resolve()
+    with LocalRun(config) as run, explain_failure(run, config, resume):
         run.start()
         progress.say(
             f"gateway {run.url}, {config.num_servers} generation server(s), trainer: started"
         )
-        follow(run, run_dir, total_steps, progress)
-        summary = summarise(run, run_dir, config.trainer.rollout.max_staleness, started)
-    sys.stdout.write(json.dumps(summary.to_dict()) + "\n")
+        follow(run, run_dir, trainer.trainer.total_steps, progress)
+        return summarise(run, run_dir, trainer.rollout.max_staleness, started)

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 import click
 
-from headway.runtime.settings import RUN_SECTIONS, Setting, own_settings, required, settings_of
+from headway.runtime.settings import (
+    FILLED_IN,
+    RUN_SECTIONS,
+    Setting,
+    own_settings,
+    required,
+    settings_of,
+)
 from headway.runtime.settings_command import (
     SettingsCommand,
     chosen,
@@ -20,8 +27,6 @@ SECTIONS = {
     "--trainer.KEY": "Any setting of the experiment that --trainer.type names "
     f"({', '.join(TRAINERS)}; default grpo): `headway train --type grpo --help`.",
 }
-FILLED_IN = ("trainer.weight_sync.root",)
-"""What a run gives itself: versions go through shared memory."""
 ABOUT = """Start gateway, generation servers and trainer on this machine, and follow them to the end.
 
 The last line on standard output is the summary of the run as JSON. Each process has a log of its own in

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import click
 
-from headway.launch.gateway_call import asked, asks_a_gateway
+from headway.launch.gateway_call import gateway_arguments, gateway_client
 from headway.runtime.command_line import Command
 
 EXAMPLE = """headway status http://127.0.0.1:8000
@@ -14,7 +14,7 @@ headway status http://127.0.0.1:8000 --watch"""
 
 
 @click.command("status", cls=Command, example=EXAMPLE)
-@asks_a_gateway
+@gateway_arguments
 @click.option("--watch", is_flag=True, help="Again every 2 s, until Ctrl-C.")
 @click.option(
     "--json", "as_json", is_flag=True, help="As JSON: status, the ledger's audit, versions."
@@ -25,5 +25,5 @@ def command(url: str, watch: bool, as_json: bool, token_env: str | None) -> None
         raise click.UsageError("give either --watch or --json")
     page = import_module("headway.launch.status_page")  # rich tables: not for help
     show = page.print_json if as_json else page.watch if watch else page.print_page
-    with asked(url, token_env) as client:
+    with gateway_client(url, token_env) as client:
         show(client)

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from headway.contracts.errors import ConfigError
 from headway.runtime.model_settings import list_settings, section_models
-from headway.runtime.settings import required
+from headway.runtime.settings import FILLED_IN, required
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 CONFIG = "config"
@@ -234,8 +234,7 @@ def _how_to_set(path: str, model: type[BaseModel], location: Sequence[Any]) -> s
     _, sections = _locate(model, location)
     inner = required(list_settings(sections[0])) if sections else []
     wanted = dict.fromkeys(f"{path}.{setting.path}" for setting in inner)
-    supplied: tuple[str, ...] = getattr(model, "SUPPLIED", ())
-    names = [name for name in wanted if not name.startswith(supplied)] or [path]
+    names = [name for name in wanted if name not in FILLED_IN] or [path]
     flags = " ".join(f"--{name} VALUE".replace("_", "-") for name in names)
     return f"give {flags}, or {', '.join(names)} in a file of --config"
 

@@ -129,7 +129,7 @@ def _start(
         stderr=subprocess.STDOUT,
         env=env,
         start_new_session=True,
-        preexec_fn=_die_with_parent,
+        preexec_fn=die_with_parent,
     )
 
 
@@ -140,6 +140,6 @@ def _open_log(path: Path | None) -> BinaryIO:
     return path.open("ab")
 
 
-def _die_with_parent() -> None:
-    """Runs in the child between fork and exec (Linux)."""
+def die_with_parent() -> None:
+    """Ask for SIGTERM when the parent dies (Linux); called in the child."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -22,6 +22,8 @@ RUN_SECTIONS = {
     "trainer": ("grpo", "ppo", "ppo-code", "ppo-math"),
 }
 """What a run's sections are: their settings are those of the processes."""
+FILLED_IN = ("trainer.weight_sync.root",)
+"""Settings of a run that it chooses itself, though its trainer's section requires them."""
 
 
 @dataclass(frozen=True, slots=True)

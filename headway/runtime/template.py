@@ -30,7 +30,7 @@ from headway.contracts.errors import ServiceError
 
 STATUS_BYTES = 4
 MAX_REQUEST_BYTES = 1 << 19
-ALONE = {
+WHILE_IMPORTING = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -57,7 +57,7 @@ class ProcessTemplate:
         self._socket = ours
         self._lock = threading.Lock()
         self._is_ready = False
-        environment = {**os.environ, **(env or {}), **ALONE}
+        environment = {**os.environ, **(env or {}), **WHILE_IMPORTING}
         command = [sys.executable, "-m", "headway.runtime.template_server", str(theirs.fileno())]
         with theirs:
             self._popen = subprocess.Popen(

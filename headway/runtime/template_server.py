@@ -7,7 +7,6 @@ the loop with its request, and becomes `python -m module`.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -22,12 +21,10 @@ from typing import Any, NoReturn
 
 from setproctitle import getproctitle, setproctitle
 
+from headway.runtime.process import die_with_parent
 from headway.runtime.template import MAX_REQUEST_BYTES, STATUS_BYTES
 
-PR_SET_PDEATHSIG = 1
 STDIN, STDOUT, STDERR = 0, 1, 2
-
-_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +84,7 @@ def become(request: ForkRequest, log: int, is_usable: bool) -> NoReturn:
     Args:
         is_usable: whether what was imported may be used; otherwise the interpreter starts afresh.
     """
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with_parent()
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, STDIN), (log, STDOUT), (log, STDERR)):
         os.dup2(source, target)

@@ -16,7 +16,9 @@ import pytest
 import yaml
 
 from headway.contracts.config.launch import LaunchConfig, shared_root
+from headway.contracts.errors import ServiceError
 from headway.launch.launchers.local import LocalRun
+from headway.rollout.ledger.lock import sole_gateway
 from headway.runtime.config import dump_yaml, load_config, validate_config
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.journal import read_steps
@@ -29,6 +31,7 @@ SHORT_RUN = (
     "test_a_killed_trainer_resumes_without_losing_or_repeating_a_trajectory[from_a_checkpoint]",
     "test_a_run_survives_its_server_and_its_gateway",
     "test_the_run_command_prints_its_summary",
+    "test_a_run_that_cannot_start_leaves_the_memory_of_the_one_that_runs",
     "test_ending_the_command_leaves_no_process_and_no_half_written_version[9]",
 )
 
@@ -201,6 +204,27 @@ def test_an_interrupted_run_over_shared_memory_resumes_and_leaves_none_behind(
     summary = json.loads(done.stdout.splitlines()[-1])
     assert (summary["steps"], summary["lost"], summary["duplicated"]) == (6, 0, 0)
     assert not memory.exists()
+
+
+def test_a_run_that_cannot_start_leaves_the_memory_of_the_one_that_runs(
+    make_config: MakeConfig,
+) -> None:
+    """Both have the same run folder, and so the same place in shared memory."""
+    tree = make_config().model_dump(mode="json")
+    del tree["trainer"]["weight_sync"]
+    config = validate_config(LaunchConfig, tree)
+    memory = Path(shared_root(config.trainer.run_dir))
+    memory.mkdir()
+    try:
+        with (
+            sole_gateway(config.gateway.ledger),
+            pytest.raises(ServiceError, match="gateway ended with status"),
+            local_run(config) as run,
+        ):
+            run.start()
+        assert memory.is_dir()
+    finally:
+        memory.rmdir()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -30,9 +30,6 @@ class LaunchConfig(Config):
     Versions go through shared memory unless `trainer.weight_sync` names a type or a place; over the
     disk where /dev/shm cannot hold three of them.
     """
-
-    SUPPLIED: ClassVar = ("trainer.weight_sync.",)
-    """Beginnings of settings that need not be given here, though the section requires them."""
 
     model: str | None = None
     """Model directory of every process that names none of its own."""

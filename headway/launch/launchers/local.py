@@ -54,6 +54,7 @@ class LocalRun:
         self._config = config
         self._template = template
         self._own_template: ProcessTemplate | None = None
+        self._owns_versions = False
         self._run_dir = Path(config.trainer.run_dir).resolve()
         self._processes: dict[str, Process] = {}
         self._restarts = 0
@@ -75,11 +76,13 @@ class LocalRun:
     def start(self) -> None:
         """Start everything side by side; returns once all servers are ready."""
         self._write_config("run", self._config)
-        discard_versions(self._config)  # a run that was killed may have left some
         if self._template is None:
             environment = child_environment(self._num_threads())
             self._template = self._own_template = ProcessTemplate(PRELOADED, environment)
         self.start_gateway()
+        # The gateway holds the ledger: no other run uses this run folder, a killed one may have.
+        self._owns_versions = True
+        discard_versions(self._config)
         self._launch_servers()
         self.start_trainer()
         self._wait_for_servers()
@@ -164,8 +167,8 @@ class LocalRun:
         """A started process, for example `trainer` or `server-0`."""
         return self._processes[name]
 
-    def dismiss_servers(self) -> None:
-        """Tell the servers to end, and do not wait: `stop` does."""
+    def terminate_servers(self) -> None:
+        """Send the servers SIGTERM and return at once; `stop` waits for them."""
         for name in self._servers():
             if name in self._processes:
                 self._processes[name].signal(signal.SIGTERM)
@@ -175,7 +178,8 @@ class LocalRun:
         for name in reversed(self._processes):  # started last, stopped first
             self._processes[name].stop(GRACE_S)
         self._processes.clear()
-        discard_versions(self._config)
+        if self._owns_versions:
+            discard_versions(self._config)
         if self._own_template is not None:
             self._own_template.close()
             self._template = self._own_template = None

@@ -12,13 +12,11 @@ from pathlib import Path
 from headway.contracts.config.data import DataConfig
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.errors import ConfigError, ServiceError
-from headway.launch.failure import RunLogs, explained
-from headway.launch.follow import follow, summarise
-from headway.launch.launchers.local import LocalRun, run_module
-from headway.launch.launchers.version_store import place_versions
+from headway.launch.failure import RunLogs
+from headway.launch.launchers.local import run_module
 from headway.launch.progress import Progress
 from headway.launch.quickstart import recipe, task
-from headway.runtime.process import POLL_S
+from headway.launch.run import run_to_end
 
 RUNS_DIR = Path("runs")
 PREFIX = "quickstart-"
@@ -58,16 +56,7 @@ def start(options: Options) -> None:
     with Progress(options.steps) as progress:
         progress.say(f"run folder: {run_dir}")
         _warm_start(run_dir, options, progress)
-        config, changed = place_versions(config)
-        if changed is not None:
-            progress.say(changed)
-        with LocalRun(config) as run, explained(run, config, f"--resume {run_dir}"):
-            run.start()
-            progress.say(
-                f"gateway {run.url}, {options.servers} generation server(s), trainer: started"
-            )
-            follow(run, run_dir, options.steps, progress)
-            summary = summarise(run, run_dir, max_staleness, started)
+        summary = run_to_end(config, progress, started, f"--resume {run_dir}")
     sys.stderr.write(
         f"reward {summary.reward_first10:.3f} -> {summary.reward_last10:.3f} in {summary.steps} steps, "
         f"{summary.trajectories} trajectories, staleness <= {summary.max_staleness} (eta {summary.eta}), "
@@ -116,9 +105,7 @@ def _warm_start(run_dir: Path, options: Options, progress: Progress) -> None:
     process = run_module("warm_start", "trainer", config, run_dir, threads=2)
     progress.say("warm start: supervised training on noisy demonstrations")
     try:
-        deadline = time.monotonic() + WARM_START_TIMEOUT_S
-        while (code := process.exit_code()) is None and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+        code = process.wait(WARM_START_TIMEOUT_S)
         if code is None:
             raise ServiceError(f"the warm start did not end within {WARM_START_TIMEOUT_S:g} s")
         if code:

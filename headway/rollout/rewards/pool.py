@@ -95,7 +95,7 @@ class Worker:
             return 0.0
         return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") - self.cpu_s
 
-    def delayed_s(self) -> float:
+    def cpu_wait_s(self) -> float:
         """Seconds in its life that it was ready to run and had no CPU, as far as the system tells."""
         try:
             with open(f"/proc/{self.pid}/schedstat") as file:
@@ -104,19 +104,19 @@ class Worker:
             return 0.0
 
     @asynccontextmanager
-    async def limited(self, timeout_s: float) -> AsyncIterator[None]:
+    async def time_limit(self, timeout_s: float) -> AsyncIterator[None]:
         """End the block once the process could have run for `timeout_s`, however slow the machine is.
 
         Raises:
             TimeoutError: it was ended.
         """
         loop = asyncio.get_running_loop()
-        began, delayed_s = loop.time(), self.delayed_s()
+        began, cpu_wait_s = loop.time(), self.cpu_wait_s()
         timer: asyncio.TimerHandle | None = None
 
         def look() -> None:
             nonlocal timer
-            charged_s = loop.time() - began - (self.delayed_s() - delayed_s)
+            charged_s = loop.time() - began - (self.cpu_wait_s() - cpu_wait_s)
             if timeout_s - charged_s < SHORTEST_S:
                 limit.reschedule(loop.time())
             else:
@@ -256,7 +256,7 @@ class WorkerPool:
         try:
             worker = await self._settled(place, job)
             try:
-                async with worker.limited(timeout_s):
+                async with worker.time_limit(timeout_s):
                     reply = await worker.ask((job.reward, given))
             except TimeoutError as error:
                 raise Hung(worker.busy_s()) from error

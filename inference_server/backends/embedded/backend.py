@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from headway.contracts.config.model import ModelConfig
+from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import EmbeddedTorchConfig, UpdatePolicy
 from headway.contracts.errors import BackendError, DataError, ServiceError, SyncError
 from headway.contracts.http.generation import PauseMode
@@ -454,7 +455,8 @@ class EmbeddedTorchBackend:
         try:
             sampled = self._draw(sequences, logits, uniforms)
         except Exception:
-            sound = self._sound(sequences, logits, uniforms)
+            self._check_sampling(logits, uniforms)
+            sound = self._refuse_broken(sequences, logits, uniforms)
             if len(sound) == len(sequences):
                 raise  # no request's fault
             sequences = [sequences[row] for row in sound]
@@ -479,8 +481,16 @@ class EmbeddedTorchBackend:
         forbidden = [(row, f) for row, s in enumerate(sequences) if (f := s.forbidden)]
         return self._plan_for(sequences).sample(logits, uniforms, forbidden)
 
-    def _sound(self, sequences: list[Sequence], logits: Tensor, uniforms: Tensor) -> list[int]:
-        """Rows that can be sampled alone; the requests of the others are refused, the engine goes on."""
+    def _check_sampling(self, logits: Tensor, uniforms: Tensor) -> None:
+        """Raise what a request without any wish raises, too: then the engine is broken, not a request."""
+        plain = SamplingRow(SamplingConfig())
+        limits, device = self._model.limits, self._model.device
+        SamplingPlan([plain], limits.vocab_size, device).sample(logits[:1], uniforms[:1])
+
+    def _refuse_broken(
+        self, sequences: list[Sequence], logits: Tensor, uniforms: Tensor
+    ) -> list[int]:
+        """Refuse the requests that cannot be sampled alone; returns the rows of the others."""
         sound = []
         for row, sequence in enumerate(sequences):
             self._plan = None

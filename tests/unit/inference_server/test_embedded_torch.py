@@ -382,15 +382,25 @@ async def test_a_request_that_cannot_be_sampled_ends_alone(backend):
     alone = await generate(backend, "alone", max_new_tokens=12, seed=5)
     sound = request("sound", PROMPT, max_new_tokens=12, seed=5)
     broken = request("broken", PROMPT, max_new_tokens=12)
-    broken = broken.model_copy(
-        update={"gconfig": broken.gconfig.model_copy(update={"top_k": 2**70})}
-    )
+    broken = broken.model_copy(update={"gconfig": broken.gconfig.model_copy(update={"top_k": 2**70})})
     calls = [asyncio.create_task(backend.generate(req)) for req in (broken, sound)]
     with pytest.raises(DataError, match="request broken cannot be sampled: "):
         await calls[0]
     assert (await calls[1]).output_tokens == alone.output_tokens
     assert backend.failure is None
     assert backend.load().running == 0
+
+
+async def test_an_engine_that_can_sample_nothing_blames_no_request(backend, monkeypatch):
+    """One request alone: it is not refused for good, and whoever supervises the server hears of it."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(embedded.SamplingPlan, "sample", fail)
+    with pytest.raises(BackendError, match="the engine died: RuntimeError: the device is gone"):
+        await generate(backend)
+    assert backend.failure is not None
 
 
 @pytest.mark.parametrize("field", [{"top_k": 2**31}, {"stop_token_ids": (2**31,)}])

@@ -9,7 +9,7 @@ import pytest
 
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.errors import ConfigError, QueueFull, ServiceError
-from headway.launch.failure import Reason, RunLogs, explained, reason_of
+from headway.launch.failure import Reason, RunLogs, explain_failure, reason_of
 from headway.launch.run import main
 from headway.runtime.command import CommandFailed
 from headway.runtime.config import load_config
@@ -82,7 +82,7 @@ def ended(folder: Path, program: str) -> Process:
 def failed(config: LaunchConfig, folder: Path, program: str) -> CommandFailed:
     """What a run is told to have failed of when its trainer runs a program."""
     run = FakeRun()
-    with pytest.raises(CommandFailed) as caught, explained(run, config, "--go-on"):
+    with pytest.raises(CommandFailed) as caught, explain_failure(run, config, "--go-on"):
         run.processes["trainer"] = ended(folder, program)
         raise ServiceError("the trainer ended")
     return caught.value
@@ -123,11 +123,11 @@ def test_a_process_that_said_nothing_shows_the_end_of_its_log(config, tmp_path):
 def test_what_no_process_failed_of_is_told_as_it_is(config):
     with (
         pytest.raises(CommandFailed, match=r"^server-0 was not ready$"),
-        explained(FakeRun(), config, ""),
+        explain_failure(FakeRun(), config, ""),
     ):
         raise ServiceError("server-0 was not ready")
     for error in (ConfigError("x"), QueueFull("y")):
-        with pytest.raises(type(error)), explained(FakeRun(), config, ""):
+        with pytest.raises(type(error)), explain_failure(FakeRun(), config, ""):
             raise error
 
 

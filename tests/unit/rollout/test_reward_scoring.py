@@ -175,7 +175,7 @@ async def test_time_without_a_cpu_is_not_charged(open_scorer, monkeypatch):
     assert (await score(scorer, "hangs_over", "fine")).score == 1.0
     loop = asyncio.get_running_loop()
     began = loop.time()
-    monkeypatch.setattr(Worker, "delayed_s", lambda self: (loop.time() - began) / 2)
+    monkeypatch.setattr(Worker, "cpu_wait_s", lambda self: (loop.time() - began) / 2)
     result = await score(scorer, "hangs_over", "bomb")
     assert result.verdict == "timeout"
     assert loop.time() - began >= 2 * TIMEOUT_S - 0.01
@@ -191,14 +191,14 @@ async def test_a_process_that_waits_for_a_cpu_tells_how_long():
             os.sched_setaffinity(process.pid, cpu)
         watched = Worker(workers[0].pid, frozenset(), None, None)
         deadline = time.monotonic() + DEADLINE_S
-        while watched.delayed_s() < 0.05:
+        while watched.cpu_wait_s() < 0.05:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
     finally:
         for process in workers:
             process.kill()
             process.wait()
-    assert watched.delayed_s() == 0.0  # nobody can tell any more
+    assert watched.cpu_wait_s() == 0.0  # nobody can tell any more
 
 
 async def test_a_verifier_that_was_given_no_cpu_was_starved_and_judges_again(open_scorer):
