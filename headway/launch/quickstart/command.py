@@ -59,7 +59,7 @@ headway quickstart --resume"""
 def command(**options: object) -> None:
     """Train a tiny policy on this machine, end to end: warm start, then asynchronous GRPO.
 
-    The last line on standard output is the summary as JSON; the first run takes about 2½ minutes on a
+    The last line on standard output is the summary as JSON; the first run takes about 1½ minutes on a
     laptop.
     """
     quickstart = import_module("headway.launch.quickstart.quickstart")
