@@ -382,7 +382,9 @@ async def test_a_request_that_cannot_be_sampled_ends_alone(backend):
     alone = await generate(backend, "alone", max_new_tokens=12, seed=5)
     sound = request("sound", PROMPT, max_new_tokens=12, seed=5)
     broken = request("broken", PROMPT, max_new_tokens=12)
-    broken = broken.model_copy(update={"gconfig": broken.gconfig.model_copy(update={"top_k": 2**70})})
+    broken = broken.model_copy(
+        update={"gconfig": broken.gconfig.model_copy(update={"top_k": 2**70})}
+    )
     calls = [asyncio.create_task(backend.generate(req)) for req in (broken, sound)]
     with pytest.raises(DataError, match="request broken cannot be sampled: "):
         await calls[0]
