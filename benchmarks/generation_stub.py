@@ -21,9 +21,10 @@ from headway.contracts.types import LLMResponse
 
 TOKENS = 16
 HEARTBEAT_S = 1.0
+RID = b'"rid":"'
 ANSWER = (
     LLMResponse(
-        rid="stub",
+        rid="",
         output_tokens=list(range(5, 5 + TOKENS)),
         output_logprobs=[-0.5] * TOKENS,
         version_runs=[(0, 0, TOKENS)],
@@ -34,10 +35,8 @@ ANSWER = (
     .model_dump_json()
     .encode()
 )
-HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(
-    ANSWER
-)
-PAGE = HEAD + ANSWER
+BEFORE_RID, _, AFTER_RID = ANSWER.partition(RID)
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 
 
 class Stub(asyncio.Protocol):
@@ -60,14 +59,17 @@ class Stub(asyncio.Protocol):
         if len(body) < int(head[at:].split(b"\r\n", 1)[0]):
             return
         self._seen = b""
+        rid = body.partition(RID)[2].partition(b'"')[0]
         if self._delay_s:
-            asyncio.get_running_loop().call_later(self._delay_s, self._answer)
+            asyncio.get_running_loop().call_later(self._delay_s, self._answer, rid)
         else:
-            self._answer()
+            self._answer(rid)
 
-    def _answer(self) -> None:
+    def _answer(self, rid: bytes) -> None:
+        """The request's own name is what a gateway believes an answer by."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(PAGE)
+            answer = BEFORE_RID + RID + rid + AFTER_RID
+            self._transport.write(HEAD % len(answer) + answer)
 
 
 async def run(delay_s: float, gateway: str | None) -> None:
