@@ -1,4 +1,4 @@
-"""How long from the command to a reward, beside TRL's `GRPOTrainer`?
+"""Measure the time from the command to a given reward, beside TRL's `GRPOTrainer`.
 
     python benchmarks/against_trl.py --size small
     python benchmarks/against_trl.py --size large --trainer-threads 2 --server-threads 1
@@ -10,8 +10,8 @@ sampling, loss and optimizer; which goes first alternates. `headway run` goes tw
 until the first step had ended, `step_s` the mean of the others, and `reward` the mean of the last five
 steps. `value` is seconds(TRL) / seconds(headway) of the whole command, pair by pair.
 
-Both sides are told the same optimizer and learning rate; `--set` adds flags to `headway run`, to see what
-one of them does. `--cores` are the first ones of those that this process may use.
+Both sides get the same optimizer and learning rate; `--set` adds flags to `headway run`, to measure the
+effect of one of them. `--cores` are the first ones of those that this process may use.
 """
 
 from __future__ import annotations
@@ -162,14 +162,16 @@ def take_turn(folder: Path, setting: Setting, eta: int | None, options: argparse
 
 
 def environment(trl_threads: int) -> dict[str, str]:
-    """Of either command; our trainer and server have settings of their own for their threads."""
+    """Return the environment of either command; our trainer and server have settings of their own for
+    their threads.
+    """
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     ours = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     return {**os.environ, **ours, "OMP_NUM_THREADS": str(trl_threads)}
 
 
 def shared_memory() -> Path | None:
-    """Where versions of the weights are best put; None is the system's temporary directory."""
+    """Return the best folder for versions of the weights; None is the system's temporary directory."""
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
 
 
@@ -221,7 +223,7 @@ def our_config(
                 "group_size": setting.group_size,
                 "max_staleness": eta,
             },
-            "algorithm": {"eps_clip": setting.eps_clip},
+            "algorithm": {"policy_loss": {"eps_clip": setting.eps_clip}},
             "optimizer": {
                 "lr": setting.lr,
                 "beta2": setting.beta2,

@@ -23,12 +23,12 @@ NUM_PROMPTS = 4096
 
 @dataclass(frozen=True)
 class Setting:
-    """What both sides are told."""
+    """Settings that both sides share."""
 
     hidden: int
     layers: int
     prompts: int
-    """Per step."""
+    """Number of prompts per step."""
     group_size: int
     max_new_tokens: int
     steps: int
@@ -53,7 +53,7 @@ def share_of_digits(text: str) -> float:
 
 
 def write_prompts(path: Path, seed: int) -> None:
-    """As JSON Lines."""
+    """Write prompts as JSON Lines."""
     rng = random.Random(seed)
     rows = ("".join(rng.choices(CHARACTERS, k=PROMPT_CHARACTERS)) for _ in range(NUM_PROMPTS))
     path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""How much faster is asynchronous training than synchronous, for the same trajectories consumed?
+"""Compare the speed of asynchronous and synchronous training, for the same trajectories consumed.
 
     python benchmarks/async_vs_sync.py --pairs 3 --steps 30
 

@@ -1,4 +1,4 @@
-"""Does anything get lost, done twice, done too late or stuck while processes die?
+"""Check that nothing gets lost, done twice, done too late or stuck while processes die.
 
     python benchmarks/chaos.py --minutes 10
 
@@ -6,25 +6,28 @@ Two gateways share a Redis (append-only file); generation servers of the fake ba
 consumer submits, consumes, checkpoints and publishes versions, as fast as it can. A quarter of the time
 is free of faults, a half has one every few seconds (`chaos_faults`: every kind once before any comes
 again, in an order drawn from a seed), and a last quarter is free again, since machines change their pace.
-What is killed is started again at once. In the end the consumer is told to end, and everybody is asked:
+What is killed is started again at once. In the end the consumer is stopped, and these are counted:
 
     lost, duplicated   the ledger's own audit, recomputed from its events
-    unaccounted        what the consumer was told is submitted and the ledger does not know, and what
-                       its states do not add up to
+    unaccounted        rollouts that were acknowledged and that the ledger does not know, and the
+                       difference of its states from their sum
     disagreeing        rollouts whose step in the ledger is not the one in the consumer's history
     trained_twice      rollouts in two steps of the history that checkpoints kept
     over_stale         steps that trained on something staler than eta
-    stuck              trajectories that are leased, delivered, or queued with room to start them,
-                       though nobody disturbs any more (`ready` is not: who would take it has ended)
+    stuck              trajectories that are leased, delivered, or queued although they could
+                       start, after the faults are over (`ready` does not count: the consumer has ended)
     goodput_share      trajectories/s consumed under faults over those without
     cost               the same for each kind of fault, from one to the next fault of any kind; `cost_s`
                        is the mean time in which nothing would have been consumed
 
 Everything up to `stuck` must be 0; if not, the exit status says so, and logs and files are kept.
 
+With `--attackers 2` attackers are there all the time (`tests/attack/attacker.py`); `attack` counts the
+outcomes of their requests. `goodput_share` is then under attack, too.
+
 By default a fault comes every 15 s: each of eight processes fails about once in two minutes. What a
 fault costs is mostly the start of a process, which takes 1 s of CPU for a gateway and 2 s for a server or
-a trainer (they import torch); and Redis or both gateways, while they sleep, stop everybody. Faults that
+a trainer (they import torch); and Redis or both gateways, while they sleep, stop everything. Faults that
 come faster than processes start measure the machine.
 """
 
@@ -52,14 +55,14 @@ from measure import report
 
 from headway.contracts.http.ledger import LedgerCounts
 from headway.contracts.http.status import StatusResponse
-from headway.rollout.ledger.base import Entry
 from headway.rollout.ledger.make import make_ledger
+from headway.rollout.ledger.records import Entry
 
 Span = tuple[float, float]
 
 PAGE = 500
 STEPS_BEFORE = 3
-"""Of the consumer, before anything is measured."""
+"""Steps of the consumer before anything is measured."""
 PROMISES = (
     "lost",
     "duplicated",
@@ -81,11 +84,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--servers", type=int, default=3)
     parser.add_argument("--every-s", type=float, default=15.0, help="mean time between faults")
+    parser.add_argument("--attackers", type=int, default=0, help="connections of attackers")
     parser.add_argument("--dir", type=Path, default=None, help="keep logs and files here")
     options = parser.parse_args()
     folder = options.dir or Path(tempfile.mkdtemp(prefix="headway-chaos-", dir="/var/tmp"))
     folder.mkdir(parents=True, exist_ok=True)
-    world = World(folder, options.servers)
+    world = World(folder, options.servers, options.attackers)
     faults = Faults(world, random.Random(options.seed), options.every_s)
     try:
         found = run(world, faults, options.minutes * 60.0)
@@ -116,8 +120,10 @@ def run(world: World, faults: Faults, seconds: float) -> dict[str, Any]:
     stormy = spend(seconds / 2, tick)
     world.calm_down()
     calm.append(spend(seconds / 4, world.repair))
+    attack = world.end_attack()
     status = world.settle()
     return {
+        **({"attack": attack} if attack else {}),
         **goodput(calm, stormy, faults, world.history()),
         "exits": dict(world.exits),
         **questions(world, status),
@@ -134,7 +140,7 @@ def spend(seconds: float, tick: Callable[[], None]) -> Span:
 
 
 def goodput(calm: Sequence[Span], stormy: Span, faults: Faults, history: History) -> dict[str, Any]:
-    """What was consumed with and without faults, and what each kind of fault cost."""
+    """Return the rate of consumption with and without faults, and the cost of each kind of fault."""
     consumed = [Consumed(step["rows"], step["at"]) for step in history.steps]
     calm_per_s, stormy_per_s = per_s(consumed, calm), per_s(consumed, [stormy])
     costs = cost_per_kind(faults.done, consumed, stormy[1])
@@ -150,7 +156,7 @@ def goodput(calm: Sequence[Span], stormy: Span, faults: Faults, history: History
 
 
 def note(file: Path, faults: Faults) -> None:
-    """For who looks closer: `trained.jsonl` has the times of steps."""
+    """Write the faults to a file; `trained.jsonl` has the times of steps."""
     file.write_text("".join(json.dumps(asdict(fault)) + "\n" for fault in faults.done))
 
 
@@ -193,8 +199,8 @@ def unaccounted(acknowledged: set[str], entries: dict[str, Entry], counts: Ledge
     by_state: Counter[str] = Counter()
     for entry in entries.values():
         by_state[entry.state] += entry.request.prompt.group_size
-    told = counts.model_dump(exclude={"submitted"})
-    differences = sum(abs(told[state] - by_state[state]) for state in told)
+    counted = counts.model_dump(exclude={"submitted"})
+    differences = sum(abs(counted[state] - by_state[state]) for state in counted)
     return len(acknowledged - entries.keys()) + differences
 
 
@@ -206,7 +212,7 @@ def disagreeing(history: History, entries: dict[str, Entry]) -> int:
 
 
 def stuck(status: StatusResponse) -> int:
-    """What ought to have moved on by now."""
+    """Return the number of rollouts that should have moved on by now."""
     return status.counts.leased + status.counts.delivered + World.startable(status)
 
 

@@ -2,12 +2,12 @@
 
     python benchmarks/chaos_consumer.py --dir RUN --urls URL [URL ...] --batch 8 --group 4 --eta 2
 
-It may be killed at any moment and started again: like a real trainer it goes on from its checkpoint.
-What it trained on stands in `trained.jsonl`, a line per step; of lines with the same step that with the
+It may be killed at any moment and started again: like a real trainer it resumes its checkpoint.
+What it trained on is in `trained.jsonl`, a line per step; of lines with the same step the one with the
 highest version counts, since a later incarnation goes on with a higher one, and lines of steps that the
-checkpoint does not hold are void. `submitted` tells up to where rollouts were acknowledged. It ends when
-`stop` appears in its directory, after its step, or by the refusal of what it asks for once a later
-incarnation has attached; and kills itself where `die-at` tells: see `_reach`.
+checkpoint does not contain are ignored. `submitted` says up to where rollouts were acknowledged. It ends
+when `stop` appears in its directory, after its step, or when its requests are refused because a later
+incarnation has attached; and kills itself at the moment in `die-at`: see `_reach`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 
-from headway.contracts.config.base import PartConfig
+from headway.contracts.config.base import ComponentConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.weight_sync import DiskSync
-from headway.contracts.errors import Fenced, ServiceError, Starved
+from headway.contracts.errors import Fenced, NotEnoughWork, ServiceError
 from headway.contracts.types import ConsumerSpec, Prompt, RolloutRequest
 from headway.runtime.inference_client import RemoteInferenceEngine
 from weight_sync.transports.base import make_publisher
@@ -35,7 +35,7 @@ OUTAGE_S = 120.0
 
 @dataclass(frozen=True)
 class State:
-    """What a checkpoint holds."""
+    """Content of a checkpoint."""
 
     step: int = 0
     version: int = 0
@@ -99,7 +99,7 @@ class Consumer:
             try:
                 batch = self._client.wait(self._options.batch, OUTAGE_S)
                 break
-            except Starved:
+            except NotEnoughWork:
                 state = self._submit(state, self._options.batch)
         oldest = min(group.oldest_version for group in batch.groups)
         with (self._dir / "trained.jsonl").open("a") as file:
@@ -123,7 +123,7 @@ class Consumer:
         return self._publish(State(state.step, state.version + 1, state.cursor))
 
     def _replace_dropped(self, state: State) -> State:
-        """What was too stale for the new version is missing from what waits."""
+        """Submit replacements for the rollouts that were too stale for the new version."""
         counts = self._client.status().counts
         waiting = (counts.queued + counts.leased + counts.ready) // self._options.group
         is_first = state.cursor == 0
@@ -146,12 +146,12 @@ class Consumer:
                 input_ids=(1, 2, 3, at % 10),
                 data={"answer": "1"},
             ),
-            reward=PartConfig(name="exact", args={"pattern": "[0-9]"}),
+            reward=ComponentConfig(name="exact", args={"pattern": "[0-9]"}),
             gconfig=SamplingConfig(max_new_tokens=self._options.tokens, ignore_eos=True),
         )
 
     def _publish(self, state: State) -> State:
-        """As a real trainer: what was refused is not tried under the same number again."""
+        """Publish like a real trainer: a refused version number is not tried again."""
         while True:
             meta = self._publisher.announce(state.version)
             commit = self._client.update_weights(meta)

@@ -1,4 +1,4 @@
-"""What each fault of `chaos.py` cost: what was consumed, beside what would have been."""
+"""Cost of each fault of `chaos.py`: the consumption that was measured, beside what it would have been."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """What was done, and when (`time.time`)."""
+    """Fault, and its time (`time.time`)."""
 
     kind: str
     at: float
@@ -25,14 +25,14 @@ class Consumed:
 
 @dataclass
 class Cost:
-    """Of all faults of one kind: from each to the next fault of any kind."""
+    """Cost of all faults of one kind: from each to the next fault of any kind."""
 
     count: int = 0
     seconds: float = 0.0
     rows: int = 0
 
     def shown(self, calm_per_s: float) -> dict[str, float]:
-        """As figures: `cost_s` is the mean time in which nothing would have been consumed."""
+        """Return metrics; `cost_s` is the mean time in which nothing would have been consumed."""
         share = self.rows / (calm_per_s * self.seconds)
         return {
             "goodput_share": round(share, 2),

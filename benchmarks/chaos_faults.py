@@ -1,4 +1,4 @@
-"""What `chaos.py` does to its processes: one fault after the other, in an order drawn from a seed.
+"""Faults that `chaos.py` makes: one after the other, in an order drawn from a seed.
 
 Every kind comes once before any comes again. `kill` is SIGKILL, `stop` is SIGSTOP for a while.
 """
@@ -14,7 +14,7 @@ from chaos_costs import Fault
 from chaos_world import LEASE_S, MAX_SERVERS, MIN_SERVERS, World
 
 MOMENTS = ("", "trained", "consumed", "saved", "announced", "published", "committed")
-"""Of the consumer's step, at which it is killed; the first one is now."""
+"""Moments of the consumer's step at which it is killed; the first one means now."""
 STOP_S = (1.0, 5.0)
 ABSENCE_S = (6.0, 12.0)
 """About as long as another consumer takes to start, or longer."""
@@ -115,12 +115,14 @@ class Faults:
         return "stop " + name.partition("-")[0]
 
     def _stop_redis(self) -> str:
-        """For longer than any lease."""
+        """Stop Redis for longer than any lease."""
         self._world.stop("redis", self._random.uniform(*OUTAGE_S))
         return "stop redis long"
 
     def _kill_consumer_of_stopped_gateways(self) -> str:
-        """What it waits for may be given out when they wake, and nobody hears it."""
+        """Kill the consumer while the gateways are stopped: when they wake, they may give out what
+        is not waited for any more.
+        """
         for name in self._world.gateways:
             self._world.stop(name, self._random.uniform(*STOP_S))
         self._world.kill("consumer")

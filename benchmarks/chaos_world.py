@@ -25,18 +25,18 @@ ETA = 2
 GROUP = 4
 LEASE_S = 3.0
 HEDGE_S = 1.0
-"""A sequence takes a third of that: whose server sleeps is played by another one, too."""
+"""A sequence takes a third of that: if its server sleeps, another one runs it, too."""
 MIN_SERVERS, MAX_SERVERS = 2, 6
 OLD = "consumer (old)"
 READY_S = 90.0
 SETTLE_S = 120.0
 STEPS_AGAIN = 3
-"""Of the consumer, after which it is at work again."""
+"""Steps of the consumer after which it counts as working again."""
 
 
 @dataclass(frozen=True)
 class History:
-    """What the consumer trained on, as its checkpoint has it."""
+    """Steps that the consumer trained on, as stored in its checkpoint."""
 
     steps: list[dict[str, Any]]
 
@@ -49,11 +49,14 @@ class History:
 class World:
     """All processes."""
 
-    def __init__(self, folder: Path, num_servers: int) -> None:
+    def __init__(self, folder: Path, num_servers: int, num_attackers: int = 0) -> None:
+        """Args:
+        num_attackers: connections over which wrong requests come all the time.
+        """
         self.exits: Counter[str] = Counter()
-        """Processes that ended though nobody killed them: a gateway that found no Redis, for example."""
+        """Processes that ended without being killed: a gateway that found no Redis, for example."""
         self.servers = [f"server-{n}" for n in range(num_servers)]
-        """Those that are to be there."""
+        """Names of the servers that should run."""
         self._folder = folder
         self._run = folder / "run"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -61,6 +64,8 @@ class World:
         self._num_born = num_servers
         self._num_replaced = 0
         self._stopped: dict[str, float] = {}
+        self._num_attackers = num_attackers
+        self._attacker: subprocess.Popen[bytes] | None = None
         self._redis_port, *ports = _free_ports(3)
         self._gateway_ports = dict(zip(("gateway-0", "gateway-1"), ports, strict=True))
         self._urls = [f"http://127.0.0.1:{port}" for port in ports]
@@ -72,7 +77,7 @@ class World:
 
     @property
     def ledger(self) -> str:
-        """What the gateways share."""
+        """URL of the ledger that the gateways share."""
         return f"redis://127.0.0.1:{self._redis_port}/0"
 
     def start(self) -> None:
@@ -87,6 +92,22 @@ class World:
         for name in self.servers:
             self._launch_server(name)
         self._launch("consumer", self._consumer())
+        if self._num_attackers:
+            command = [sys.executable, "-m", "tests.attack.attacker", "--urls", *self._urls]
+            command += ["--connections", str(self._num_attackers)]
+            self._attacker = subprocess.Popen(
+                ["nice", "-n", "19", *command], cwd=HERE.parent, stdout=subprocess.PIPE
+            )
+
+    def end_attack(self) -> dict[str, float]:
+        """End the attackers and return what they measured."""
+        if self._attacker is None:
+            return {}
+        self._attacker.terminate()
+        printed, _ = self._attacker.communicate(timeout=READY_S)
+        self._attacker = None
+        counts: dict[str, float] = json.loads(printed)
+        return counts
 
     def kill(self, name: str) -> None:
         """SIGKILL; `repair` starts it again."""
@@ -202,11 +223,11 @@ class World:
 
     @staticmethod
     def startable(status: StatusResponse) -> int:
-        """Queued trajectories that there is room for."""
+        """Return the number of queued trajectories that capacity allows to start."""
         return min(status.counts.queued, max(0, status.capacity // GROUP) * GROUP)
 
     def audit(self) -> LedgerAudit:
-        """The ledger's."""
+        """Return the ledger's audit."""
         client = RemoteInferenceEngine(self._urls)
         try:
             return client.audit()
@@ -214,7 +235,7 @@ class World:
             client.destroy()
 
     def history(self) -> History:
-        """The consumer's steps that its checkpoint holds: what it did after that is void."""
+        """The consumer's steps that its checkpoint holds: what it did after that does not count."""
         checkpoint = self._run / "checkpoint.json"
         num_steps = json.loads(checkpoint.read_text())["step"] if checkpoint.is_file() else 0
         steps: dict[int, dict[str, Any]] = {}
@@ -228,11 +249,14 @@ class World:
         return History([steps[step] for step in range(num_steps)])
 
     def acknowledged(self) -> set[str]:
-        """Rollouts that the consumer was told are submitted."""
+        """Return the rollouts whose submission was acknowledged to the consumer."""
         targets = (self._run / "submitted").read_text().split()
         return {f"chaos.{at}" for at in range(max(map(int, targets)))}
 
     def end(self) -> None:
+        if self._attacker is not None:
+            self._attacker.kill()
+            self._attacker.communicate()
         for process in self._processes.values():
             process.send_signal(signal.SIGCONT)
             process.kill()

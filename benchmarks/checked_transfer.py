@@ -1,8 +1,8 @@
-"""What is the least that a checked publication can take on this machine?
+"""Measure the least time that a checked publication can take on this machine.
 
     python benchmarks/checked_transfer.py --transport shared_memory --servers 3
 
-No service, no manifest, no orders: bytes move as `weight_publication.py` moves them bare, but the sender
+No service, no manifest, no orders: bytes move as `raw_transfers.py` moves them bare, but the sender
 checksums every bucket and each receiver's process checks every bucket, chunk by chunk while it is warm,
 and all of it overlaps as far as the transport allows:
 
@@ -11,8 +11,8 @@ and all of it overlaps as far as the transport allows:
                     whole, and checked by the MiB as it arrives
     collective      gloo broadcasts, two under way; a thread on each side checksums what they carry
 
-In alternation, the bare transport of `weight_publication.py`. Nothing that proves on every server what it
-serves is faster than about `value` times the bare transport.
+In alternation, the bare transport of `raw_transfers.py`. A publication that verifies every server's
+weights cannot take less than about `value` times the bare transport.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from measure import report
-from weight_publication import RAW, SPAWN, as_numpy, receivers
+from raw_transfers import RAW, SPAWN, as_numpy, receivers
 
 BUCKETS = 8
 BUCKET_BYTES = 64 << 20
@@ -89,7 +89,7 @@ def measure(
 
 
 class Written:
-    """Which buckets of this round are whole; readers in other processes look at it, too."""
+    """Buckets of this round that are whole; processes that read share it."""
 
     def __init__(self) -> None:
         self.rounds = SPAWN.RawArray("i", BUCKETS)

@@ -1,4 +1,4 @@
-"""How long does training stand still for a checkpoint that is written at once, or behind its back?
+"""Measure how long training stands still for a checkpoint, written at once or in the background.
 
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --megabytes 2000 --folder /mnt/shared
@@ -29,7 +29,7 @@ from headway.contracts.config.trainer import TrainerConfig
 from trainer.api import LossOutput, MicroBatchSpec, ModelOutput
 from trainer.backends.fsdp2 import FSDP2Engine
 from trainer.batching.sequences import SequenceBatch
-from trainer.checkpoint import Checkpoints, Parts, RunState
+from trainer.checkpoint import CheckpointContents, Checkpoints, RunState
 from trainer.topology import Topology
 
 HIDDEN = 512
@@ -80,7 +80,7 @@ class Bench:
         model = TrainedModelConfig(path=str(folder / "model"))
         self._engine = FSDP2Engine(model, OptimizerConfig(), TrainerConfig(), ALONE, None)
         self._engine.initialize(None, None)
-        self._parts = Parts({"model": self._engine})
+        self._parts = CheckpointContents({"model": self._engine})
         self._checkpoints = {
             kind: Checkpoints(folder, RecoveryConfig(asynchronous=kind, keep=1), ALONE)
             for kind in (False, True)

@@ -1,4 +1,4 @@
-"""Where does the time of a decode step go, and how far is it from this core's limits?
+"""Profile a decode step, and compare it with this core's limits.
 
     python benchmarks/decode_profile.py --in-flight 32 --dtype bfloat16
 
@@ -28,9 +28,10 @@ from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import EmbeddedTorchConfig
 from headway.contracts.types import LLMRequest
-from inference_server.backends.embedded import attention
 from inference_server.backends.embedded.backend import EmbeddedTorchBackend
-from inference_server.backends.embedded.packed_linear import ROWS
+from inference_server.backends.embedded.packed_linear import ROWS, PackedWeight
+from inference_server.backends.embedded.slab_attention import SlabStep
+from inference_server.backends.embedded.slab_decode import SlabDecodeStep
 
 WARM_UP_S = 3.0
 
@@ -58,23 +59,24 @@ class Ledger:
 
 def instrument(backend: EmbeddedTorchBackend, ledger: Ledger) -> None:
     """Put clocks around the parts of a step."""
-    for layer in backend._model.module.modules():
-        if isinstance(layer, torch.nn.Linear):
-            layer.forward = linear_clock(layer, ledger)
-    attend = attention.slab_attention
-    attention.AttentionInterface.register(attention.NAME, ledger.timed("attention", attend))
-    backend._sample = ledger.timed("sampling", backend._sample)
-    backend._scheduler.schedule = ledger.timed("scheduling", backend._scheduler.schedule)
-    backend._step = ledger.timed("step", backend._step)
+    PackedWeight.product = product_clock(PackedWeight.product, ledger)  # type: ignore[method-assign]
+    for step in (SlabStep, SlabDecodeStep):
+        step.attend = ledger.timed("attention", step.attend)  # type: ignore[method-assign]
+    decoding = backend._decode_loop
+    decoding.decoder.sample = ledger.timed("sampling", decoding.decoder.sample)
+    decoding.decoder.land = ledger.timed("reading", decoding.decoder.land)
+    decoding.scheduler.schedule = ledger.timed("scheduling", decoding.scheduler.schedule)
+    decoding.step = ledger.timed("step", decoding.step)
 
 
-def linear_clock(layer: torch.nn.Linear, ledger: Ledger) -> Callable[..., Any]:
-    forward = ledger.timed("linear", layer.forward)
+def product_clock(product: Callable[..., Any], ledger: Ledger) -> Callable[..., Any]:
+    timed = ledger.timed("linear", product)
 
-    def run(x: torch.Tensor) -> torch.Tensor:
+    def run(packed: PackedWeight, x: torch.Tensor) -> Any:
+        output = timed(packed, x)
         if ledger.is_open:
-            ledger.flops += 2.0 * x.shape[:-1].numel() * layer.weight.numel()
-        return forward(x)
+            ledger.flops += 2.0 * output.numel() * x.shape[-1]
+        return output
 
     return run
 

@@ -11,9 +11,10 @@ from headway.contracts.config.base import Config
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.types import LLMRequest, Trajectory
 from headway.rollout.rewards.base import Answer
-from headway.rollout.tokenizer import TextTokenizer
-from headway.rollout.workflows.base import Sample, Stage, register_workflow
-from headway.rollout.workflows.transcript import Transcript
+from headway.rollout.trajectories.sample import Sample
+from headway.rollout.trajectories.transcript import Transcript
+from headway.rollout.workflows.base import RolloutContext, register_workflow
+from headway.text.tokenizer import TextTokenizer
 
 GENERATIONS = 4
 BRIDGE = (1, 2)
@@ -29,13 +30,13 @@ class FourGenerations:
         self._tokenizer = tokenizer
         self._gconfig = gconfig
 
-    async def run(self, sample: Sample, stage: Stage) -> Sequence[Trajectory]:
+    async def run(self, sample: Sample, context: RolloutContext) -> Sequence[Trajectory]:
         transcript = Transcript()
         transcript.observe(self._tokenizer.encode_prompt(sample.prompt))
         for turn in range(GENERATIONS):
             if turn:
                 transcript.observe(BRIDGE)
-            response = await stage.generate(
+            response = await context.generate(
                 LLMRequest(
                     rid=f"{sample.rollout_id}.{sample.index}.{turn}",
                     input_ids=transcript.ids,
@@ -45,7 +46,7 @@ class FourGenerations:
             )
             transcript.sample(response)
         completion = self._tokenizer.decode(response.output_tokens)
-        result = await stage.score(Answer("", completion, sample.prompt.data))
+        result = await context.score(Answer("", completion, sample.prompt.data))
         return (transcript.trajectory(sample, result),)
 
 

@@ -1,4 +1,4 @@
-"""How many tokens per second does the embedded engine give over HTTP, beside three others?
+"""Measure the tokens per second of the embedded engine over HTTP, beside three others.
 
     python benchmarks/generation.py --in-flight 32 --requests 64 --rounds 3 --dtype bfloat16
     python benchmarks/generation.py --siblings            # prefill work of a group
@@ -44,7 +44,7 @@ SGLANG_VENV = Path(
 
 @dataclass(frozen=True)
 class Load:
-    """What every contestant has to generate."""
+    """Requests that every contestant has to generate for."""
 
     prompts: list[list[int]]
     lengths: list[int]
@@ -56,7 +56,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Figures:
+class Measured:
     seconds: float
     cpu_seconds: float
 
@@ -116,11 +116,11 @@ class Server:
         tail = Path(self._log.name).read_text()[-3000:]  # noqa: ASYNC240 - the end of the program
         raise SystemExit(f"{self.url} did not come up:\n{tail}")
 
-    def run(self, load: Load, call: Callable[[Any, str, list[int], int, int], Any]) -> Figures:
+    def run(self, load: Load, call: Callable[[Any, str, list[int], int, int], Any]) -> Measured:
         before = self._cpu_seconds()
         started = time.monotonic()
         asyncio.run(self._run(load, call))
-        return Figures(time.monotonic() - started, self._cpu_seconds() - before)
+        return Measured(time.monotonic() - started, self._cpu_seconds() - before)
 
     async def _run(self, load: Load, call: Callable[..., Any]) -> None:
         places = asyncio.Semaphore(load.in_flight)
@@ -187,14 +187,14 @@ class Worker:
             text=True,
         )
 
-    def run(self, load: Load) -> Figures:
+    def run(self, load: Load) -> Measured:
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps(asdict(load)) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit(f"a worker ended with {self._process.wait()}")
-        return Figures(**json.loads(line))
+        return Measured(**json.loads(line))
 
     def close(self) -> None:
         self._process.terminate()
@@ -202,7 +202,7 @@ class Worker:
 
 
 def work(kind: str, model_dir: Path, dtype: str) -> None:
-    """The worker's side: a load per line in, figures per line out."""
+    """The worker's side: reads a load per line and writes the measurements per line."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -217,8 +217,8 @@ def work(kind: str, model_dir: Path, dtype: str) -> None:
         cpu, wall = time.process_time(), time.monotonic()
         with torch.inference_mode():
             run(model, load)
-        figures = Figures(time.monotonic() - wall, time.process_time() - cpu)
-        print(json.dumps(asdict(figures)), flush=True)
+        metrics = Measured(time.monotonic() - wall, time.process_time() - cpu)
+        print(json.dumps(asdict(metrics)), flush=True)
 
 
 def run_generate(model: Any, load: Load) -> None:
@@ -264,9 +264,9 @@ def run_continuous(model: Any, load: Load) -> None:
 
 def open_contestants(
     names: list[str], model: Path, dtype: str, in_flight: int
-) -> dict[str, tuple[Callable[[Load], Figures], Callable[[], None]]]:
+) -> dict[str, tuple[Callable[[Load], Measured], Callable[[], None]]]:
     """Name -> run and close, all started and waiting."""
-    opened: dict[str, tuple[Callable[[Load], Figures], Callable[[], None]]] = {}
+    opened: dict[str, tuple[Callable[[Load], Measured], Callable[[], None]]] = {}
     for name in names:
         if name == "headway":
             server = headway_server(model, dtype, in_flight)
@@ -321,9 +321,9 @@ def compare(options: argparse.Namespace, model: Path) -> None:
             load = draw_load(round_, options.requests, options.in_flight)
             order = list(contestants) if round_ % 2 == 0 else list(contestants)[::-1]
             for name in order:
-                figures = contestants[name][0](load)
-                rates[name].append(load.num_tokens / figures.seconds)
-                per_cpu[name].append(load.num_tokens / figures.cpu_seconds)
+                metrics = contestants[name][0](load)
+                rates[name].append(load.num_tokens / metrics.seconds)
+                per_cpu[name].append(load.num_tokens / metrics.cpu_seconds)
     finally:
         for _, close in contestants.values():
             close()

@@ -25,7 +25,7 @@ RID = b'"rid":"'
 ANSWER = (
     LLMResponse(
         rid="",
-        output_tokens=list(range(5, 5 + TOKENS)),
+        output_tokens=[5 + place % 8 for place in range(TOKENS)],  # of the smallest vocabulary
         output_logprobs=[-0.5] * TOKENS,
         version_runs=[(0, 0, TOKENS)],
         stop_reason="stop",

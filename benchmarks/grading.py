@@ -1,4 +1,5 @@
-"""How many mathematical answers per second does the scorer judge, and what does it cost the event loop?
+"""Measure how many mathematical answers per second the scorer grades, and what they cost the event
+loop.
 
     python benchmarks/grading.py --data /path/to/data --workers 2 --rounds 5
     python benchmarks/grading.py --bombs        # the same, while every 50th answer would hang a verifier
@@ -8,8 +9,8 @@ making), in four forms: boxed and right in the same words, right as a formula th
 settled on the event loop), right as a formula inside a sentence (in a worker, by sympy), and wrong, the
 answer to another question (two numbers on the event loop, the rest in a worker). Every round has fresh
 workers, which remember nothing.
-`lag_ms` is the longest time in which the event loop did not come round; `cpu_ms` counts this process and
-its workers, but those that were killed.
+`lag_ms` is the longest stall of the event loop; `cpu_ms` counts this process and its workers, except for
+those that were killed.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from pathlib import Path
 import psutil
 from measure import report
 
-from headway.contracts.config.base import PartConfig
+from headway.contracts.config.base import ComponentConfig
 from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.types import RewardResult
-from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox
+from headway.rollout.components.shared_services import NoOutbound, NoSandbox, SharedServices
 from headway.rollout.rewards.base import Answer
 from headway.rollout.rewards.final_answer import plain
 from headway.rollout.rewards.scoring import Scorer
@@ -41,7 +42,7 @@ BOMBS = (
     r"\boxed{(10^{7})!}",
     r"\boxed{\{" + ",".join(f"x+{n}" for n in range(400)) + r"\}}",
 )
-MATH = PartConfig(name="math", args={"timeout_s": 1.0})
+MATH = ComponentConfig(name="math", args={"timeout_s": 1.0})
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class LagMeter:
 
 
 def cpu_seconds() -> float:
-    """Of this process and everything it started."""
+    """Return the CPU seconds of this process and everything it started."""
     me = psutil.Process()
     times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
     return sum(one.user + one.system for one in times)
@@ -126,7 +127,7 @@ async def grade(scorer: Scorer, cases: list[Case], callers: int) -> list[RewardR
 async def open_scorer(workers: int) -> AsyncIterator[Scorer]:
     """Started, with math-verify in its workers."""
     config = ExecutorConfig(reward_workers=workers)
-    scorer = Scorer(config, Facilities(NoSandbox(), NoOutbound()))
+    scorer = Scorer(config, SharedServices(NoSandbox(), NoOutbound()))
     await scorer.start()
     try:
         first = Case(Answer("first", "$y + y$", {"answer": "2y"}), "first", 1.0)

@@ -42,14 +42,14 @@ REGIMES = (
     Regime(
         "RLOO",
         2,
-        ("--trainer.algorithm.baseline=leave_one_out", "--trainer.algorithm.scale_by_std=false"),
+        ("--trainer.algorithm.advantage={leave_one_out: true, std_level: none}",),
     ),
     Regime(
         "PPO with critic",
         2,
         (
             "--trainer.type=ppo",
-            "--trainer.algorithm.baseline=none",
+            "--trainer.algorithm.advantage.type=gae",
             "--trainer.algorithm.advantage_norm=batch",
             "--trainer.critic.optimizer.lr=1e-3",
             "--trainer.critic.optimizer.schedule=linear",
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def train(runs: Path, regime: Regime, steps: int, seed: int) -> list[dict[str, Any]]:
-    """The figures of each step; a run that is there whole is not run again."""
+    """Return the metrics of each step; a complete run is not repeated."""
     first, run_dir = runs / "first", runs / regime.name.replace(",", "").replace(" ", "-")
     journal = run_dir / METRICS_NAME
     if len(read_steps(journal)) < steps:

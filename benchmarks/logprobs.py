@@ -1,12 +1,12 @@
-"""What do log-probabilities without logits save, and what do they cost?
+"""Measure what log-probabilities without logits save, and what they cost.
 
     python benchmarks/logprobs.py
     python benchmarks/logprobs.py --hidden 256 --dtype bfloat16 --entropy
 
 Forward and backward pass of the log-probabilities of `--tokens` labels from hidden states and a head's
 weight, each way in a process of its own: in tiles (`chunked_logprobs`), and through the whole logits.
-The figure is the peak of memory above the inputs (`ru_maxrss`; on a GPU torch's counter), tiles over
-whole; `mib` and `seconds` are those of both. The gradients of the inputs are among it. Seconds are the
+The value is the peak of memory above the inputs (`ru_maxrss`; on a GPU torch's counter), tiles over
+whole; `mib` and `seconds` are those of both. It includes the gradients of the inputs. Seconds are the
 best of `--rounds`.
 """
 
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--vocabulary", type=int, default=150_000)
     parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--chunk-tokens", type=int, default=1024)
+    parser.add_argument("--chunk-tokens", type=int, help="by default as in a trainer")
     parser.add_argument("--kept-bytes", type=int, default=1 << 28, help="as in a trainer's config")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="cpu")
@@ -113,7 +113,7 @@ def whole(hidden: Tensor, weight: Tensor, labels: Tensor, options: argparse.Name
 
 
 def peak_mib(device: torch.device) -> float:
-    """Of this process, or of torch on the GPU."""
+    """Return the peak memory in MiB of this process, or of torch on the GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() / 2**20

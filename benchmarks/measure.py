@@ -1,4 +1,4 @@
-"""What every benchmark prints: one JSON line with the figure, its spread, the commit and the machine."""
+"""Output of every benchmark: one JSON line with the value, its spread, the commit and the machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def report(name: str, unit: str, values: Sequence[float], **more: Any) -> None:
-    """Print the median of `values` and everything needed to judge it."""
+    """Print the median of `values` and everything needed to interpret it."""
     print(
         json.dumps(
             {

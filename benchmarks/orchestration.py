@@ -1,4 +1,4 @@
-"""What does the rollout service cost beyond the generations themselves?
+"""Measure the cost of the rollout service beyond the generations themselves.
 
     python benchmarks/orchestration.py --delays-ms 0 20 --in-flight 64 256 1024
 
@@ -35,15 +35,15 @@ import psutil
 import uvloop
 from measure import report
 
-from headway.contracts.config.base import PartConfig
+from headway.contracts.config.base import ComponentConfig, WorkflowRef
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.http.paths import GENERATE
-from headway.contracts.types import LLMRequest, Prompt, RolloutRequest, WorkflowRef
+from headway.contracts.types import LLMRequest, Prompt, RolloutRequest
 from headway.launch.quickstart import task
 from headway.runtime.inference_client import RemoteInferenceEngine
 
 HERE = Path(__file__).parent
-PROMPT = tuple(range(1, 33))
+PROMPT = tuple(1 + position % 8 for position in range(32))
 GCONFIG = SamplingConfig(max_new_tokens=16)
 READY_S = 60.0
 
@@ -99,8 +99,8 @@ def compare(folder: Path, delay_ms: float, in_flight: int, options: argparse.Nam
     )
 
 
-def median(figures: Sequence[Sequence[float]], at: int) -> float:
-    return statistics.median(figure[at] for figure in figures)
+def median(metrics: Sequence[Sequence[float]], at: int) -> float:
+    return statistics.median(figure[at] for figure in metrics)
 
 
 def measure_floor(server: str, count: int, in_flight: int) -> tuple[float, float]:
@@ -159,7 +159,7 @@ def request(rollout_id: str, run: str) -> RolloutRequest:
         rollout_id=rollout_id,
         prompt=Prompt(group_id=rollout_id, input_ids=PROMPT, data={"answer": "x"}),
         workflow=WorkflowRef(name="four_generations"),
-        reward=PartConfig(name="exact"),
+        reward=ComponentConfig(name="exact"),
         gconfig=GCONFIG,
     )
 

@@ -1,4 +1,4 @@
-"""How full are micro-batches, how level are the ranks, and what does finding out cost?
+"""Measure how full micro-batches are, how level the ranks are, and what computing them costs.
 
     python benchmarks/packing.py
     python benchmarks/packing.py --median 4000 --sigma 0.6
@@ -65,7 +65,7 @@ def draw(count: int, options: argparse.Namespace, seed: int) -> list[int]:
 
 
 def report_packing(draws: list[list[int]], budget: int, shape: dict[str, float]) -> None:
-    def figures(pack: Callable[[list[int], int], Bins]) -> tuple[list[float], dict[str, Any]]:
+    def metrics(pack: Callable[[list[int], int], Bins]) -> tuple[list[float], dict[str, Any]]:
         over, uneven, spent = list[float](), list[float](), list[float]()
         for lengths in draws:
             bins, cpu_ms = timed(lambda lengths=lengths: pack(lengths, budget))
@@ -78,8 +78,8 @@ def report_packing(draws: list[list[int]], budget: int, shape: dict[str, float])
             "cpu_ms": round(statistics.median(spent), 2),
         }
 
-    values, ours = figures(pack_by_tokens)
-    _, loop = figures(first_fit_decreasing)
+    values, ours = metrics(pack_by_tokens)
+    _, loop = metrics(first_fit_decreasing)
     bound = -(-sum(draws[0]) // budget)
     report(
         "bins_over_lower_bound",

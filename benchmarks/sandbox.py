@@ -1,9 +1,9 @@
-"""How many untrusted programs does the sandbox judge per second?
+"""Measure how many untrusted programs the sandbox scores per second.
 
     python benchmarks/sandbox.py
     python benchmarks/sandbox.py --rows shared/data/mbpp/mbpp.jsonl --backend landlock
 
-Every program is the reference solution of a row with its tests, judged by the reward `code`: one forked
+Every program is the reference solution of a row with its tests, scored by the reward `code`: one forked
 process each, calls evaluated inside, values compared outside. Without `--rows` (MBPP's format) the
 programs are small ones of this file. The clock starts when the workers are ready; `start_s` is how long
 that took. `extra_gb` is memory that this process holds meanwhile: starting workers must not depend on
@@ -22,7 +22,7 @@ from typing import Any
 from measure import report
 
 from headway.contracts.config.gateway import SandboxConfig
-from headway.rollout.facilities import Facilities, NoOutbound
+from headway.rollout.components.shared_services import NoOutbound, SharedServices
 from headway.rollout.rewards.base import Answer
 from headway.rollout.rewards.code import CodeReward
 from headway.rollout.sandbox.choice import make_sandbox
@@ -40,12 +40,12 @@ OWN = [
 ]
 
 
-async def judge_all(rows: list[dict[str, Any]], facilities: Facilities) -> float:
+async def judge_all(rows: list[dict[str, Any]], services: SharedServices) -> float:
     """Seconds for all of them at once."""
     reward = CodeReward(cpu_s=20.0)
     started = time.perf_counter()
-    judged = (reward.judge(Answer("", row["code"], row), facilities) for row in rows)
-    results = await asyncio.gather(*judged)
+    scored = (reward.score(Answer("", row["code"], row), services) for row in rows)
+    results = await asyncio.gather(*scored)
     seconds = time.perf_counter() - started
     refused = [result for result in results if result.verdict != "accepted"]
     if refused:
@@ -66,8 +66,8 @@ async def main(options: argparse.Namespace) -> None:
     await sandbox.start()
     start_s = time.perf_counter() - started
     try:
-        facilities = Facilities(sandbox, NoOutbound())
-        seconds = [await judge_all(rows, facilities) for _ in range(options.repeats)]
+        services = SharedServices(sandbox, NoOutbound())
+        seconds = [await judge_all(rows, services) for _ in range(options.repeats)]
     finally:
         await sandbox.aclose()
     report(

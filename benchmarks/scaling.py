@@ -1,13 +1,13 @@
-"""Does a fleet do four times as much with four servers, and does anybody notice the change?
+"""Measure a fleet's throughput with one and with four servers, and check that no rollout suffers.
 
     python benchmarks/scaling.py --seconds 20
 
 Rollouts flow through a gateway without a pause while generation servers become four and one again. The
-servers run the fake backend; each holds so many sequences at once, and a sequence takes so long, that a
-server's throughput is bounded (`bound_per_s`), and more is always offered than all of them take: the
-gateway lives with refusals. Sequences differ in length, from a quarter to seven quarters of the mean.
+servers run the fake backend; each holds a fixed number of sequences, and a sequence takes a fixed time,
+so a server's throughput is bounded (`bound_per_s`). More is always offered than all of them can take: the
+gateway has to handle refusals. Sequences differ in length, from a quarter to seven quarters of the mean.
 
-The figure is trajectories/s with four servers over that with one; `per_s` are those of the three
+The value is trajectories/s with four servers over that with one; `per_s` are those of the three
 phases, each after the fleet has become what it is. `joined_s` is counted from the start of a server's
 process, `listed_s` from when the gateway knows it, both until it has generated its first token;
 `drained_s` from the order to drain until nothing runs there. `failed` and `requeued` must be 0.
@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 from measure import report
 
-from headway.contracts.config.base import PartConfig
+from headway.contracts.config.base import ComponentConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.http.servers import ServerStatus
 from headway.contracts.types import Prompt, RolloutRequest
@@ -66,7 +66,7 @@ def main() -> None:
         **found,
     )
     if found["failed"] or found["requeued"]:
-        raise SystemExit("rollouts were failed or begun anew")
+        raise SystemExit("rollouts failed or were begun again")
 
 
 def bound_of(options: argparse.Namespace) -> float:
@@ -184,7 +184,7 @@ class Site:
 
 
 class Load:
-    """Keeps so many rollouts outstanding that no server is ever idle."""
+    """Keeps enough rollouts outstanding that no server is ever idle."""
 
     def __init__(self, client: RemoteInferenceEngine, outstanding: int, tokens: int) -> None:
         self.completed = 0
@@ -239,7 +239,7 @@ class Load:
         return RolloutRequest(
             rollout_id=name,
             prompt=Prompt(group_id=name, input_ids=(1, 2, 3, number % 10), data={"answer": "1"}),
-            reward=PartConfig(name="exact", args={"pattern": "[0-9]"}),
+            reward=ComponentConfig(name="exact", args={"pattern": "[0-9]"}),
             gconfig=SamplingConfig(max_new_tokens=self._length(number), ignore_eos=True),
         )
 
@@ -254,12 +254,12 @@ def in_parallel(work: Callable[..., T], calls: list[tuple[Any, ...]]) -> list[T]
 
 
 def find(client: RemoteInferenceEngine, url: str) -> ServerStatus | None:
-    """What the gateway knows of a server."""
+    """Return the gateway's status of a server; None if it does not know it."""
     return next((one for one in client.status().servers if one.url == url), None)
 
 
 def until(look: Callable[[], T | None]) -> T:
-    """What it sees, once it does."""
+    """Poll `look` until it returns something true, and return that."""
     deadline = time.monotonic() + READY_S
     while not (seen := look()):
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""How many tokens per second does a training step take in, beside a padded loop and TRL?
+"""Measure the tokens per second of a training step, beside a padded loop and TRL.
 
     python benchmarks/trainer_step.py
     python benchmarks/trainer_step.py --hidden 128 --layers 3 --vocabulary 64 --sequences 128
@@ -142,7 +142,9 @@ def serve(pipe: Connection, name: str, setup: Setup, rollouts: list[Rollout], th
 
 
 def largest_gap(ways: dict[str, Child], place: Path, tolerance: float) -> float:
-    """Between loss, gradient norm and gradient of the engine and of the others, relative."""
+    """Return the largest relative gap in loss, gradient norm and gradient between the engine and the
+    others.
+    """
     first = {name: child.ask("step")[2:] for name, child in ways.items()}
     gradients: dict[str, dict[str, Tensor]] = {}
     for name, child in ways.items():
@@ -163,7 +165,7 @@ def largest_gap(ways: dict[str, Child], place: Path, tolerance: float) -> float:
 
 
 def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Of two gradients, over the norm of the second."""
+    """Return the distance between two gradients, over the norm of the second."""
     if ours.keys() != theirs.keys():
         raise SystemExit(f"gradients of different parameters: {ours.keys() ^ theirs.keys()}")
     apart = sum(float((ours[n].float() - theirs[n].float()).square().sum()) for n in ours)

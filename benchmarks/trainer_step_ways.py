@@ -49,7 +49,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Setup:
-    """What every way is told."""
+    """Settings that every contestant shares."""
 
     folder: Path
     dtype: str
@@ -64,7 +64,7 @@ class Way(Protocol):
         """Loss, and the gradient's norm before it is clipped."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of the last step, clipped."""
+        """Return the clipped gradients of the last step."""
 
 
 def draw_rollouts(
@@ -93,12 +93,13 @@ def draw_rollouts(
 
 
 class EngineWay:
-    """`FSDP2Engine.train_batch`, with all figures of a real step."""
+    """`FSDP2Engine.train_batch`, with all metrics of a real step."""
 
     def __init__(self, setup: Setup, rollouts: Sequence[Rollout]) -> None:
         from headway.contracts.config.algorithm import AlgorithmConfig
         from headway.contracts.config.model import TrainedModelConfig
         from headway.contracts.config.optimizer import OptimizerConfig
+        from headway.contracts.config.policy_losses import ClipLossConfig
         from headway.contracts.config.trainer import TrainerConfig
         from trainer.api import MicroBatchSpec
         from trainer.backends.fsdp2 import FSDP2Engine
@@ -115,13 +116,15 @@ class EngineWay:
             None,
         )
         self._engine.initialize(None, None)
-        self._config = AlgorithmConfig(eps_clip=EPS_CLIP, decoupled=False)
+        self._config = AlgorithmConfig(
+            policy_loss=ClipLossConfig(eps_clip=EPS_CLIP), decoupled=False
+        )
         self._spec = MicroBatchSpec(setup.budget)
         self._batch = packed(rollouts)
 
     def step(self) -> tuple[float, float]:
-        figures = self._engine.train_batch(self._batch, self._spec, self._loss, self._weight)
-        return figures["loss"], figures["grad_norm"]
+        metrics = self._engine.train_batch(self._batch, self._spec, self._loss, self._weight)
+        return metrics["loss"], metrics["grad_norm"]
 
     def gradients(self) -> dict[str, Tensor]:
         return named_gradients(self._engine._model.model)
@@ -237,7 +240,7 @@ class TRLWay:
         self._micro_batches = self._split(rollouts)
 
     def _split(self, rollouts: Sequence[Rollout]) -> list[dict[str, Tensor]]:
-        """As `GRPOTrainer` does: padded together, then cut."""
+        """Split as `GRPOTrainer` does: padded together first."""
         from trl.trainer.utils import split_tensor_dict
 
         whole = padded(rollouts)

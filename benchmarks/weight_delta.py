@@ -1,17 +1,17 @@
-"""How much of a version changes in a training step, and how fast is a delta of it?
+"""Measure how much of a version changes in a training step, and how fast a delta of it is.
 
     python benchmarks/weight_delta.py
     python benchmarks/weight_delta.py --text lines.txt --warmup 300
 
 A Qwen3-style model is trained from random weights on lines of arithmetic (or on the bytes of `--text`).
-From there every learning rate starts anew, as reinforcement learning does: fp32 master weights, an
+From there every learning rate starts again, as in reinforcement learning: fp32 master weights, an
 Adam without memory, and after every step the weights cast to bfloat16 as a version. Adam's first step
 moves every element by the whole learning rate; it is reported (`first_step_percent`) but not counted:
-the figures are of the steps after `--settle`. How large those are `update_per_lr` says: the root mean
-square of an element's move, in learning rates.
+the metrics are of the steps after `--settle`. `update_per_lr` says how large these are: the root mean
+square of an element's change, in learning rates.
 
 Every version is encoded tensor by tensor against the one before, decoded on top of what a receiver
-holds, and compared bit by bit. Beside it, of the same steps: xor of all bytes as one zstd stream of
+holds, and compared bit by bit. For comparison, of the same steps: xor of all bytes as one zstd stream of
 the same level. Speeds are GB of full weights per second on one core (the encoder's with checksums);
 sizes are without the manifest.
 """
@@ -76,7 +76,7 @@ def batches(text: bytes) -> Iterator[torch.Tensor]:
 
 
 def make_optimizer(model: Qwen3ForCausalLM, lr: float) -> torch.optim.AdamW:
-    """As the trainer makes it."""
+    """Build the optimizer that the trainer uses."""
     config = OptimizerConfig()
     return torch.optim.AdamW(
         model.parameters(),
@@ -117,7 +117,7 @@ class Measured:
 
 
 def measure_delta(new: Version, old: Version, level: int) -> tuple[Measured, Version]:
-    """And what a receiver that held `old` ends up with."""
+    """Measure encoding and decoding; also return the version that a receiver with `old` ends up with."""
     started = time.perf_counter()
     encoded = {name: encode_delta(new[name], old[name], level) for name in new}
     encode_s = time.perf_counter() - started
@@ -160,7 +160,7 @@ def measure_xor(new: Version, old: Version, level: int) -> Measured:
 
 
 def changed_share(new: Version, old: Version) -> float:
-    """Of the elements, how many have other bits."""
+    """Return the share of the elements with other bits."""
     changed = sum(
         int((new[name].view(torch.int16) != old[name].view(torch.int16)).sum()) for name in new
     )

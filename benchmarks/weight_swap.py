@@ -1,4 +1,4 @@
-"""How long does generation pause when a version is swapped in?
+"""Measure how long generation pauses when a version is swapped in.
 
     python benchmarks/weight_swap.py --size 40M --swaps 200
     python benchmarks/weight_swap.py --size 500M --swaps 60
@@ -58,7 +58,7 @@ def make_model(folder: Path, size: str) -> int:
 
 
 class Clock:
-    """When each token of one sequence came, and under which version."""
+    """Records when each token of one sequence came, and under which version."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -75,7 +75,7 @@ class Clock:
                 self._reached.set()
 
     async def after(self, count: int) -> None:
-        """Wait for so many more tokens."""
+        """Wait for `count` more tokens."""
         self._left = count
         self._reached.clear()
         await self._reached.wait()

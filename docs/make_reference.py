@@ -26,10 +26,12 @@ from headway.contracts.config.experiment import (
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.ppo_code import PPOCodeExperiment, PPOMathExperiment
+from headway.contracts.config.ppo_hybrid import PPOHybridExperiment
 from headway.contracts.config.server import BackendConfig, ServerConfig
 from headway.contracts.config.weight_sync import WeightSyncConfig
 from headway.contracts.config.workers import WorkersConfig
-from headway.launch.config_check import EXPERIMENTS, MODELS
+from headway.launch.config_check import MODELS
+from headway.launch.experiments import EXPERIMENTS
 from headway.runtime.model_settings import describe, list_settings
 from headway.runtime.settings import CATALOGUE, RUN_SECTIONS
 
@@ -48,6 +50,7 @@ PAGES: dict[str, type[BaseModel]] = {
     "Trainer, `type: ppo`: `torchrun … -m trainer`": PPOExperiment,
     "Trainer, `type: ppo-code`: `torchrun … -m trainer`": PPOCodeExperiment,
     "Trainer, `type: ppo-math`: `torchrun … -m trainer`": PPOMathExperiment,
+    "Trainer, `type: ppo-hybrid`: `headway train`": PPOHybridExperiment,
     "Trainer, `type: sft`: `torchrun … -m trainer`": SFTExperiment,
     "Trainer, `type: rw`: `torchrun … -m trainer`": RWExperiment,
     "Trainer, `type: dpo`: `torchrun … -m trainer`": DPOExperiment,
@@ -60,7 +63,7 @@ LIKE: dict[type[BaseModel], tuple[str, type[BaseModel]]] = {
     PPOCodeExperiment: ("grpo", GRPOExperiment),
     PPOMathExperiment: ("ppo-code", PPOCodeExperiment),
 }
-"""Whose settings are told elsewhere: by which type, but for those that are its own."""
+"""Types whose settings are listed under another one; a type lists only its own."""
 WITHOUT: dict[type[BaseModel], str] = {
     PPOCodeExperiment: ", but there is no `algorithm`, which follows from `ppo`",
 }
@@ -93,8 +96,15 @@ def _body(model: type[BaseModel]) -> str:
     if model is WorkersConfig:
         shared = _rows(GRPOExperiment) + _rows(PPOExperiment)
         notes = (
-            "Made in code ([workers](workers.md)). `model`, `optimizer`, `trainer`, `algorithm` and "
-            "`reference` are as of `type: grpo`, `critic` as of `type: ppo`; besides:\n\n"
+            "Made in code ([workers](training/workers.md)). `model`, `optimizer`, `trainer`, `algorithm` "
+            "and `reference` are as of `type: grpo`, `critic` as of `type: ppo`; besides:\n\n"
+        )
+        return f"{notes}{_table([row for row in rows if row not in shared])}"
+    if model is PPOHybridExperiment:
+        shared = _rows(GRPOExperiment) + _rows(PPOExperiment)
+        notes = (
+            "`run_dir`, `model`, `data`, `sampling`, `optimizer`, `trainer`, `metrics`, `algorithm`, "
+            "`reference` and `recovery` are as of `type: grpo`, `critic` as of `type: ppo`; besides:\n\n"
         )
         return f"{notes}{_table([row for row in rows if row not in shared])}"
     if model is LaunchConfig:

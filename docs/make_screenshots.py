@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.integration.browser import Browser, browsing  # noqa: E402
-from tests.integration.dashboard_stage import Stage, staged  # noqa: E402
+from tests.integration.dashboard_scene import Stage, staged  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 SECONDS = 90.0

@@ -1,7 +1,8 @@
 # The public names with their types, as `__init__.py` loads them.
 
+from headway.contracts.config.base import ComponentConfig as ComponentConfig
 from headway.contracts.config.base import Config as Config
-from headway.contracts.config.base import PartConfig as PartConfig
+from headway.contracts.config.base import WorkflowRef as WorkflowRef
 from headway.contracts.config.sampling import SamplingConfig as SamplingConfig
 from headway.contracts.errors import BackendError as BackendError
 from headway.contracts.errors import ConfigError as ConfigError
@@ -9,14 +10,14 @@ from headway.contracts.errors import Conflict as Conflict
 from headway.contracts.errors import DataError as DataError
 from headway.contracts.errors import Fenced as Fenced
 from headway.contracts.errors import Forbidden as Forbidden
-from headway.contracts.errors import Fruitless as Fruitless
+from headway.contracts.errors import NotEnoughWork as NotEnoughWork
 from headway.contracts.errors import NotFound as NotFound
 from headway.contracts.errors import QueueFull as QueueFull
 from headway.contracts.errors import RequestTooLong as RequestTooLong
 from headway.contracts.errors import RewardError as RewardError
 from headway.contracts.errors import RewardOutage as RewardOutage
+from headway.contracts.errors import RolloutsFailed as RolloutsFailed
 from headway.contracts.errors import ServiceError as ServiceError
-from headway.contracts.errors import Starved as Starved
 from headway.contracts.errors import StateError as StateError
 from headway.contracts.errors import SyncError as SyncError
 from headway.contracts.errors import Unauthorized as Unauthorized
@@ -38,28 +39,27 @@ from headway.contracts.types import TrajectoryBatch as TrajectoryBatch
 from headway.contracts.types import TrajectoryGroup as TrajectoryGroup
 from headway.contracts.types import Turn as Turn
 from headway.contracts.types import VersionBounds as VersionBounds
-from headway.contracts.types import WorkflowRef as WorkflowRef
-from headway.rollout.facilities import Facilities as Facilities
-from headway.rollout.facilities import Outcome as Outcome
-from headway.rollout.facilities import Program as Program
+from headway.rollout.components.shared_services import Program as Program
+from headway.rollout.components.shared_services import ProgramResult as ProgramResult
+from headway.rollout.components.shared_services import SharedServices as SharedServices
 from headway.rollout.filters.base import Filter as Filter
 from headway.rollout.filters.base import register_filter as register_filter
 from headway.rollout.rewards.base import Answer as Answer
 from headway.rollout.rewards.base import AsyncReward as AsyncReward
 from headway.rollout.rewards.base import make_reward as make_reward
 from headway.rollout.rewards.base import register_reward as register_reward
-from headway.rollout.tokenizer import TextTokenizer as TextTokenizer
 from headway.rollout.tools.base import Tool as Tool
 from headway.rollout.tools.base import ToolError as ToolError
 from headway.rollout.tools.base import register_tool as register_tool
-from headway.rollout.workflows.base import Sample as Sample
-from headway.rollout.workflows.base import Stage as Stage
+from headway.rollout.trajectories.sample import Sample as Sample
+from headway.rollout.workflows.base import RolloutContext as RolloutContext
 from headway.rollout.workflows.base import Workflow as Workflow
 from headway.rollout.workflows.base import register_workflow as register_workflow
 from headway.rollout.workflows.conversation import Conversation as Conversation
-from headway.rollout.workflows.game import Game as Game
 from headway.rollout.workflows.single_turn import SingleTurn as SingleTurn
 from headway.rollout.workflows.single_turn import SingleTurnArgs as SingleTurnArgs
+from headway.rollout.workflows.turn_sampler import TurnSampler as TurnSampler
 from headway.runtime.inference_client import RemoteInferenceEngine as RemoteInferenceEngine
+from headway.text.tokenizer import TextTokenizer as TextTokenizer
 
 __version__: str

@@ -1,7 +1,7 @@
-"""Which requests a server takes, how long they may last, and how it stops taking any.
+"""Admission of requests: how many a server takes, how long they may last, and how it stops taking them.
 
-Every face of a server generates through one `Admission`, so these manners hold for all of them. A
-request ends in its time scope: at its own timeout, or at once when `end_all` moves it to now.
+Every dialect of a server generates through one `RequestAdmission`, so these limits hold for all of them.
+A request ends in its time scope: at its own timeout, or at once when `end_all` moves it to now.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 from headway.contracts.errors import Conflict, Draining, QueueFull, RequestTimeout
 
 
-class Admission:
-    """The requests in flight; who waits for `until_idle` is woken when the last one ends."""
+class RequestAdmission:
+    """The requests in flight; `until_idle` returns when the last one has ended."""
 
     def __init__(self, max_in_flight: int | None = None, timeout_s: float | None = None) -> None:
         self._max_in_flight = max_in_flight
@@ -33,11 +33,11 @@ class Admission:
 
     @asynccontextmanager
     async def admit(self, rid: str) -> AsyncIterator[None]:
-        """Hold a place for one request.
+        """Admit one request while the block runs.
 
         Raises:
             Draining: the server is shutting down, or had to end this request.
-            QueueFull: every place is taken.
+            QueueFull: the most requests allowed are in flight.
             Conflict: a request with this id is in flight.
             RequestTimeout: it took longer than allowed; its work is cancelled.
         """

@@ -7,39 +7,43 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Self
 
 from headway.contracts.config.server import ServerConfig, UpdatePolicy
 from headway.contracts.errors import Conflict, ServiceError, StaleVersion, VersionMoved
 from headway.contracts.http.servers import ServerReport, ServerState, ServerStatus
 from headway.contracts.http.weights import (
-    Seat,
+    GroupRankBody,
     WeightAbortRequest,
     WeightCommitRequest,
     WeightPrepareRequest,
 )
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
-from headway.rollout.in_process import InProcessEngine
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.publishing.orders import is_group
-from headway.rollout.service import RolloutService
-from headway.rollout.tokenizer import TextTokenizer
+from headway.rollout.service.in_process import InProcessEngine
+from headway.rollout.service.service import RolloutService
 from headway.runtime.logging import note_request
-from inference_server.admission import Admission
+from headway.runtime.modules import import_modules
+from headway.text.tokenizer import TextTokenizer
+from inference_server.admission import RequestAdmission
 from inference_server.backends.base import GenerationBackend, OnDelta, make_backend
-from inference_server.metrics import ServerMetrics, ServerPicture
+from inference_server.default_dtype import settled_model
+from inference_server.memory import check_memory
+from inference_server.metrics import ServerMetrics, ServerSnapshot
 from inference_server.version_gate import VersionGate
 from weight_sync.receiver import make_receiver
 
 log = logging.getLogger(__name__)
 
 END_GRACE_S = 2.0
-"""For sequences that were aborted to answer with the tokens so far."""
+"""Seconds for aborted sequences to return the tokens so far."""
 UPLOAD_TIMEOUT_S = 3600.0
-"""For a version that is published to a lone server, from its announcement to its last byte."""
+"""Seconds for a version that is published to a lone server, from its announcement to its last byte."""
 
 
 class LocalGenerator:
-    """`Generator` over one backend and its version gate, with the manners of `Admission`."""
+    """`Generator` over one backend and its version gate, with the limits of `RequestAdmission`."""
 
     def __init__(
         self,
@@ -47,7 +51,7 @@ class LocalGenerator:
         gate: VersionGate,
         name: str,
         tokenizer: TextTokenizer | None = None,
-        admission: Admission | None = None,
+        admission: RequestAdmission | None = None,
         model_name: str = "model",
         gateways: Sequence[str] = (),
     ) -> None:
@@ -55,12 +59,17 @@ class LocalGenerator:
         self.gate = gate
         self.tokenizer = tokenizer
         self.model_name = model_name
-        """What clients of several models call this one."""
-        self.admission = admission or Admission()
+        """Name by which clients of several models address this one."""
+        self.admission = admission or RequestAdmission()
         self.metrics = ServerMetrics()
-        self.metrics.watch(self._picture)
+        self.metrics.watch(self._snapshot)
         self._name = name
         self._gateways = gateways
+
+    @property
+    def weights(self) -> Self:
+        """This: a server alone publishes to itself."""
+        return self
 
     @property
     def version(self) -> PolicyVersion:
@@ -76,14 +85,14 @@ class LocalGenerator:
 
     @property
     def updates_in_flight(self) -> int:
-        return self.gate.updates_in_flight
+        return self.gate.served.updates_in_flight
 
     @property
     def generated_tokens(self) -> int:
         return self.backend.load().generated_tokens
 
     def report(self, server_id: str, url: str) -> ServerReport:
-        """What a heartbeat says."""
+        """Return the content of a heartbeat."""
         load = self.backend.load()
         return ServerReport(
             server_id=server_id,
@@ -109,10 +118,10 @@ class LocalGenerator:
         return [ServerStatus(**report.model_dump(), state=state)]
 
     async def agenerate(self, req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
-        """Generate one sequence; every face of the server comes through here.
+        """Generate one sequence; every dialect of the server comes through here.
 
         Raises:
-            QueueFull, Conflict, Draining, RequestTimeout: by `Admission.admit`.
+            QueueFull, Conflict, Draining, RequestTimeout: by `RequestAdmission.admit`.
             RequestTooLong, DataError, BackendError: by the backend.
             VersionMoved: another version serves than the one that was asked for.
         """
@@ -156,7 +165,7 @@ class LocalGenerator:
             path=meta.path,
             digest=meta.digest,
             fallbacks=meta.fallbacks,
-            seat=Seat(rank=1, world_size=1 + self.backend.num_ranks)
+            group_rank=GroupRankBody(rank=1, world_size=1 + self.backend.num_ranks)
             if is_group(meta.path)
             else None,
             timeout_s=UPLOAD_TIMEOUT_S,
@@ -167,7 +176,7 @@ class LocalGenerator:
             if self.gate.epoch == order.epoch:
                 await self.cancel_update(meta.version)
             raise
-        # Not `order.epoch`: who sent the same again has taken over.
+        # Not `order.epoch`: a later order for the same version has taken over.
         commit = WeightCommitRequest(epoch=self.gate.epoch, version=meta.version, policy=policy)
         await self.gate.commit(commit)
         return self.version
@@ -193,24 +202,28 @@ class LocalGenerator:
         await self.backend.aclose()
         await self.gate.aclose()
 
-    def _picture(self) -> ServerPicture:
-        return ServerPicture(
+    def _snapshot(self) -> ServerSnapshot:
+        return ServerSnapshot(
             load=self.backend.load(),
             in_flight=self.admission.in_flight,
             is_draining=self.admission.draining.is_set(),
-            swaps=self.gate.updates,
-            swap_s=self.gate.swap_s,
+            swaps=self.gate.served.updates,
+            swap_s=self.gate.served.swap_s,
         )
 
 
 def make_generator(config: ServerConfig) -> LocalGenerator:
-    """Load the model and build its gate; nothing runs yet."""
+    """Import the configuration's modules, load the model and build its gate; nothing runs yet."""
+    import_modules(config.modules)
+    config = config.model_copy(update={"model": settled_model(config)})
     has_tokenizer = (Path(config.model.path) / "tokenizer.json").is_file()
-    tokenizer = TextTokenizer(config.model.path) if has_tokenizer else None
+    max_bytes = config.executor.max_prompt_bytes
+    tokenizer = TextTokenizer(config.model.path, max_bytes) if has_tokenizer else None
+    check_memory(config)
     backend = make_backend(config.backend, config.model, config.initial_version, tokenizer)
     receiver = make_receiver(config.weights)
     gate = VersionGate(backend, receiver, config.update_policy, config.weights.stage_timeout_s)
-    admission = Admission(config.max_in_flight, config.request_timeout_s)
+    admission = RequestAdmission(config.max_in_flight, config.request_timeout_s)
     model_name = config.served_model_name or Path(config.model.path).absolute().name
     return LocalGenerator(backend, gate, "local", tokenizer, admission, model_name, config.gateways)
 

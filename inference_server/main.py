@@ -12,21 +12,23 @@ from fastapi import FastAPI
 
 from headway.contracts.config.server import ServerConfig
 from headway.contracts.errors import ConfigError
-from headway.rollout.app import create_app
-from headway.rollout.service import RolloutService
+from headway.rollout.service.app import create_app
+from headway.rollout.service.service import RolloutService
 from headway.runtime.access import Access
+from headway.runtime.allowed_hosts import AllowedHosts
 from headway.runtime.config import load_config
 from headway.runtime.listener import check_exposure, serve
 from headway.runtime.logging import configure_logging
 from headway.runtime.secret import read_token
+from headway.runtime.tasks import cancel_and_wait
 from inference_server.backends.base import GenerationBackend
+from inference_server.dialects.headway import generation, peer_files, weights
+from inference_server.dialects.openai import routes as openai
+from inference_server.dialects.sglang import routes as sglang
+from inference_server.dialects.sglang.dialect import SGLangDialect
 from inference_server.engine import LocalGenerator, make_generator, open_service
-from inference_server.faces.headway import generation, held, weights
-from inference_server.faces.openai import routes as openai
-from inference_server.faces.sglang import routes as sglang
-from inference_server.faces.sglang.face import SGLangFace
+from inference_server.peer_store import PeerStore
 from inference_server.registration import keep_registered
-from inference_server.shelf import Shelf
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
     app = make_app(config, generator, access, gateway_token)
 
     async def drain() -> None:
-        await app.state.service.drain()
+        await app.state.service.executor.stop_claiming()
         await generator.drain(config.service.drain_timeout_s)
 
     serve(app, config.service, drain)
@@ -64,7 +66,7 @@ def make_app(
     """The app of one server.
 
     Args:
-        access: who may call what; None asks for no token.
+        access: the tokens and their rights; None requires no token.
         gateway_token: what this server carries to its gateway.
     """
 
@@ -72,7 +74,7 @@ def make_app(
     async def opened() -> AsyncIterator[RolloutService]:
         async with open_service(config, generator) as service:
             # Now, not before: an attached engine brings its own version.
-            app.state.sglang = SGLangFace(config, generator)
+            app.state.sglang = SGLangDialect(config, generator)
             tasks = [
                 asyncio.create_task(
                     _register(app, config, generator, gateway_token), name="heartbeat"
@@ -82,9 +84,7 @@ def make_app(
             try:
                 yield service
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await cancel_and_wait(tasks)
                 await app.state.sglang.aclose()
 
     app = create_app(
@@ -93,13 +93,14 @@ def make_app(
         config.service.max_body_bytes,
         generation.router,
         weights.router,
-        held.router,
+        peer_files.router,
         openai.router,
         sglang.router,
         access=access,
+        hosts=AllowedHosts(config.service.allowed_hosts, [config.advertise_url]),
         metrics=generator.metrics.registry,
     )
-    app.state.shelf = Shelf(generator.gate.receiver.held if config.weights.peers else None)
+    app.state.peer_store = PeerStore(generator.gate.receiver.held if config.weights.peers else None)
     return app
 
 

@@ -1,4 +1,4 @@
-"""What one generation server measures; units are in the names.
+"""Metrics of one generation server; units are in the names.
 
 Requests are counted as they end; what the backend is doing is read when the page is. Everything
 begins at zero with the process.
@@ -6,7 +6,6 @@ begins at zero with the process.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from headway.contracts.errors import ServiceError
 from headway.contracts.types import LLMRequest, LLMResponse
+from headway.runtime.metrics import counted_outcome
 from inference_server.backends.base import Load
 
 STEP_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -55,27 +54,21 @@ class ServerMetrics:
             "request", "Seconds from arrival to the last token", REQUEST_BUCKETS_S
         )
 
-    def watch(self, picture: Callable[[], ServerPicture]) -> None:
-        """Show also what the server is doing when the page is read."""
-        self.registry.register(_PictureCollector(picture))
+    def watch(self, snapshot: Callable[[], ServerSnapshot]) -> None:
+        """Show the server's current state, too, when the page is read."""
+        self.registry.register(_SnapshotCollector(snapshot))
 
     @contextmanager
     def counted(self, req: LLMRequest) -> Iterator[Callable[[LLMResponse], None]]:
-        """Count one request by how the block ends; its response is handed to what is yielded."""
-        outcome = "internal"
+        """Count one request by how the block ends; the yielded function takes its response."""
         answered: list[LLMResponse] = []
-        try:
-            yield answered.append
-            outcome = "interrupt" if answered[0].stop_reason == "interrupt" else "ok"
+
+        def success() -> str:
             self._observe(req, answered[0])
-        except ServiceError as error:
-            outcome = error.code
-            raise
-        except asyncio.CancelledError:
-            outcome = "cancelled"
-            raise
-        finally:
-            self._requests.labels(outcome).inc()
+            return "interrupt" if answered[0].stop_reason == "interrupt" else "ok"
+
+        with counted_outcome(self._requests, success):
+            yield answered.append
 
     def _observe(self, req: LLMRequest, response: LLMResponse) -> None:
         self._prompt_tokens.inc(len(req.input_ids))
@@ -96,27 +89,27 @@ class ServerMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class ServerPicture:
-    """What a server is doing at one moment."""
+class ServerSnapshot:
+    """State of a server at one moment."""
 
     load: Load
     in_flight: int
-    """Requests in any of its faces, running or waiting."""
+    """Requests in any of its dialects, running or waiting."""
     is_draining: bool
     swaps: int
     swap_s: float
     """Seconds spent in all swaps, with the wait for what a policy lets end first."""
 
 
-class _PictureCollector(Collector):
-    def __init__(self, picture: Callable[[], ServerPicture]) -> None:
-        self._picture = picture
+class _SnapshotCollector(Collector):
+    def __init__(self, snapshot: Callable[[], ServerSnapshot]) -> None:
+        self._snapshot = snapshot
 
     def describe(self) -> Iterator[Metric]:
         return iter(())  # registering must not ask a backend that is not started
 
     def collect(self) -> Iterator[Metric]:
-        now = self._picture()
+        now = self._snapshot()
         load = now.load
         gauges = {
             "in_flight_requests": ("Requests running or waiting", now.in_flight),
@@ -124,7 +117,7 @@ class _PictureCollector(Collector):
             "queued_sequences": ("Sequences that wait", load.queued),
             "kv_tokens": ("Tokens whose keys and values are held", load.kv_tokens),
             "kv_capacity_tokens": (
-                "Tokens whose keys and values fit; 0: the backend does not say",
+                "Tokens whose keys and values fit; 0: not known",
                 load.kv_capacity_tokens,
             ),
             "draining": ("1 once the server is shutting down", int(now.is_draining)),

@@ -1,4 +1,4 @@
-"""Tells a gateway that this server is here: at every heartbeat, with a new version, and as it drains."""
+"""Registration at a gateway: a report at every heartbeat, with a new version, and when draining."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from inference_server.engine import LocalGenerator
 log = logging.getLogger(__name__)
 
 ANSWER_S = 2.0
-"""For a gateway to take a report, before another one gets it: well within a server's lease."""
+"""Seconds for a gateway to take a report, before another one gets it: well within a server's lease."""
 LOOK_S = 0.1
-"""Between looks at what cannot wait for the next heartbeat."""
+"""Seconds between checks for changes that are reported before the next heartbeat."""
 
 
 async def keep_registered(
@@ -52,7 +52,7 @@ async def keep_registered(
 
 
 class Reporter:
-    """Remembers which gateway answers, and what it said."""
+    """Reports to gateways; remembers which one answers, and the state that it returned."""
 
     def __init__(self, session: aiohttp.ClientSession, gateways: Sequence[str]) -> None:
         self._session = session
@@ -61,7 +61,7 @@ class Reporter:
         self._state = ""
 
     async def report(self, report: ServerReport) -> None:
-        """To the gateway that answered last, else to the others in turn, once each."""
+        """Send a report to the gateway that answered last, else to the others in turn, once each."""
         for _ in range(len(self._gateways)):
             try:
                 self._note(await _report(self._session, self._gateways[0], report))
@@ -80,21 +80,21 @@ class Reporter:
     def _note(self, answer: ServerReportResponse) -> None:
         if answer.state != self._state:
             log.info(
-                "gateway says what this server is",
+                "the gateway changed this server's state",
                 extra={"gateway": self._gateways[0], "state": answer.state},
             )
             self._state = answer.state
 
 
-async def _pause(generator: LocalGenerator, told: ServerReport, heartbeat_s: float) -> None:
-    """Until the next heartbeat; a new version and the beginning of a drain are one."""
+async def _pause(generator: LocalGenerator, sent: ServerReport, heartbeat_s: float) -> None:
+    """Wait until the next report is due: at the heartbeat, a new version, or the start of a drain."""
     deadline = time.monotonic() + heartbeat_s
 
-    def is_told() -> bool:
+    def is_current() -> bool:
         is_draining = generator.admission.draining.is_set()
-        return (told.version, told.draining) == (generator.version, is_draining)
+        return (sent.version, sent.draining) == (generator.version, is_draining)
 
-    while (left_s := deadline - time.monotonic()) > 0 and is_told():  # noqa: ASYNC110 - swaps notify nobody
+    while (left_s := deadline - time.monotonic()) > 0 and is_current():  # noqa: ASYNC110 - swaps send no event
         await asyncio.sleep(min(LOOK_S, left_s))
 
 

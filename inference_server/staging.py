@@ -1,78 +1,92 @@
 """One version on its way in: it is read, waits for its commit, is swapped in, or has ended.
 
-It belongs to no request: whoever asks for the same version next takes it over, and to go away ends
-nothing. What ends it (an abort, a newer publication, its deadline) waits for nobody, and leaves at most
-a reader that was told to give up.
+It belongs to no request: the next order for the same version takes it over, and a client that goes away
+ends nothing. An abort, a newer publication or its deadline ends it at once, and leaves at most a reader
+that was cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
+from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import SyncError
 from headway.contracts.http.weights import WeightPrepareRequest, WeightUpdateResponse
-from headway.contracts.types import GroupSeat, WeightUpdateMeta
-from inference_server.backends.base import Staged
-from weight_sync.patience import Patience
+from headway.contracts.types import GroupRank, WeightUpdateMeta
+from inference_server.backends.base import StagedVersion
+from inference_server.served_weights import ServedWeights
+from weight_sync.deadline import Deadline
 
 log = logging.getLogger(__name__)
 
-Read = Callable[[WeightUpdateMeta, Patience], Staged]
-Swap = Callable[[Staged], Awaitable[WeightUpdateResponse]]
+Read = Callable[[WeightUpdateMeta, Deadline], StagedVersion]
 
 
-class Staging:
-    """What one version has come to; used on one event loop.
+class VersionStaging:
+    """State of one version on its way in; used on one event loop.
 
     Args:
-        order: who asks for it.
-        patience: of the reader.
+        order: the order that asks for it.
+        deadline: deadline of the reader.
         read: brings the version, called on a thread.
+        served: lets it serve.
         turn: held while it is read, and while it is swapped in.
+        on_over: called when it serves, or could not be read: it is of no more use.
     """
 
     def __init__(
-        self, order: WeightPrepareRequest, patience: Patience, read: Read, turn: asyncio.Lock
+        self,
+        order: WeightPrepareRequest,
+        deadline: Deadline,
+        read: Read,
+        served: ServedWeights,
+        turn: asyncio.Lock,
+        on_over: Callable[[], None],
     ) -> None:
         self.order = order
         """The newest one that asks for it."""
         self.ended = ""
-        """Why nobody wants it any more."""
-        self._staged: Staged | None = None
-        self._patience = patience
+        """Why it has ended; empty before."""
+        self._staged: StagedVersion | None = None
+        self._deadline = deadline
+        self._served = served
         self._turn = turn
+        self._on_over = on_over
         self._has_turn = False
         self._expiry: asyncio.TimerHandle | None = None
         self._swapping: asyncio.Task[WeightUpdateResponse] | None = None
         self.reading = asyncio.create_task(self._stage(read), name=f"stage {order.version}")
-        """Ends with the digest."""
+        """Task that reads it and returns the digest."""
         self.reading.add_done_callback(_log_failure)
+        self.reading.add_done_callback(self._after_reading)
         self._expect()
 
     def answers(self, order: WeightPrepareRequest) -> bool:
-        """Whether this is what an order asks for."""
+        """True if this is the version that an order asks for."""
         known = self.order
         if self.ended or known.version != order.version:
             return False
-        if self._staged is not None and order.digest is not None and order.seat is None:
+        if self._staged is not None and order.digest is not None and order.group_rank is None:
             return order.digest == self._staged.digest
-        if known.seat is not None or order.seat is not None:  # in a group, each has its own place
-            return (known.epoch, known.seat) == (order.epoch, order.seat)
-        # What lies elsewhere under this number may be something else.
+        if (
+            known.group_rank is not None or order.group_rank is not None
+        ):  # in a group, each rank is another transfer
+            return (known.epoch, known.group_rank) == (order.epoch, order.group_rank)
+        # Another path may hold other weights under this number.
         return known.path == order.path and len({known.digest, order.digest} - {None}) < 2
 
     def adopt(self, order: WeightPrepareRequest) -> None:
-        """It is for this order from now on."""
+        """Let it answer this order from now on."""
         digest = order.digest or self.order.digest
         self.order = order.model_copy(update={"digest": digest})
         if self._swapping is None:
             self._expect()
 
     async def digest(self) -> str:
-        """Of the version, once it was read.
+        """Return the digest of the version, once it was read.
 
         Raises:
             SyncError: it was not read, or has ended.
@@ -82,9 +96,11 @@ class Staging:
             self._check()
         return self.reading.result()
 
-    async def swap_in(self, swap: Swap) -> WeightUpdateResponse:
-        """Swap it in, once: whoever asks meanwhile hears of the same swap.
+    async def swap_in(self, policy: UpdatePolicy | None) -> WeightUpdateResponse:
+        """Swap it in, once: concurrent calls get the result of the same swap.
 
+        Args:
+            policy: None takes the server's.
         Raises:
             SyncError: it was not read yet, or has ended; by the backend, and it is still staged.
         """
@@ -92,7 +108,7 @@ class Staging:
             self._check()
             if self._staged is None:
                 raise SyncError(f"version {self.order.version} is still being staged")
-            self._swapping = asyncio.create_task(self._commit(self._staged, swap))
+            self._swapping = asyncio.create_task(self._commit(self._staged, policy))
             self._swapping.add_done_callback(_log_failure)
         swapping = self._swapping
         await asyncio.wait({swapping})
@@ -104,11 +120,11 @@ class Staging:
             self.end(reason)
 
     def end(self, reason: str) -> None:
-        """Nobody wants it any more; a swap that has begun goes on."""
+        """End it for this reason; a swap that has begun goes on."""
         self.ended = self.ended or reason
         self._staged = None
         self._hold()
-        self._patience.give_up(reason)
+        self._deadline.cancel(reason)
         if not self._has_turn:
             self.reading.cancel()
 
@@ -116,8 +132,8 @@ class Staging:
         try:
             async with self._turn:
                 self._has_turn = True
-                self._patience.progress()
-                staged = await asyncio.to_thread(read, _meta_of(self.order), self._patience)
+                self._deadline.restart()
+                staged = await asyncio.to_thread(read, _meta_of(self.order), self._deadline)
             self._check()
             self._prove(staged)
         except BaseException as error:
@@ -127,19 +143,28 @@ class Staging:
         self._expect()
         return staged.digest
 
-    async def _commit(self, staged: Staged, swap: Swap) -> WeightUpdateResponse:
+    async def _commit(
+        self, staged: StagedVersion, policy: UpdatePolicy | None
+    ) -> WeightUpdateResponse:
         self._hold()
         try:
             async with self._turn:
                 self._check()
-                return await swap(staged)
+                answer = await self._served.swap(staged, policy)
+                self._served.came_by(self.order)  # a gateway may have asked for it again
+                self._on_over()
+                return answer
         except BaseException:
             self._swapping = None
             if not self.ended:
                 self._expect()
             raise
 
-    def _prove(self, staged: Staged) -> None:
+    def _after_reading(self, reading: asyncio.Task[str]) -> None:
+        if self.ended:  # its failure holds what was read so far
+            self._on_over()
+
+    def _prove(self, staged: StagedVersion) -> None:
         wanted = self.order.digest
         if wanted not in (None, staged.digest):
             raise SyncError(
@@ -164,17 +189,19 @@ class Staging:
 
 
 def _log_failure(task: asyncio.Task[Any]) -> None:
-    """Whoever asked may be gone."""
+    """Log a failure, since the client may be gone."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.warning("a weight update failed", extra={"reason": str(error)})
 
 
 def _meta_of(order: WeightPrepareRequest) -> WeightUpdateMeta:
-    seat = order.seat
+    group_rank = order.group_rank
     return WeightUpdateMeta(
         version=order.version,
         path=order.path,
         digest=order.digest,
         fallbacks=order.fallbacks,
-        seat=None if seat is None else GroupSeat(order.epoch, seat.rank, seat.world_size),
+        group_rank=None
+        if group_rank is None
+        else GroupRank(order.epoch, group_rank.rank, group_rank.world_size),
     )

@@ -1,7 +1,9 @@
-"""Shared by all tests: one thread for torch, no network, repeatable property tests, registries that
-hold after a file what they held before it, and a word on what `make test` left out."""
+"""Shared by all tests: one thread for torch, no network, no GPU unless `-m gpu` asks for one, repeatable
+property tests, registries that hold after a file what they held before it, and a word on what `make test`
+left out."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from headway.contracts.registry import Registry
+from headway.runtime.gpus import VISIBLE, survey_gpus
 
 settings.register_profile(
     "headway",
@@ -55,6 +58,20 @@ LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT_OUT] = Counter()
+    if not wants_gpus(config.option.markexpr):
+        os.environ[VISIBLE] = ""  # of children, too; CUDA reads it when it starts
+
+
+def wants_gpus(expression: str) -> bool:
+    """Whether a marker expression asks for tests on GPUs. The others compare with the CPU bit by bit, or
+    start more ranks than there are devices."""
+    return re.search(r"(?<!not )\bgpu\b", expression) is not None
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    if wants_gpus(config.option.markexpr) or not survey_gpus().has_gpus:
+        return []
+    return ["GPUs: hidden from these tests; `make test-gpu` runs those that want them"]
 
 
 @pytest.hookimpl(tryfirst=True)

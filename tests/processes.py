@@ -7,13 +7,17 @@ by multiprocessing's server (`FORKS`), which every test process starts once.
 from __future__ import annotations
 
 import multiprocessing
+from contextlib import chdir
 from functools import cache
+from pathlib import Path
 
 from headway.contracts.config.launch import LaunchConfig
-from headway.launch.launchers.local import PRELOADED, LocalRun, child_environment
+from headway.launch.launchers.local import LocalRun
+from headway.launch.launchers.preload import PRELOADED, child_environment
+from headway.runtime.fork_server import ForkServer
 from headway.runtime.process import Process, ProcessSpec
-from headway.runtime.template import ProcessTemplate
 
+ROOT = Path(__file__).parents[1]
 TEST_MODULES = ("tests.integration.publishing_trainer", "tests.integration.traps")
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -31,9 +35,10 @@ FORKS.set_forkserver_preload(
 
 
 @cache
-def template() -> ProcessTemplate:
+def template() -> ForkServer:
     """The template of this test process; it ends with it."""
-    return ProcessTemplate((*PRELOADED, *TEST_MODULES), child_environment(1))
+    with chdir(ROOT):  # whichever folder a test is in: what it forks imports from here
+        return ForkServer((*PRELOADED, *TEST_MODULES), child_environment(1))
 
 
 def start_process(spec: ProcessSpec) -> Process:

@@ -6,20 +6,25 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from headway.contracts.config.trainer import TokenNormalizeScope
 from headway.contracts.types import FinetuneSpec, WeightUpdateMeta
 from trainer.batching.sequences import SequenceBatch
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchSpec:
-    """How a batch is cut for memory; the loss does not depend on it."""
+    """Limits of the micro-batches that a batch is split into for memory; the loss does not depend on
+    them.
+    """
 
     max_tokens_per_mb: int
+    n_mbs: int = 1
+    """Minimum number of micro-batches on each rank, as far as it has sequences for them."""
     granularity: int = 1
     """Neighbouring sequences that stay together in one micro-batch: 2 for pairs. It divides the number of
     sequences of every rank."""
@@ -27,20 +32,20 @@ class MicroBatchSpec:
 
 @dataclass(frozen=True, slots=True)
 class SaveLoadMeta:
-    """Where and how a model is stored."""
+    """Path and form in which a model is stored."""
 
     path: str
     weight_format: Literal["hf", "dcp"] = "dcp"
     """`hf`: a Hugging Face directory, weights only; `dcp`: sharded, loads on another number of ranks."""
     with_optim: bool = True
-    """Also optimizer and schedule (`dcp` only)."""
+    """Store optimizer and schedule, too (`dcp` only)."""
     asynchronous: bool = False
-    """Save what there is now, and return once it is copied (`dcp` only); one at a time."""
+    """Save the current state, and return once it is copied (`dcp` only); one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """What one rank needs from a launcher; None leaves it to the launcher."""
+    """Resources that one rank needs from a launcher; None leaves a value to the launcher."""
 
     cpu: int = 1
     """Cores."""
@@ -68,7 +73,7 @@ class Scheduling:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """A micro-batch's loss and figures, all means over its weight (`loss_weight_fn`), save those whose
+    """A micro-batch's loss and metrics, all means over its weight (`loss_weight_fn`), save those whose
     names end in `_max`: of these the largest counts."""
 
     loss: Tensor  # []
@@ -76,9 +81,10 @@ class LossOutput:
 
 
 class ModelOutput(Protocol):
-    """What a model says of a micro-batch of T tokens; position t predicts token t + 1.
+    """Output of a model for a micro-batch of T tokens; position t predicts token t + 1.
 
-    Valid within the loss or hook that it is given to. What a head cannot say raises `ConfigError`.
+    Valid within the loss or hook that it is given to. A value that the head does not have raises
+    `ConfigError`.
     """
 
     def logprobs(
@@ -87,7 +93,8 @@ class ModelOutput(Protocol):
         """[T] float32 log-probability of `labels` [T] under the temperature-scaled distribution.
 
         Differentiable, and computed without logits for all positions at a time. With a `mask` [T] bool
-        only its positions are computed; others are 0.
+        only its positions are computed; others are 0. Where the micro-batch has a sampling mask,
+        distributions are over the tokens that it holds.
         """
 
     def logprobs_and_entropy(
@@ -117,7 +124,7 @@ class TrainEngine(Protocol):
         """Join the process group, load the model, build the optimizer."""
 
     def get_scheduling_config(self) -> Scheduling:
-        """What one rank needs."""
+        """Return the resources that one rank needs."""
 
     def train_batch(
         self,
@@ -125,10 +132,17 @@ class TrainEngine(Protocol):
         mb_spec: MicroBatchSpec,
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
+        token_normalize_scope: TokenNormalizeScope = "global",
     ) -> dict[str, float]:
         """One optimizer step on this rank's sequences; the loss is the mean over the weight of all
         ranks and micro-batches, whatever the split.
 
+        Args:
+            token_normalize_scope: `dp` takes the mean over each rank's weight, and then over the ranks;
+                one without weight adds 0. Metrics are averaged likewise.
+        Returns:
+            `loss`, `grad_norm`, `lr`, `skipped_steps` (1 if the gradient was not finite), and the loss's
+            own metrics; the same on every rank.
         Raises:
             DataError: a sequence, or a unit of `granularity`, is longer than the token budget.
         """
@@ -139,6 +153,7 @@ class TrainEngine(Protocol):
         mb_spec: MicroBatchSpec,
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
+        token_normalize_scope: TokenNormalizeScope = "global",
     ) -> Tensor | None:
         """[] float64 loss that `train_batch` would see, without a step; [K] of a loss [K]."""
 
@@ -167,8 +182,13 @@ class TrainEngine(Protocol):
             source: an engine of the same backend, model and sharding.
         """
 
-    def upload_weights(self, meta: WeightUpdateMeta | None) -> None:
-        """Publish the current weights as a version; `meta` is None on ranks other than the first."""
+    def upload_weights(self, meta: WeightUpdateMeta | None) -> Future[None] | None:
+        """Publish the current weights as a version; `meta` is None on ranks other than the first.
+
+        Returns:
+            None once they are published. A future if a copy of them is sent in the background; the
+            weights may change meanwhile, and the future holds the outcome of that upload.
+        """
 
     def step_lr_scheduler(self) -> None:
         """Advance the learning rate, once per version."""
@@ -181,3 +201,13 @@ class TrainEngine(Protocol):
 
     def destroy(self) -> None:
         """Leave the process group."""
+
+
+@runtime_checkable
+class OffloadingEngine(Protocol):
+    """A train engine that gives its device free between calls."""
+
+    def place_on_device(self, parameters: bool, optimizer: bool) -> None:
+        """Move parameters and optimizer to this rank's device (true), or to the CPU's memory; collective
+        calls want the parameters on the device, updates the optimizer, too.
+        """

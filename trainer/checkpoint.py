@@ -25,12 +25,13 @@ from torch import Tensor
 from headway.contracts.config.recovery import RecoveryConfig
 from headway.contracts.errors import ConfigError, StateError
 from headway.contracts.types import PolicyVersion
-from trainer.api import SaveLoadMeta, TrainEngine
+from trainer.api import SaveLoadMeta
+from trainer.timetable import Timetable
 from trainer.topology import Topology
 
 _NAME = re.compile(r"step-(\d{8,})")
 _STAGING = ".staging"
-_DOOMED = ".doomed"
+_TO_DELETE = ".to_delete"
 _DAMAGE = (
     OSError,
     EOFError,
@@ -45,7 +46,7 @@ _DAMAGE = (
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Where a run stands; all counters move together.
+    """Position of a run; all counters move together.
 
     The staleness counters follow from it: on attaching, the service takes them as version·B plus
     what its ledger holds unconsumed.
@@ -72,6 +73,16 @@ class RunState:
         )
 
 
+class StoredModel(Protocol):
+    """A model that checkpoints hold: a `TrainEngine`, or one that runs elsewhere."""
+
+    def save(self, meta: SaveLoadMeta) -> Future[None]:
+        """See `TrainEngine`."""
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        """See `TrainEngine`."""
+
+
 class Stateful(Protocol):
     """Something that learns a few numbers."""
 
@@ -79,21 +90,23 @@ class Stateful(Protocol):
         """All of them."""
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """What `state_dict` gave."""
+        """Restore the values that `state_dict` returned."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What a checkpoint holds besides the counters, by name."""
+class CheckpointContents:
+    """Contents of a checkpoint besides the counters, by name."""
 
-    models: Mapping[str, TrainEngine]
-    """With their optimizers."""
-    followers: Mapping[str, TrainEngine] = field(default_factory=dict)
+    models: Mapping[str, StoredModel]
+    """Models, with their optimizers."""
+    followers: Mapping[str, StoredModel] = field(default_factory=dict)
     """Models that change without an optimizer."""
-    numbers: Mapping[str, Stateful] = field(default_factory=dict)
+    states: Mapping[str, Stateful] = field(default_factory=dict)
+    is_split: bool = False
+    """Some model is not on all ranks."""
 
     @property
-    def folders(self) -> list[tuple[str, TrainEngine, bool]]:
+    def folders(self) -> list[tuple[str, StoredModel, bool]]:
         """Name, engine, and whether its optimizer belongs to it."""
         trained = [(name, engine, True) for name, engine in self.models.items()]
         return trained + [(name, engine, False) for name, engine in self.followers.items()]
@@ -102,12 +115,17 @@ class Parts:
 class Checkpoints:
     """The newest checkpoints of a run folder."""
 
-    def __init__(self, run_dir: Path, config: RecoveryConfig, topology: Topology) -> None:
+    def __init__(
+        self, run_dir: Path, config: RecoveryConfig, topology: Topology, steps_per_epoch: int = 1
+    ) -> None:
+        self._timetable = Timetable(config, steps_per_epoch, topology)
         self._root = run_dir / "checkpoints"
         self._config = config
         self._topology = topology
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._under_way: Future[None] | None = None
+        self._behind: Topology | None = None
+        """The ranks, with collectives of the thread that writes."""
         self.safe_step = -1
         """Last step whose consumption a durable checkpoint holds; moved by the first rank alone."""
 
@@ -121,14 +139,15 @@ class Checkpoints:
         if steps:
             raise ConfigError(
                 f"{self._root} holds checkpoints of a former run (newest: step {steps[-1]}); go on "
-                "from it with recovery.resume=true, or give the new run another run_dir"
+                "from it with recovery.mode=resume, or give the new run another run_dir"
             )
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        """Whether to save after `step` steps."""
-        return step % self._config.every_steps == 0 or step == total_steps
+        """True if a checkpoint has to be saved after `step` steps; collective."""
+        is_due = self._timetable.is_due(step)
+        return is_due or step == total_steps
 
-    def save(self, parts: Parts, state: RunState) -> None:
+    def save(self, contents: CheckpointContents, state: RunState) -> None:
         """Store everything, or begin to; collective.
 
         Raises:
@@ -140,19 +159,21 @@ class Checkpoints:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
         self._topology.barrier()
+        if contents.is_split and self._behind is None:
+            self._behind = self._topology.apart()
         written = [
             engine.save(SaveLoadMeta(str(staging / name), "dcp", with_optim, is_asynchronous))
-            for name, engine, with_optim in parts.folders
+            for name, engine, with_optim in contents.folders
         ]
-        numbers = {name: part.state_dict() for name, part in parts.numbers.items()}
-        content = json.dumps(asdict(state) | {"numbers": numbers})
+        numbers = {name: part.state_dict() for name, part in contents.states.items()}
+        record = json.dumps(asdict(state) | {"numbers": numbers})
         rng = torch.get_rng_state()
-        self._under_way = self._thread.submit(self._complete, written, state.step, content, rng)
+        self._under_way = self._thread.submit(self._complete, written, state.step, record, rng)
         if not is_asynchronous:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until what is under way is durable; collective, and before the engines are destroyed.
+        """Wait until a running save is durable; collective, and before the engines are destroyed.
 
         Raises:
             StateError: it could not be written; the checkpoint before is as it was. On every rank.
@@ -168,16 +189,19 @@ class Checkpoints:
             f"a checkpoint in {self._root} could not be written: {what}; mend the cause and resume"
         ) from failure
 
-    def _complete(self, written: list[Future[None]], step: int, content: str, rng: Tensor) -> None:
+    def _complete(self, written: list[Future[None]], step: int, record: str, rng: Tensor) -> None:
         """Make a checkpoint visible once all of it is durable; then old ones may go."""
         wait(written)
+        is_failed = any(part.exception() is not None for part in written)
+        if self._behind is not None and self._behind.max(int(is_failed)) and not is_failed:
+            raise StateError("another rank could not write its part; see its log")
         for part in written:
             part.result()
         if not self._topology.is_main:
             return
         staging = self._root / _STAGING
         torch.save(rng, staging / "rng.pt")
-        (staging / "state.json").write_text(content)
+        (staging / "state.json").write_text(record)
         for path in (*staging.rglob("*"), staging):
             _make_durable(path)
         final = self._folder(step)
@@ -189,14 +213,29 @@ class Checkpoints:
             self._delete(self._folder(old))
 
     def _delete(self, folder: Path) -> None:
-        """By a rename first: a crash leaves no half of a checkpoint under its name."""
-        doomed = self._root / _DOOMED
-        shutil.rmtree(doomed, ignore_errors=True)
+        """Delete a folder, renaming it first: a crash leaves no half of a checkpoint under its name."""
+        to_delete = self._root / _TO_DELETE
+        shutil.rmtree(to_delete, ignore_errors=True)
         if folder.exists():
-            folder.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            folder.rename(to_delete)
+            shutil.rmtree(to_delete, ignore_errors=True)
 
-    def load_newest(self, parts: Parts) -> RunState | None:
+    def resume(self, contents: CheckpointContents) -> RunState | None:
+        """Restore the newest checkpoint; None if there is none, unless `recovery.mode` wants one.
+
+        Raises:
+            ConfigError: it wants one; and as `load_newest`.
+            StateError: as `load_newest`.
+        """
+        state = self.load_newest(contents)
+        if state is None and self._config.mode == "resume":
+            raise ConfigError(
+                f"recovery.mode=resume, and {self._root} holds no checkpoint; set the run_dir of the run "
+                "to go on with, or recovery.mode=auto"
+            )
+        return state
+
+    def load_newest(self, contents: CheckpointContents) -> RunState | None:
         """Restore the newest checkpoint, if there is one; collective.
 
         Raises:
@@ -209,18 +248,18 @@ class Checkpoints:
             return None
         folder = self._folder(steps[-1])
         try:
-            content = json.loads((folder / "state.json").read_text())
-            numbers = content.pop("numbers", {})
-            state = RunState(**content)
+            record = json.loads((folder / "state.json").read_text())
+            numbers = record.pop("numbers", {})
+            state = RunState(**record)
             rng = torch.load(folder / "rng.pt", weights_only=True)
         except _DAMAGE as error:
             raise StateError(
                 f"checkpoint {folder} is damaged: {error}; delete it to use an older one"
             ) from error
-        _refuse_others(folder, parts, numbers)
-        for name, engine, with_optim in parts.folders:
+        _refuse_others(folder, contents, numbers)
+        for name, engine, with_optim in contents.folders:
             engine.load(SaveLoadMeta(str(folder / name), with_optim=with_optim))
-        for name, part in parts.numbers.items():
+        for name, part in contents.states.items():
             part.load_state_dict(numbers[name])
         torch.set_rng_state(rng)
         self.safe_step = state.step - 1
@@ -236,10 +275,10 @@ class Checkpoints:
         return self._root / f"step-{step:08d}"
 
 
-def _refuse_others(folder: Path, parts: Parts, numbers: Mapping[str, Any]) -> None:
-    """Before anything is loaded: a checkpoint of another kind of experiment is not half of this one's."""
+def _refuse_others(folder: Path, contents: CheckpointContents, numbers: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of another kind of experiment, before anything is loaded."""
     stored = {entry.name for entry in folder.iterdir() if entry.is_dir()} | set(numbers)
-    wanted = {name for name, _, _ in parts.folders} | set(parts.numbers)
+    wanted = {name for name, _, _ in contents.folders} | set(contents.states)
     if stored != wanted:
         raise ConfigError(
             f"checkpoint {folder} does not fit the experiment: it holds {sorted(stored)}, wanted are "

@@ -15,7 +15,7 @@ def _registered(kind: str) -> list[Setting]:
     """The settings of an experiment that another package registered; it is imported.
 
     Raises:
-        UnknownName: nobody registered it.
+        UnknownName: it is not registered.
     """
     from headway.runtime.model_settings import list_settings  # both with pydantic: not for help
     from trainer.experiments.base import EXPERIMENTS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ class Rows:
         return len(self.rows)
 
     def row_index(self, cursor: int) -> int:
-        """Which row stands at a position of the (shuffled) order."""
+        """Return the index of the row at a position of the (shuffled) order."""
         epoch, position = divmod(cursor, len(self.rows))
         if not self._settings.shuffle:
             return position
@@ -59,7 +59,7 @@ class Rows:
             ) from error
 
     def place(self, index: int) -> str:
-        """How messages name a row."""
+        """Return the name of a row in messages."""
         return f"{self._settings.path} row {index + 1}"
 
     @lru_cache(maxsize=2)  # noqa: B019 - one instance per process
@@ -75,6 +75,15 @@ class PromptData(Rows):
     def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
         self._limit_key = config.max_new_tokens_key
+        self._token_ids: Sequence[Sequence[int]] | None = None
+
+    def send_token_ids(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Give prompts as token ids in place of their texts.
+
+        Args:
+            prompts: of every row.
+        """
+        self._token_ids = prompts
 
     def prompt(self, cursor: int, group_size: int) -> Prompt:
         """The prompt group at a position."""
@@ -84,6 +93,8 @@ class PromptData(Rows):
             "group_size": group_size,
             "data": self.rows[index],
         }
+        if self._token_ids is not None:
+            return Prompt(input_ids=tuple(self._token_ids[index]), **group)
         if not self._settings.chat:
             return Prompt(text=self.text_of(index), **group)
         return Prompt(messages=self.messages_of(index), **group)

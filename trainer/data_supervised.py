@@ -15,12 +15,12 @@ from transformers import AutoTokenizer
 
 from headway.contracts.config.data import (
     DemonstrationDataConfig,
-    JudgedPairDataConfig,
+    MarginPairDataConfig,
     PairDataConfig,
 )
 from headway.contracts.errors import ConfigError, DataError
-from trainer.batching.balance import partition_by_tokens
 from trainer.batching.sequences import SequenceBatch, shift_left
+from trainer.batching.shares import own_share
 from trainer.data import Rows
 from trainer.topology import Topology
 
@@ -33,11 +33,11 @@ class Example:
     answers: tuple[list[int], ...]
     """The one to imitate, or the chosen and the rejected one."""
     margin: float | None = None
-    """By how much the chosen one is better, where rows say it."""
+    """Margin by which the chosen answer is better, if the rows contain one."""
 
     @property
     def num_tokens(self) -> int:
-        """Of all its sequences, each prompt + answer."""
+        """Number of tokens of all its sequences, each prompt + answer."""
         return sum(len(self.prompt) + len(answer) for answer in self.answers)
 
 
@@ -63,7 +63,7 @@ class Encoder:
         """Behind every answer."""
 
     def prompts(self, rows: Rows, chat: bool) -> list[list[int]]:
-        """Of every row."""
+        """Return the prompt tokens of every row."""
         texts = [self._rendered(rows, i) if chat else rows.text_of(i) for i in range(len(rows))]
         # A template writes special tokens itself.
         encoded: list[list[int]] = self.tokenizer(texts, add_special_tokens=not chat)["input_ids"]
@@ -75,7 +75,7 @@ class Encoder:
         return encoded
 
     def answers(self, rows: Rows, template: str) -> list[list[int]]:
-        """Of every row, with the end of sequence."""
+        """Return the answer tokens of every row, with the end of sequence."""
         texts = [rows.fill(template, index) for index in range(len(rows))]
         for index, text in enumerate(texts):
             if not text.strip():
@@ -150,7 +150,7 @@ def pairs(config: PairDataConfig, encoder: Encoder) -> SupervisedData:
     prompts = encoder.prompts(rows, config.chat)
     chosen = encoder.answers(rows, config.chosen_template)
     rejected = encoder.answers(rows, config.rejected_template)
-    margin_key = config.margin_key if isinstance(config, JudgedPairDataConfig) else None
+    margin_key = config.margin_key if isinstance(config, MarginPairDataConfig) else None
     examples = []
     for index, answers in enumerate(zip(chosen, rejected, strict=True)):
         if answers[0] == answers[1]:
@@ -176,8 +176,7 @@ def _margin_of(rows: Rows, index: int, key: str) -> float:
 def share_of(examples: Sequence[Example], topology: Topology) -> SequenceBatch:
     """The examples of this rank, packed: shares of equal tokens, and whole examples."""
     sizes = [example.num_tokens for example in examples]
-    share = partition_by_tokens(sizes, topology.world_size)[topology.rank]
-    return pack_examples([examples[index] for index in share])
+    return pack_examples([examples[index] for index in own_share(sizes, topology)])
 
 
 def pack_examples(examples: Sequence[Example]) -> SequenceBatch:

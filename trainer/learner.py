@@ -1,4 +1,4 @@
-"""One version: every model says what it has to of the batch, the batch is judged, and models learn."""
+"""One version: every model adds its columns to a batch, advantages are computed, and models learn."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from headway.contracts.config.dataflow import DataflowConfig
 from headway.contracts.types import PolicyVersion, Trajectory
 from trainer.api import TrainEngine
 from trainer.batching.running_scores import running_scores
-from trainer.batching.sequences import batch_of_trajectories
+from trainer.batching.sequences import batch_of_trajectories, with_greedy_samples
 from trainer.dataflow.call import Call
 from trainer.dataflow.graph import Dataflow
-from trainer.dataflow.runner import Function, Moment, Runner, Said, function_of
+from trainer.dataflow.policy import POLICY
+from trainer.dataflow.runner import CallResult, DataflowRunner, Function, StepInfo, function_of
 from trainer.dataflow.trace import Trace
 from trainer.interfaces.reward_verifier import with_rows
 
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """A model that moves towards another after each of its updates."""
+    """A model that moves towards another once per step in which that one learns."""
 
     engine: TrainEngine
     source: TrainEngine
@@ -55,9 +56,9 @@ class Learner:
             critic_warmup_steps: first steps in which the policy does not learn.
             trace_path: where the first steps' calls are written; None writes none.
         """
-        self._generated = frozenset(
-            key for call in flow.calls if call.kind == "generate" for key in call.output_keys
-        )
+        self._generation = next(call for call in flow.calls if call.kind == "generate")
+        self._generated = frozenset(self._generation.output_keys)
+        self._policy_updates = tuple(call for call in flow.calls if call.trains(POLICY))
         self._follower = follower
         self._warmup_steps = critic_warmup_steps
         self._trace = Trace(trace_path, config.trace_steps)
@@ -66,15 +67,16 @@ class Learner:
             for call in flow.calls
             if call.name in interfaces
         }
-        self._runner = Runner(flow, functions, config.max_parallel, device, self._trace)
+        self._runner = DataflowRunner(flow, functions, config.max_parallel, device, self._trace)
 
     def trains_policy(self, step: int) -> bool:
-        """Whether the critic is warm by then."""
+        """True if the critic's warm-up is over by this step."""
         return step >= self._warmup_steps
 
     def generating(self, step: int, version: PolicyVersion) -> AbstractContextManager[None]:
         """While a batch is waited for: the first call of a step, for the trace."""
-        return self._trace.span("actor_gen", "generate", step=step, version=version)
+        call = self._generation
+        return self._trace.span(call.name, call.kind, step=step, version=version)
 
     def train_step(
         self, trajectories: Sequence[Trajectory], version: PolicyVersion, step: int = 0
@@ -86,32 +88,35 @@ class Learner:
             version: of the weights that the step starts from.
             step: counts from 0.
         Returns:
-            Figures of the step: those of the judgement, the critic and the actor; `reward`, the mean
+            Metrics of the step: those of the advantages, the critic and the actor; `reward`, the mean
             score of the samples, where a call scored them.
         """
         batch = batch_of_trajectories(trajectories)
         if "row" in self._generated:
             batch = with_rows(batch, trajectories)
+        if "is_greedy" in self._generated:
+            batch = with_greedy_samples(batch, trajectories)
         if "dense_scores" in self._generated:
             batch = batch.with_columns(dense_scores=running_scores(trajectories))
-        batch, figures = self._runner.run(batch, Moment(step, version))
+        batch, metrics = self._runner.run(batch, StepInfo(step, version))
         if "scores" not in self._generated:  # the rollouts brought none, or others
             counts = batch.per_sequence("is_sample")
-            figures["reward"] = float(batch.per_sequence("scores")[counts].double().mean())
+            metrics["reward"] = float(batch.per_sequence("scores")[counts].double().mean())
         self._trace.end_step()
-        return figures
+        return metrics
 
     def _function(self, call: Call, interface: Any) -> Function:
         function = function_of(call, interface)
-        if call.name != "actor_train":
+        if call not in self._policy_updates:
             return function
+        follows = self._follower if call == self._policy_updates[-1] else None
 
-        def train_actor(batch: Any, moment: Moment) -> Said:
-            if not self.trains_policy(moment.step):
-                return Said({}, {})
-            said = function(batch, moment)
-            if self._follower is not None:
-                self._follower.follow()
-            return said
+        def train_policy(batch: Any, info: StepInfo) -> CallResult:
+            if not self.trains_policy(info.step):
+                return CallResult({}, {})
+            result = function(batch, info)
+            if follows is not None:
+                follows.follow()
+            return result
 
-        return train_actor
+        return train_policy

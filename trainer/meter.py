@@ -1,6 +1,6 @@
-"""What the passes of a step cost: operations, padding, memory.
+"""Cost of the passes of a step: operations, padding, memory.
 
-A `Meter` collects over a step what the engines of this rank were asked for; a `MeteredEngine` tells it,
+A `Meter` sums up a step's calls of this rank's engines; a `MeteredEngine` reports them,
 around any train backend.
 """
 
@@ -10,8 +10,6 @@ import math
 import resource
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from headway.contracts.config.metrics import MetricsConfig
 from headway.contracts.config.model import TrainedModelConfig
-from headway.contracts.types import FinetuneSpec, WeightUpdateMeta
+from headway.contracts.config.trainer import TokenNormalizeScope
 from trainer.api import (
     LossFn,
     LossOutput,
@@ -28,13 +26,12 @@ from trainer.api import (
     MicroBatchSpec,
     ModelOutput,
     PostHook,
-    SaveLoadMeta,
-    Scheduling,
     TrainEngine,
 )
 from trainer.batching.sequences import SequenceBatch
 from trainer.model_cost import ModelCost, model_cost, peak_flops
 from trainer.topology import Topology
+from trainer.wrapper import EngineWrapper
 
 
 class Meter:
@@ -50,7 +47,7 @@ class Meter:
         """A step, from nothing: what was asked for before it is of no step."""
         self._flops = 0.0
         self._tokens = self._passed = self._room = 0
-        if self._topology.device.type == "cuda":
+        if self._topology.device.type == "cuda" and torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats(self._topology.device)
 
     def around(self, engine: TrainEngine, model: TrainedModelConfig) -> MeteredEngine:
@@ -58,7 +55,7 @@ class Meter:
         return MeteredEngine(engine, model, self)
 
     def add_flops(self, flops: float) -> None:
-        """What a pass asked for; NaN where nobody knows."""
+        """Add the operations of a pass; NaN if they are not known."""
         with self._lock:
             self._flops += flops
 
@@ -81,7 +78,7 @@ class Meter:
             They, and `idle_share`, `train_tokens_per_s` (and `…_per_rank`), `mfu` (None without a known
             device or model), `padding_share`, `micro_batch_fill`, `peak_memory_bytes`.
         """
-        flops, trained, passed, room = self._topology.sum(
+        flops, trained, passed, room = self._topology.data_parallel.sum(
             [self._flops, float(self._tokens), float(self._passed), float(self._room)]
         )
         (memory,) = self._topology.maxima([float(self._peak_memory())])
@@ -108,19 +105,13 @@ class Meter:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-class MeteredEngine:
-    """A `TrainEngine` that tells a meter what passes through it."""
+class MeteredEngine(EngineWrapper[TrainEngine]):
+    """A `TrainEngine` that reports its calls to a meter."""
 
     def __init__(self, engine: TrainEngine, model: TrainedModelConfig, meter: Meter) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._model = model
         self._meter = meter
-
-    def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None) -> None:
-        self._engine.initialize(addr, ft_spec)
-
-    def get_scheduling_config(self) -> Scheduling:
-        return self._engine.get_scheduling_config()
 
     def train_batch(
         self,
@@ -128,6 +119,7 @@ class MeteredEngine:
         mb_spec: MicroBatchSpec,
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
+        token_normalize_scope: TokenNormalizeScope = "global",
     ) -> dict[str, float]:
         sizes: list[int] = []
 
@@ -135,11 +127,13 @@ class MeteredEngine:
             sizes.append(batch.num_tokens)
             return loss_fn(output, batch)
 
-        figures = self._engine.train_batch(input_, mb_spec, counted, loss_weight_fn)
+        metrics = super().train_batch(
+            input_, mb_spec, counted, loss_weight_fn, token_normalize_scope
+        )
         room = len(sizes) * mb_spec.max_tokens_per_mb
         self._meter.add_training(input_.num_tokens, sum(sizes), room)
         self._meter.add_flops(self._flops(ModelCost.training_flops, input_.lengths))
-        return figures
+        return metrics
 
     def eval_batch(
         self,
@@ -147,9 +141,10 @@ class MeteredEngine:
         mb_spec: MicroBatchSpec,
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
+        token_normalize_scope: TokenNormalizeScope = "global",
     ) -> Tensor | None:
         self._meter.add_flops(self._flops(ModelCost.forward_flops, input_.lengths))
-        return self._engine.eval_batch(input_, mb_spec, loss_fn, loss_weight_fn)
+        return super().eval_batch(input_, mb_spec, loss_fn, loss_weight_fn, token_normalize_scope)
 
     def forward(
         self,
@@ -160,29 +155,7 @@ class MeteredEngine:
         aggregate_fn: Callable[[list[Tensor]], Any] = torch.cat,
     ) -> Any:
         self._meter.add_flops(self._flops(ModelCost.forward_flops, input_.lengths))
-        return self._engine.forward(input_, mb_spec, output_seqlens, post_hook, aggregate_fn)
-
-    def without_adapters(self) -> AbstractContextManager[None]:
-        return self._engine.without_adapters()
-
-    def move_towards(self, source: TrainEngine, eta: float) -> None:
-        bare = source._engine if isinstance(source, MeteredEngine) else source
-        self._engine.move_towards(bare, eta)
-
-    def upload_weights(self, meta: WeightUpdateMeta | None) -> None:
-        self._engine.upload_weights(meta)
-
-    def step_lr_scheduler(self) -> None:
-        self._engine.step_lr_scheduler()
-
-    def save(self, meta: SaveLoadMeta) -> Future[None]:
-        return self._engine.save(meta)
-
-    def load(self, meta: SaveLoadMeta) -> None:
-        self._engine.load(meta)
-
-    def destroy(self) -> None:
-        self._engine.destroy()
+        return super().forward(input_, mb_spec, output_seqlens, post_hook, aggregate_fn)
 
     def _flops(
         self, ask: Callable[[ModelCost, Sequence[int]], float], lengths: Sequence[int]

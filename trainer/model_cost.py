@@ -31,21 +31,23 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """Of a dense decoder."""
+    """Operations per token of a dense decoder."""
 
     parameters: int
     """N: those that tokens are multiplied with: all but the tables that are read only."""
     attention: int
     """L·H·Q: layers · heads · size of a head."""
     is_whole: bool = True
-    """Whether all parameters get gradients, not adapters alone."""
+    """True if all parameters get gradients, not adapters alone."""
 
     def forward_flops(self, lengths: Sequence[int]) -> float:
-        """Of sequences: (2·N + 4·L·H·Q·T) per token of a sequence of T."""
+        """Return the operations of a forward pass: (2·N + 4·L·H·Q·T) per token of a sequence of T
+        tokens.
+        """
         return 2.0 * self.parameters * sum(lengths) + self._attention_flops(lengths)
 
     def training_flops(self, lengths: Sequence[int]) -> float:
-        """Of forward and backward: (6·N + 12·L·H·Q·T) per token.
+        """Return the operations of forward and backward pass: (6·N + 12·L·H·Q·T) per token.
 
         Frozen parameters have no gradient: 4·N. Nothing is counted for activations that are computed
         again, nor taken off for the half of the scores that a causal mask leaves out.
@@ -60,7 +62,9 @@ class ModelCost:
 
 
 def model_cost(config: TrainedModelConfig) -> ModelCost | None:
-    """What the directory's config.json says; None for mixtures of experts, whose tokens see a part."""
+    """Return the cost according to the directory's config.json; None for mixtures of experts, whose
+    tokens use only some of the parameters.
+    """
     whole = AutoConfig.from_pretrained(config.path, local_files_only=True)
     text = whole.get_text_config()
     if any(getattr(text, name, None) for name in _EXPERTS):
@@ -81,7 +85,7 @@ def model_cost(config: TrainedModelConfig) -> ModelCost | None:
 
 
 def peak_flops(peak_tflops: float | None, device: torch.device) -> float | None:
-    """Operations per second of one device; None if nobody knows.
+    """Operations per second of one device; None if not known.
 
     Args:
         peak_tflops: as configured; wins over the table.
@@ -92,6 +96,6 @@ def peak_flops(peak_tflops: float | None, device: torch.device) -> float | None:
 
 
 def tflops_of(device_name: str) -> float | None:
-    """From the table."""
+    """Look the device up in the table."""
     fitting = [part for part in PEAK_TFLOPS if part in device_name]
     return PEAK_TFLOPS[max(fitting, key=len)] if fitting else None

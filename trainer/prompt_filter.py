@@ -1,4 +1,5 @@
-"""Which prompts are still worth playing: those that are not too long, and have not become too easy.
+"""Filter of the prompts still worth a rollout: those that are not too long, and have not become too
+easy.
 
 A prompt leaves at the end of an epoch, and for good. The order of the data stays as it is, and a position
 always means the same row: what left is passed over. So a run that resumes may decide otherwise than the
@@ -42,6 +43,11 @@ def long_prompts(data: PromptData, encoder: Encoder, chat: bool, max_tokens: int
     return {row for row, ids in enumerate(prompts) if len(ids) > max_tokens}
 
 
+def filled_prompts(prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
+    """Lengthen prompts to `length` tokens by repeats of their last one in front; longer ones stay."""
+    return [[ids[-1]] * (length - len(ids)) + list(ids) for ids in prompts]
+
+
 def unfit_prompts(data: PromptData, config: PolicyLearner, limit: int) -> set[int]:
     """Rows whose first request no server could hold, as far as that is known.
 
@@ -68,7 +74,7 @@ def unfit_prompts(data: PromptData, config: PolicyLearner, limit: int) -> set[in
     if len(unfit) == len(data):
         shortest = min(rows, key=needs.__getitem__)
         length = lengths[shortest]
-        where = f"none of {len(data)} prompts can be played; the shortest, {data.place(shortest)}: "
+        where = f"none of {len(data)} prompts fit; the shortest, {data.place(shortest)}: "
         check_context(length, needs[shortest] - length, limit, where)
     if unfit:
         longest = max(unfit, key=needs.__getitem__)
@@ -104,8 +110,8 @@ class PromptFilter:
         """
         Args:
             threshold: a row leaves whose mean reward is above this.
-            max_share: of the rows in play, at most this share leaves at a time.
-            left_out: rows that are never in play.
+            max_share: at most this share of the active rows leaves at a time.
+            left_out: rows that are never active.
         Raises:
             DataError: no row is.
         """
@@ -116,17 +122,17 @@ class PromptFilter:
         self._left: set[int] = set()
         self._rewards: dict[int, float] = {}
         self._epoch = 0
-        """That is being submitted."""
+        """Epoch that is being submitted."""
         self._refuse_none()
 
     @property
     def active(self) -> list[int]:
-        """Rows in play, in the order of the data set."""
+        """Active rows, in the order of the data set."""
         out = self._never | self._left
         return [row for row in range(len(self._data)) if row not in out]
 
     def leave_out(self, rows: Collection[int]) -> None:
-        """Rows that are never in play, besides those that are not already.
+        """Make further rows inactive for good.
 
         Raises:
             DataError: no row is left.
@@ -135,12 +141,12 @@ class PromptFilter:
         self._refuse_none()
 
     def observe(self, positions: Sequence[int], rewards: Sequence[float]) -> None:
-        """Take in a batch.
+        """Take the rewards of a batch.
 
         Args:
-            positions: where in the order of the data each trajectory's prompt stood; of whole groups, or
-                of what is learned from of each.
-            rewards: of each, after bias and scaling, not clipped.
+            positions: position of each trajectory's prompt in the order of the data; of whole groups, or
+                of the samples of each that are learned from.
+            rewards: of each trajectory, after bias and scaling, not clipped.
         """
         groups: dict[int, list[float]] = {}
         for position, reward in zip(positions, rewards, strict=True):
@@ -149,16 +155,16 @@ class PromptFilter:
             self._rewards[self._data.row_index(position)] = sum(values) / len(values)
 
     def take(self, cursor: int, count: int) -> tuple[list[int], int]:
-        """The next prompts in play.
+        """Return the next active prompts.
 
         Args:
             cursor: position behind the last one that was looked at.
-            count: of prompts that are wanted.
+            count: number of prompts wanted.
         Returns:
             Their positions, and the position behind the last of them: `cursor + count` plus what was
             passed over.
         Raises:
-            DataError: no row is in play any more.
+            DataError: no row is active any more.
         """
         taken: list[int] = []
         while len(taken) < count:
@@ -170,16 +176,16 @@ class PromptFilter:
         return taken, cursor
 
     def state_dict(self) -> dict[str, float]:
-        """For a checkpoint: the epoch, the rows that left, and the rewards."""
+        """Return the state for a checkpoint: the epoch, the rows that left, and the rewards."""
         rewards = {f"reward.{row}": reward for row, reward in self._rewards.items()}
         left = {f"left.{row}": 1.0 for row in sorted(self._left)}
         return {"epoch": float(self._epoch), **left, **rewards}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """What `state_dict` gave, of the same data set.
+        """Restore the values that `state_dict` returned for the same data set.
 
         Raises:
-            DataError: it is of a data set with more rows, or none is in play.
+            DataError: it is of a data set with more rows, or none is active.
         """
         named = [(name.partition("."), value) for name, value in state.items()]
         self._epoch = int(state["epoch"])
@@ -214,7 +220,8 @@ class PromptFilter:
 
 
 def make_prompt_filter(config: PolicyLearner, data: PromptData) -> PromptFilter | None:
-    """What the configuration leaves out, now or later; None where nothing ever is.
+    """Return the filter of what the configuration leaves out, now or later; None if it leaves out
+    nothing.
 
     Raises:
         DataError: it leaves nothing.
@@ -226,7 +233,10 @@ def make_prompt_filter(config: PolicyLearner, data: PromptData) -> PromptFilter 
         return None
     left_out: set[int] = set()
     if max_tokens is not None:
-        left_out = long_prompts(data, Encoder(config.model.path), config.data.chat, max_tokens)
+        encoder, chat = Encoder(config.model.path), config.data.chat
+        left_out = long_prompts(data, encoder, chat, max_tokens)
+        if config.rollout.fill_to_max_length:
+            data.send_token_ids(filled_prompts(encoder.prompts(data, chat), max_tokens))
     share = ppo.dataset_max_filter_percentage
     return PromptFilter(data, ppo.dataset_filter_threshold, share, left_out)
 
@@ -234,13 +244,13 @@ def make_prompt_filter(config: PolicyLearner, data: PromptData) -> PromptFilter 
 def without_unfit(
     known: PromptFilter | None, config: PolicyLearner, data: PromptData, limit: int | None
 ) -> PromptFilter | None:
-    """The same, which also leaves out what no server could hold; None where nothing is left out.
+    """Return the filter, which also leaves out prompts that fit on no server; None if none are left out.
 
     Args:
         limit: tokens per sequence, prompt included; None is not known.
     Raises:
-        RequestTooLong: no prompt could be played.
-        DataError: what is left out otherwise leaves nothing.
+        RequestTooLong: no prompt fits.
+        DataError: no prompt is left.
     """
     unfit = set() if limit is None else unfit_prompts(data, config, limit)
     if not unfit:

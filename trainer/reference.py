@@ -1,4 +1,4 @@
-"""The model that a policy is compared with, and what it says of answers."""
+"""The model that a policy is compared with, and its logprobs of answers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from torch import Tensor
 
 from headway.contracts.config.experiment import DPOExperiment
 from headway.contracts.config.model import TrainedModelConfig
-from headway.contracts.config.optimizer import OptimizerConfig
+from headway.contracts.config.optimizer import EMPTY
 from trainer.api import MicroBatchSpec, ModelOutput, TrainEngine
 from trainer.backends.base import make_engine
 from trainer.batching.sequences import SequenceBatch
-from trainer.dataflow.supervised import is_own_base
 from trainer.meter import Meter
 from trainer.topology import Topology
 
@@ -39,15 +38,19 @@ def make_reference(
     config: DPOExperiment, policy: TrainEngine, topology: Topology, meter: Meter
 ) -> Reference:
     """The model that `reference` names, or the one that the run starts from; collective."""
-    if is_own_base(config):
+    if config.has_base_reference:
         return Reference(policy, is_base=True)
-    model = config.model
-    if config.reference is not None:
-        model = TrainedModelConfig(**config.reference.model_dump())
-    # An optimizer that never steps holds nothing.
-    engine = meter.around(make_engine(config, topology, None, model, OptimizerConfig()), model)
+    model = reference_model(config)
+    engine = meter.around(make_engine(config, topology, None, model, EMPTY), model)
     engine.initialize(None, None)
     return Reference(engine)
+
+
+def reference_model(config: DPOExperiment) -> TrainedModelConfig:
+    """Return the model that `reference` names, or the one that the run starts from."""
+    if config.reference is None:
+        return config.model
+    return TrainedModelConfig(**config.reference.model_dump())
 
 
 def _logprobs(output: ModelOutput, batch: SequenceBatch) -> Tensor:

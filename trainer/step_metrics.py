@@ -1,4 +1,4 @@
-"""What a step consumed, in figures."""
+"""Metrics of the batch that a step consumed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.checkpoint import RunState
 
 
 def describe_step(state: RunState, batch: TrajectoryBatch) -> dict[str, Any]:
-    """What was consumed by step `state.step` at version `state.version`.
+    """Return the metrics of the batch that step `state.step` consumed at version `state.version`.
 
     Returns:
         `reward` (mean score of the samples), `staleness_max` and `staleness_mean` (versions; per
@@ -54,6 +54,6 @@ def token_staleness(rows: Sequence[Trajectory], version: PolicyVersion) -> NDArr
 
 
 def count_each(values: NDArray[np.int64]) -> list[int]:
-    """How often 0, 1, 2, … were seen, up to the largest; below 0 counts as 0."""
+    """Count how often 0, 1, 2, … were seen, up to the largest; below 0 counts as 0."""
     counts: list[int] = np.bincount(values.clip(min=0)).tolist()
     return counts

@@ -7,7 +7,8 @@ Every server ends up with equal bits, whatever its processor and number of threa
 after rank, one IEEE float32 multiplication and one addition per element and step, each an operation of
 its own, so that no library chooses an order and no compiler fuses the two; then one multiplication by
 the scale, one addition to W, and one rounding to W's type, nearest even. Blocks of rows stay in a
-core's cache: up to rank 16 this is faster than a matrix product, at rank 64 it takes twice as long.
+core's cache: up to rank 16 this is faster than a matrix product, at rank 64 it takes twice as long. A GPU
+takes a matrix whole.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from headway.contracts.errors import SyncError
 from weight_sync.manifest import Adapter
 
 PREFIX = "base_model.model."
-"""What `peft` puts before the names of the model."""
+"""Prefix that `peft` puts before the names of the model."""
 LORA_A = ".lora_A.weight"
 LORA_B = ".lora_B.weight"
 CONFIG_NAME = "adapter_config.json"
 
 BLOCK = 1 << 15
 """Elements worked on at once."""
+GPU_BLOCK = 1 << 26
+"""Elements of a block on a GPU, where every operation is a launch; two buffers of 256 MiB."""
 NEUTRAL = {
     "alpha_pattern",
     "auto_mapping",
@@ -61,7 +64,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def make_adapter(config: Mapping[str, object]) -> Adapter:
-    """From `LoraConfig.to_dict()`, or what `adapter_config.json` holds.
+    """Build an adapter from `LoraConfig.to_dict()`, or the content of `adapter_config.json`.
 
     Raises:
         SyncError: a variant that is not LoRA alone.
@@ -76,7 +79,7 @@ def make_adapter(config: Mapping[str, object]) -> Adapter:
 
 
 def check_adapter(adapter: Adapter) -> None:
-    """Whether merging it is what the module says above.
+    """Check that the adapter can be merged by the formula above.
 
     Raises:
         SyncError: it is a variant of LoRA that needs more, or it contradicts itself.
@@ -94,11 +97,11 @@ def check_adapter(adapter: Adapter) -> None:
         raise SyncError(
             f"adapters with {', '.join(sorted(refused))} cannot be merged; publish the model whole"
         )
-    told = (config.get("r", adapter.rank), config.get("lora_alpha", adapter.alpha))
-    if told != (adapter.rank, adapter.alpha):
+    configured = (config.get("r", adapter.rank), config.get("lora_alpha", adapter.alpha))
+    if configured != (adapter.rank, adapter.alpha):
         raise SyncError(
-            f"the adapter has rank {adapter.rank} and alpha {adapter.alpha}, its configuration says "
-            f"r={told[0]} and lora_alpha={told[1]}"
+            f"the adapter has rank {adapter.rank} and alpha {adapter.alpha}, its configuration has "
+            f"r={configured[0]} and lora_alpha={configured[1]}"
         )
 
 
@@ -136,7 +139,7 @@ def adapter_pairs(tensors: Mapping[str, torch.Tensor], adapter: Adapter) -> dict
         if a.ndim != 2 or b.ndim != 2 or not a.shape[0] == b.shape[1] == adapter.rank:
             raise SyncError(
                 f"the adapter of {module} is {tuple(a.shape)} and {tuple(b.shape)}; "
-                f"its rank is said to be {adapter.rank}"
+                f"its rank is declared as {adapter.rank}"
             )
         pairs[module] = (a, b)
     return pairs
@@ -184,7 +187,7 @@ def merge_weight(
     merged = torch.empty_like(weight, memory_format=torch.contiguous_format)
     rows = a.float()
     columns = b.float().t().contiguous().unsqueeze(2)  # [r, out, 1]
-    step = max(1, BLOCK // max(1, weight.shape[1]))
+    step = max(1, (GPU_BLOCK if weight.is_cuda else BLOCK) // max(1, weight.shape[1]))
     for start in range(0, weight.shape[0], step):
         block = slice(start, start + step)
         total = columns[0, block] * rows[0]

@@ -18,7 +18,7 @@ import torch
 from headway.contracts.errors import SyncError
 from weight_sync.codecs import Encoded
 from weight_sync.manifest import Manifest, TensorEntry, bytes_of, dtype_name
-from weight_sync.store import Place
+from weight_sync.store import BlobReader
 
 ALIGNMENT = 64
 MAX_HEADER_BYTES = 100 << 20
@@ -29,16 +29,18 @@ SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """What is written, and what lies where in it."""
+    """Bytes to write as one blob, and the position of each tensor in them."""
 
     name: str
     pieces: list[memoryview]
     tensors: Sequence[tuple[str, torch.Tensor, Encoded]]
     places: list[tuple[int, int]]
-    """Of each tensor: its piece, and where that begins."""
+    """For each tensor, its piece and the offset of that piece."""
 
     def entries(self, checksums: Sequence[str]) -> list[TensorEntry]:
-        """What the manifest says, once the pieces were written and have their checksums."""
+        """Return the tensors' entries in the manifest, once the pieces were written and have their
+        checksums.
+        """
         return [
             TensorEntry(
                 name=name,
@@ -57,7 +59,7 @@ class Blob:
 
 
 def plain(tensor: torch.Tensor) -> Encoded:
-    """A tensor as it is; its checksum comes when it is written."""
+    """Return a tensor as it is; its checksum is computed when it is written."""
     return Encoded("raw", tensor, NO_CHECKSUM)
 
 
@@ -122,20 +124,20 @@ def by_blob(manifest: Manifest) -> dict[str, list[TensorEntry]]:
     return blobs
 
 
-def check_header(place: Place, blob: str, entries: Iterable[TensorEntry]) -> None:
-    """Whether a safetensors file says of itself what the manifest says: engines go by the file.
+def check_header(reader: BlobReader, blob: str, entries: Iterable[TensorEntry]) -> None:
+    """Check that the header of a safetensors file agrees with the manifest: engines go by the file.
 
     Raises:
         SyncError: it does not.
     """
-    size = int.from_bytes(bytes_of(place.read(blob, 0, 8)), "little")
+    size = int.from_bytes(bytes_of(reader.read(blob, 0, 8)), "little")
     if size > MAX_HEADER_BYTES:
-        raise SyncError(f"the header of {blob} is said to have {size} bytes")
+        raise SyncError(f"the header of {blob} claims to have {size} bytes")
     try:
-        header = json.loads(bytes(bytes_of(place.read(blob, 8, size))))
+        header = json.loads(bytes(bytes_of(reader.read(blob, 8, size))))
         found = {
-            name: (told["dtype"], told["shape"], [8 + size + at for at in told["data_offsets"]])
-            for name, told in header.items()
+            name: (item["dtype"], item["shape"], [8 + size + at for at in item["data_offsets"]])
+            for name, item in header.items()
             if name != "__metadata__"
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:

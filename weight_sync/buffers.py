@@ -27,7 +27,7 @@ class Buffers:
         self._returned: deque[_Memory] = deque()
         """Filled without the lock: garbage is collected anywhere, also below `take`."""
         self._free: list[_Memory] = []
-        self._lent_bytes = 0
+        self._used_bytes = 0
         self._peak_bytes = 0
 
     def take(self, size: int) -> torch.Tensor:
@@ -39,16 +39,16 @@ class Buffers:
         with self._lock:
             self._collect()
             memory = self._memory(size)
-            self._lent_bytes += size
-            self._peak_bytes = max(self._peak_bytes, self._lent_bytes)
-        lease = memory[:]  # what every tensor in the memory holds, and nobody else
+            self._used_bytes += size
+            self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+        lease = memory[:]  # held by every tensor in the memory, and by nothing else
         weakref.finalize(lease, self._returned.append, memory).atexit = False
         return torch.from_numpy(lease)
 
     def _collect(self) -> None:
         while self._returned:
             memory = self._returned.popleft()
-            self._lent_bytes -= memory.nbytes
+            self._used_bytes -= memory.nbytes
             self._free.append(memory)
 
     def _memory(self, size: int) -> _Memory:
@@ -56,7 +56,7 @@ class Buffers:
             if memory.nbytes == size:
                 return self._free.pop(index)
         free_bytes = sum(memory.nbytes for memory in self._free)
-        while self._free and self._lent_bytes + free_bytes + size > self._peak_bytes:
+        while self._free and self._used_bytes + free_bytes + size > self._peak_bytes:
             free_bytes -= self._free.pop(0).nbytes
         try:
             return np.empty(size, np.uint8)  # numpy asks for huge pages, torch does not

@@ -1,15 +1,15 @@
 """The two ends of a weight channel. A version is seen whole or not at all.
 
 The trainer's end (`WeightPublisher`) publishes a version; a server's end (`WeightReceiver`) stages it,
-that is reads and proves it while generation goes on, so that the commit is an exchange between two
-decode steps. Who tells whom is not this room's business: the gateway coordinates over HTTP.
+that is, reads and verifies it while generation goes on, so that the commit is an exchange between two
+decode steps. Coordination is not part of this package: the gateway does that over HTTP.
 
 A `WeightChannel` is one transport with both ends. The scheme of a version's path names it:
 
     /runs/weights/v00000007            disk; also fsspec's schemes, s3://bucket/run/v00000007
     shm:///dev/shm/run/v00000007       shared memory of one host
     http://trainer:8100/v00000007      HTTP
-    gloo://trainer:29500/v00000007     a process group (nccl:// on GPUs)
+    gloo://trainer:29500/v00000007     a process group (nccl:// on GPUs, ipc:// on one host)
 """
 
 from __future__ import annotations
@@ -21,47 +21,58 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from headway.contracts.config.weight_sync import ReceiverConfig
+from headway.contracts.config.weight_sync import Dtype, ReceiverConfig
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
+from weight_sync.deadline import Deadline
 from weight_sync.manifest import Manifest, TensorEntry
-from weight_sync.patience import Patience
 from weight_sync.store import Announcement
 
 if TYPE_CHECKING:
-    from weight_sync.transports.meeting import Member
+    from weight_sync.transports.nccl import Build
+    from weight_sync.transports.participant import Participant
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
-    """A proven version in memory, ready to be swapped in. Nobody writes to its tensors."""
+    """A verified version in memory, ready to be swapped in. Its tensors are never written to."""
 
     version: PolicyVersion
     digest: str
     tensors: Mapping[str, torch.Tensor]
     entries: tuple[TensorEntry, ...] = ()
-    """What the version's manifest says of its tensors; empty if they are not all of it."""
-    base: StagedWeights | ProvenVersion | None = None
-    """What an adapter was merged into: the next adapter will be, too."""
+    """Entries of the tensors in the version's manifest; empty if they are not all of it."""
+    base: StagedWeights | VerifiedVersion | None = None
+    """Version that an adapter was merged into; the next adapter will be merged into it, too."""
 
 
 @dataclass(frozen=True, slots=True)
-class ProvenVersion:
-    """A proven version where it lies, for an engine that reads it by itself."""
+class VerifiedVersion:
+    """A verified version in a folder, for an engine that reads it by itself."""
 
     version: PolicyVersion
     digest: str
     folder: Path
-    base: ProvenVersion | None = None
-    """As in `StagedWeights`."""
+    base: VerifiedVersion | None = None
+    """See `StagedWeights`."""
 
 
 class WeightPublisher(Protocol):
-    """The trainer's end; used by one thread, but for `cancel`."""
+    """The trainer's end; used by one thread, except for `cancel`."""
+
+    @property
+    def dtype(self) -> Dtype | None:
+        """Type that `publish` casts to; None keeps the type. Ranks cast their shards before they
+        gather.
+        """
+
+    @property
+    def sends_from_device(self) -> bool:
+        """True if a GPU's tensors are sent from the GPU, without a copy on the host."""
 
     def announce(self, version: PolicyVersion) -> WeightUpdateMeta:
-        """Where a version will lie or flow; from now on receivers may wait there for it.
+        """Return the path or channel of a version; from now on receivers may wait there for it.
 
         Raises:
             SyncError: the version exists, or the medium is full or gone.
@@ -79,7 +90,7 @@ class WeightPublisher(Protocol):
         """
 
     def cancel(self, version: PolicyVersion, reason: str) -> None:
-        """Nobody takes this version any more: end its `publish`, now or when it begins.
+        """Give this version up: end its `publish`, now or when it begins.
 
         Callable from any thread.
         """
@@ -100,10 +111,10 @@ class WeightReader(Protocol):
     """Reads one version."""
 
     def stage(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> StagedWeights:
-        """Read a version and prove it against its manifest and the model's parameters.
+        """Read a version and verify it against its manifest and the model's parameters.
 
         Args:
-            expected: names and shapes of the model; empty if there is no model to hold it against.
+            expected: names and shapes of the model; empty if there is no model to compare it with.
         Raises:
             SyncError: torn, tampered, of another model, or outside what is allowed.
         """
@@ -111,10 +122,10 @@ class WeightReader(Protocol):
 
 @runtime_checkable
 class WeightVerifier(Protocol):
-    """A reader that can prove a version without keeping it in memory."""
+    """A reader that can verify a version without keeping it in memory."""
 
-    def verify(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> ProvenVersion:
-        """As `WeightReader.stage`, but the version ends up whole in a local directory.
+    def verify(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> VerifiedVersion:
+        """Like `WeightReader.stage`, but the version ends up whole in a local directory.
 
         Raises:
             SyncError: as `stage`.
@@ -126,12 +137,16 @@ class WeightObserver(Protocol):
     """A reader that takes part in a process group for the processes of an engine."""
 
     @property
-    def patience(self) -> Patience:
-        """Until when the version is waited for, or wanted."""
+    def deadline(self) -> Deadline:
+        """Deadline of the wait for the version."""
 
-    def follow(self, meta: WeightUpdateMeta, num_ranks: int) -> Member:
-        """Take seats at the rendezvous from `meta.seat` on; others receive the bytes.
+    def follow(
+        self, meta: WeightUpdateMeta, num_ranks: int, build: Build | None = None
+    ) -> Participant:
+        """Join the rendezvous with the ranks from `meta.group_rank` on; others receive the bytes.
 
+        Args:
+            build: of those others; None if it is not known.
         Raises:
             SyncError: it is not allowed, or its trainer is gone.
         """
@@ -140,14 +155,14 @@ class WeightObserver(Protocol):
 class WeightReceiver(Protocol):
     """A server's end; one update at a time."""
 
-    def within(self, patience: Patience) -> WeightReader:
-        """A reader that gives up when this patience ends."""
+    def within(self, deadline: Deadline) -> WeightReader:
+        """A reader that gives up when this deadline passes."""
 
-    def keep(self, staged: StagedWeights | ProvenVersion) -> None:
+    def keep(self, staged: StagedWeights | VerifiedVersion) -> None:
         """This version serves now: the base of deltas, and what peers may fetch."""
 
-    def held(self, version: PolicyVersion) -> StagedWeights | ProvenVersion | None:
-        """What peers may fetch."""
+    def held(self, version: PolicyVersion) -> StagedWeights | VerifiedVersion | None:
+        """Return the version if this process holds it, for peers to fetch."""
 
     def close(self) -> None:
         """Let go of files and connections."""
@@ -158,23 +173,23 @@ class Source(Protocol):
 
     @property
     def announcement(self) -> Announcement:
-        """What is known before the first tensor."""
+        """Announcement: all that is known before the first tensor."""
 
     def entries(self) -> Iterator[TensorEntry]:
         """Every tensor, as soon as its bytes can be read; ends when the version is complete.
 
         Raises:
-            SyncError: the publisher stopped, or the place is gone.
+            SyncError: the publisher stopped, or the directory is gone.
         """
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
         """The stored bytes of a tensor that came: [size] uint8, owned by the caller.
 
-        May be called again for bytes that turned out wrong: a source that can fetches them anew.
+        May be called again for bytes that turned out wrong: a source fetches them again if it can.
         """
 
     def manifest(self) -> Manifest:
-        """Once all entries have come."""
+        """Return the manifest, once all entries have come."""
 
     def close(self) -> None:
         """Let go of files and connections; tensors that were read stay valid."""
@@ -184,13 +199,13 @@ class WeightChannel(Protocol):
     """One transport, both ends; a module of `weight_sync.transports` provides it."""
 
     schemes: tuple[str, ...]
-    """Of the paths that it brings; an empty one stands for plain directories."""
+    """Schemes of the paths that it handles; an empty one stands for plain directories."""
 
     def make_publisher(self, config: Any) -> WeightPublisher:
         """The trainer's end, from this transport's section of the configuration."""
 
     def open_source(
-        self, path: str, meta: WeightUpdateMeta, config: ReceiverConfig, patience: Patience
+        self, path: str, meta: WeightUpdateMeta, config: ReceiverConfig, deadline: Deadline
     ) -> Source:
         """A version at `path`, which `ReceiverConfig.allow` permits.
 

@@ -14,7 +14,7 @@ leaves its upper bytes zero, and each byte of it goes into a stream of its own.
 
 `sparse` and `dense` are streams as zstd frames, behind the frames' sizes (8 bytes each, little-endian).
 `sparse` has the two bytes of the gaps first: a gap is the number of unchanged elements before a changed
-one; `FAR` stands for so many unchanged elements with no changed one behind them.
+one; `FAR` stands for `FAR` unchanged elements that no changed one follows.
 
 Reading is bit-deterministic: differences are integers; a scale times a code is one IEEE float32
 multiplication of exact operands, followed by one rounding to the type, nearest even. Scales below
@@ -63,9 +63,9 @@ class Encoded:
 
     codec: Codec
     payload: torch.Tensor
-    """On CPU; its bytes are stored. [size] uint8, or of `raw` the tensor itself."""
+    """Bytes to store, on the CPU: [size] uint8, or for `raw` the tensor itself."""
     checksum: str
-    """Of the values that a receiver ends up with."""
+    """Checksum of the decoded values."""
 
 
 def encode_raw(tensor: torch.Tensor) -> Encoded:
@@ -74,7 +74,7 @@ def encode_raw(tensor: torch.Tensor) -> Encoded:
 
 
 def encode_delta(tensor: torch.Tensor, base: torch.Tensor, level: int) -> Encoded:
-    """What changed since `base`, in the smallest form that is fast to make; every bit is kept.
+    """Encode the changes since `base` in the smallest form that is fast to make; lossless.
 
     Args:
         tensor: on CPU.
@@ -119,7 +119,7 @@ def encode_quantized(tensor: torch.Tensor, quantization: Quantization) -> Encode
 
 
 def decode(entry: TensorEntry, payload: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
-    """The values of a tensor; whether they are the right ones, `entry.checksum` says.
+    """Return the values of a tensor; compare them with `entry.checksum`.
 
     Args:
         payload: [entry.size] uint8 on CPU; the result of `raw` is this memory.
@@ -146,8 +146,21 @@ def decode(entry: TensorEntry, payload: torch.Tensor, base: torch.Tensor | None)
     return _decode_delta(entry, payload, _fitting(entry, base, dtype))
 
 
+def check_stored_size(entry: TensorEntry) -> None:
+    """Refuse an entry of more bytes than its values have: none is stored so.
+
+    Raises:
+        SyncError: it has more.
+    """
+    most = math.prod(entry.shape) * torch_dtype(entry.dtype).itemsize
+    if entry.size > most:
+        raise SyncError(
+            f"{entry.name} of {entry.shape} {entry.dtype} takes at most {most} bytes, not {entry.size}"
+        )
+
+
 def _is_possible(shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether a tensor without elements may have this shape."""
+    """True if a tensor without elements may have this shape."""
     return math.prod(max(1, dim) for dim in shape) * dtype.itemsize < 1 << 63
 
 
@@ -211,7 +224,7 @@ def _tensor(bits: Bits, dtype: torch.dtype) -> torch.Tensor:
 def _viewed(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The same bytes in another type, copied only if they do not begin where the type may."""
     if not flat.numel():
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device=flat.device)
     is_aligned = (flat.storage_offset() | flat.data_ptr()) % dtype.itemsize == 0
     return (flat if is_aligned else flat.clone()).view(dtype)
 
@@ -221,21 +234,21 @@ def _parts(size: int, step: int = PART) -> Iterator[slice]:
 
 
 class _Damaged(Exception):
-    """What is wrong with a payload."""
+    """Damage of a payload; the message says which."""
 
 
 def _sparse_streams(new: Bits, old: Bits) -> list[Stream] | None:
     """No stream if nothing changed; None if too much did."""
     gaps: list[Bits] = []
     differences: list[Bits] = []
-    room, last = int(SPARSE_SHARE * new.size), -1
+    budget, last = int(SPARSE_SHARE * new.size), -1
     for part in _parts(new.size):
         now, before = new[part], old[part]
         at = np.flatnonzero(now != before)
         if not at.size:
             continue
-        room -= at.size
-        if room < 0:
+        budget -= at.size
+        if budget < 0:
             return None
         differences.append(_difference(now[at], before[at]))
         at += part.start
@@ -268,7 +281,7 @@ def _change_sparse(base: Bits, payload: memoryview) -> Bits:
         at = np.cumsum(gaps[part] + is_change, dtype=np.int64) + (end - 1)
         start, end = end, int(at[-1]) + 1
         if end > base.size:
-            raise _Damaged("a change lies behind the end")
+            raise _Damaged("a change is beyond the end")
         values[start:end] = base[start:end]
         at = at[is_change]
         values[at] += _signed(differences[done : done + at.size])
@@ -370,7 +383,7 @@ def _dequantize(scales: torch.Tensor, codes: torch.Tensor, dtype: torch.dtype) -
 
 
 def _numbers(codes: torch.Tensor) -> torch.Tensor:
-    """What codes stand for, in float32; from a table where torch has no fast conversion."""
+    """Return the values of codes in float32; from a table where torch has no fast conversion."""
     if codes.dtype == torch.int8:
         return codes.float()
     return torch.from_numpy(np.take(_FLOAT8, codes.view(torch.uint8).numpy()))

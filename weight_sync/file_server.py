@@ -29,8 +29,9 @@ MAX_WAIT_S = 30.0
 SHUTDOWN_S = 0.5
 """Time for answers under way when the server ends."""
 ACCEPT_STEPS = 3
-"""Of the loop, until the runner knows a connection that was accepted. It closes those that it knows, and
-asyncio (3.11) forgets the others when it stops listening."""
+"""Steps of the event loop until the runner knows a connection that was accepted. It closes those that
+it knows, and asyncio (3.11) forgets the others when it stops listening.
+"""
 
 
 class FileServer:
@@ -58,7 +59,7 @@ class FileServer:
             ) from error
 
     def changed(self) -> None:
-        """A file has come: look again for who waits."""
+        """Wake the requests that wait for a file."""
         self._call(self._wake)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Files of one URL, fetched over kept connections by threads that never give up half a transfer.
 
 A connection that breaks, an answer that ends early and a server that is busy are asked again, from the
-byte where it stopped, until the caller's patience ends or `close` is called. Redirects are refused: the
+byte where it stopped, until the caller's deadline passes or `close` is called. Redirects are refused: the
 URL that was allowed is the one that is read.
 """
 
@@ -23,22 +23,22 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from headway.contracts.errors import SyncError
+from headway.runtime.model_files import MAX_TEXT_BYTES
 from headway.runtime.secret import authorization
 from headway.runtime.tls import client_context
-from weight_sync.patience import Patience
+from weight_sync.deadline import Deadline
 
 _URL = re.compile(r"https?://[A-Za-z0-9._~\[\]:-]+(/[A-Za-z0-9._~-]+)*")
 CONNECT_S = 5.0
 SILENCE_S = 20.0
-"""Without a byte for so long, a connection counts as broken."""
+"""Seconds without a byte after which a connection counts as broken."""
 TICK_S = 0.05
-"""How often a waiting thread looks whether its patience has ended."""
+"""Seconds after which a waiting thread checks its deadline again."""
 SLICE_BYTES = 8 << 20
-"""Received at once; what a broken connection costs at most."""
+"""Bytes received at once; a broken connection loses at most these."""
 WAKE_BYTES = 1 << 20
-"""A thread that receives sleeps until so much is there: to be woken costs more than to copy."""
+"""Bytes for which a receiving thread sleeps: to be woken costs more than to copy."""
 MAX_ERROR_BYTES = 1 << 16
-MAX_TEXT_BYTES = 256 << 20
 MIN_PAUSE_S, MAX_PAUSE_S = 0.02, 1.0
 
 T = TypeVar("T")
@@ -56,15 +56,15 @@ class _Absent(Exception):
         self.was_waited_for = was_waited_for
 
 
-class _PlainAnswer(http.client.HTTPResponse):
-    """Is read in few large steps."""
+class _PlainResponse(http.client.HTTPResponse):
+    """Response that is read in few large steps."""
 
     def __init__(self, sock: socket.socket, *rest: Any, **more: Any) -> None:
         super().__init__(sock, *rest, **more)
         self._sock = sock
 
     def readinto(self, target: Any) -> int:
-        """As its parent, but for `WAKE_BYTES`, which the end of an answer would never reach."""
+        """Read like the parent, except at the end of a response, which never has `WAKE_BYTES` more."""
         before_end = (self.length or 0) - WAKE_BYTES
         if before_end < io.DEFAULT_BUFFER_SIZE:
             self._sleep_until(1)
@@ -79,7 +79,7 @@ class _PlainAnswer(http.client.HTTPResponse):
 class _PlainConnection(Connection):
     """The kernel keeps the time: a timeout of Python's costs a `poll` and a short read per packet."""
 
-    response_class = _PlainAnswer
+    response_class = _PlainResponse
 
     def connect(self) -> None:
         super().connect()
@@ -99,7 +99,7 @@ class HttpFiles:
     """The files below one URL. `text` and `fetch` work in background threads; see `result`."""
 
     def __init__(
-        self, url: str, token: str | None, num_connections: int, patience: Patience, retry_s: float
+        self, url: str, token: str | None, num_connections: int, deadline: Deadline, retry_s: float
     ) -> None:
         """
         Args:
@@ -110,7 +110,7 @@ class HttpFiles:
         self._url = url
         self._parts = urlsplit(url)
         self._headers = authorization(token)
-        self._patience = patience
+        self._deadline = deadline
         self._retry_s = retry_s
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -127,13 +127,13 @@ class HttpFiles:
         return self._pool.submit(self._fill, name, offset, target)
 
     def result(self, future: Future[T]) -> T:
-        """What a request brought.
+        """Wait for a request and return its result.
 
         Raises:
-            SyncError: the request is hopeless, or patience has ended.
+            SyncError: the request is hopeless, or the deadline has passed.
         """
         while not future.done():
-            wait_for([future], timeout=min(TICK_S, self._patience.left_s))
+            wait_for([future], timeout=min(TICK_S, self._deadline.remaining_s))
         return future.result()
 
     def close(self) -> None:
@@ -176,9 +176,9 @@ class HttpFiles:
                 for count in self._receive(name, offset + done, target[done:]):
                     done += count
                     retry.progress()
-                    self._patience.progress()
+                    self._deadline.restart()
                     if self._closed.is_set():
-                        raise SyncError(f"nobody waits for {self._url} any more")
+                        raise SyncError(f"the transfer from {self._url} was cancelled")
                 if done < len(target):
                     retry.pause(f"the answer ended {len(target) - done} bytes early")
             except _Absent:
@@ -225,7 +225,7 @@ class HttpFiles:
     def _connection(self) -> Iterator[Connection]:
         with self._lock:
             if self._closed.is_set():
-                raise SyncError(f"nobody waits for {self._url} any more")
+                raise SyncError(f"the transfer from {self._url} was cancelled")
             connection = self._idle.pop() if self._idle else self._make_connection()
             self._busy.add(connection)
         is_whole = False
@@ -263,7 +263,7 @@ class HttpFiles:
         if status == 416:
             raise SyncError(f"{url} is torn: it ends early")
         raise SyncError(
-            f"{url} was answered with status {status}; weights come from where they lie"
+            f"{url} was answered with status {status}; give the URL that the weights themselves are at"
         )
 
 
@@ -284,7 +284,7 @@ class _Retry:
         """Wait before the next attempt.
 
         Raises:
-            SyncError: it was tried for too long, or nobody waits any more.
+            SyncError: it was tried for too long, or the transfer was cancelled.
         """
         late = time.monotonic() - self._since > self._limit_s
         if late or self._closed.wait(self._pause_s * random.uniform(0.5, 1.0)):

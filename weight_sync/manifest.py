@@ -1,4 +1,4 @@
-"""What a published version consists of: names, shapes, types, checksums, and where the bytes lie.
+"""Manifest of a published version: names, shapes, types, checksums, and the position of the bytes.
 
     v00000007/manifest.json            the whole version; written last: without it there is no version
     v00000007/part-00000.json          the entries of one blob; written when the blob is complete
@@ -8,14 +8,17 @@ Parts let a receiver read behind a publisher that is still writing. The digest c
 *are* (version, names, shapes, types, checksums of the values), not how they travel: a full version, a
 delta against another one and a peer's copy of the same weights have the same digest.
 
-Checksums are xxh3 (128 bits): they find damage of any kind at the speed of memory. They are no proof
-against an attacker who can write to the medium, who could write a manifest as well.
+Checksums are xxh3 (128 bits): they find damage of any kind at the speed of memory. Weights published
+from a GPU without passing the host have those of `gpu_checksum`, which a GPU can compute; a tensor is
+verified with the one that its entry names. Neither is a proof against an attacker who can write to the
+medium, who could write a manifest as well.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
@@ -25,15 +28,18 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from headway.contracts.config.base import Config
 from headway.contracts.errors import SyncError
+from weight_sync.gpu_checksum import PREFIX, multilinear_checksums
 
 FORMAT = 2
 MANIFEST_NAME = "manifest.json"
+MAX_DIMS = 64
+MAX_SIZE = 1 << 63
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+Checksum = Annotated[str, StringConstraints(pattern=rf"^({PREFIX})?[0-9a-f]{{32}}$")]
 BlobName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
 Codec = Literal["raw", "same", "sparse", "dense", "int8", "float8_e4m3fn"]
-"""How a tensor's bytes are stored (`weight_sync.codecs`)."""
+"""Encoding of a tensor's bytes (`weight_sync.codecs`)."""
 Kind = Literal["full", "delta", "adapter"]
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -48,15 +54,15 @@ class TensorEntry(Config):
     """One tensor of a version."""
 
     name: str = Field(min_length=1, max_length=512)
-    shape: tuple[Annotated[int, Field(ge=0)], ...]
+    shape: tuple[Annotated[int, Field(ge=0, lt=MAX_SIZE)], ...] = Field(max_length=MAX_DIMS)
     dtype: str
-    """Of the values that a receiver ends up with."""
+    """Type of the decoded values."""
     checksum: Checksum
-    """Of those values' bytes, row-major, little-endian."""
+    """Checksum of the bytes of the decoded values, row-major, little-endian."""
     blob: BlobName
-    offset: int = Field(0, ge=0)
-    """Where the stored bytes begin in the blob."""
-    size: int = Field(ge=0)
+    offset: int = Field(0, ge=0, lt=MAX_SIZE)
+    """Offset of the stored bytes in the blob."""
+    size: int = Field(ge=0, lt=MAX_SIZE)
     """Stored bytes."""
     codec: Codec = "raw"
 
@@ -88,7 +94,7 @@ class Manifest(Config):
     adapter: Adapter | None = None
     tensors: tuple[TensorEntry, ...] = Field(min_length=1)
     digest: Digest
-    """Of version and content; equal digests mean equal weights."""
+    """Digest of version and content; equal digests mean equal weights."""
 
 
 def make_manifest(
@@ -110,7 +116,7 @@ def make_manifest(
 
 
 def parse_manifest(text: str | bytes, origin: str) -> Manifest:
-    """Read and prove a manifest.
+    """Read and verify a manifest.
 
     Raises:
         SyncError: not a manifest, or its digest does not match its entries.
@@ -121,6 +127,9 @@ def parse_manifest(text: str | bytes, origin: str) -> Manifest:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         raise SyncError(f"{origin} is not a weight manifest: {field}: {first['msg']}") from error
+    names = Counter(entry.name for entry in manifest.tensors)
+    if len(names) < len(manifest.tensors):
+        raise SyncError(f"{origin} names {names.most_common(1)[0][0]!r} more than once")
     digest = content_digest(manifest.version, manifest.tensors, manifest.adapter, manifest.base)
     if manifest.digest != digest:
         raise SyncError(f"{origin} was changed after it was written (digest mismatch)")
@@ -178,6 +187,13 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(bytes_of(tensor))
 
 
+def has_checksum(tensor: torch.Tensor, checksum: str) -> bool:
+    """True if the tensor's values have this checksum, of either kind; on any device."""
+    if checksum.startswith(PREFIX):
+        return multilinear_checksums([tensor.contiguous()]) == [checksum]
+    return tensor_checksum(tensor.cpu()) == checksum
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """The manifest's name of a type.
 
@@ -206,7 +222,7 @@ def content_digest(
     adapter: Adapter | None = None,
     base: Base | None = None,
 ) -> str:
-    """Of what the weights are, whatever the order and the form in which they travel.
+    """Return the digest of the weights, independent of the order and the form in which they travel.
 
     The base counts for an adapter only: the tensors of a delta are what they are on any base.
     """

@@ -1,4 +1,4 @@
-"""A Hugging Face model directory -> a model: what both ends start from, before any version."""
+"""A Hugging Face model directory -> a model, from which both ends start, before any version."""
 
 from __future__ import annotations
 
@@ -8,13 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.errors import ConfigError
+from headway.runtime.model_files import check_regular, check_text, read_object
+from weight_sync.checkpoint import checkpoint_shapes
+
+MAX_ELEMENTS = 1 << 43
+"""Most elements of a model that has no weights yet."""
+MAX_PARAMETERS = 1 << 18
+MAX_LAYERS = 4096
+LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+MAX_PACKED = 16
+"""Elements of a model in one of its weights' files, at most: some formats pack them."""
+SLACK_ELEMENTS = 1 << 24
+"""Most elements of a model that its files do not contain: heads that are new, for example."""
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 transformers_logging.disable_progress_bar()  # logs are lines; a bar rewrites them
 
@@ -34,7 +46,7 @@ def load_model(config: ModelConfig) -> Any:
     return model
 
 
-def hollow_model(config: ModelConfig) -> Any:
+def model_without_weights(config: ModelConfig) -> Any:
     """The same model with its buffers, and with parameters on the meta device: nothing is read of them.
 
     Raises:
@@ -60,23 +72,78 @@ def read_model(config: ModelConfig, kind: Any, **settings: Any) -> tuple[Any, se
         ConfigError: the directory is missing or holds no such model.
     """
     folder = Path(config.path)
-    if not (folder / "config.json").is_file():
+    if not (folder / "config.json").exists():
         raise ConfigError(f"{folder} is not a model directory (no config.json); set model.path")
+    _check_files(folder)
     options = {
-        "dtype": getattr(torch, config.dtype),
+        "dtype": torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype),
         "attn_implementation": config.attn_implementation,
     }
     try:
         if config.init_from_scratch:
             torch.manual_seed(config.seed)
-            found = AutoConfig.from_pretrained(folder, local_files_only=True, **settings)
-            return kind.from_config(found, **options), set()
-        options |= {"local_files_only": True, "output_loading_info": True}
-        model, report = kind.from_pretrained(folder, **options, **settings)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            found = AutoConfig.from_pretrained(folder, **_LOCAL, **settings)
+            with _limited(MAX_ELEMENTS):
+                return kind.from_config(found, **options, trust_remote_code=False), set()
+        with _limited(_most_elements(config.path)):
+            model, report = kind.from_pretrained(
+                folder, **options, **_LOCAL, **settings, output_loading_info=True
+            )
+    except ConfigError:
+        raise
+    except Exception as error:  # what a configuration can make a library raise has no end
         what = kind.__name__.removeprefix("AutoModelFor")
         raise ConfigError(f"cannot load a model for {what} from {folder}: {error}") from error
     return model, set(report["missing_keys"])
+
+
+def _check_files(folder: Path) -> None:
+    config = read_object(folder / "config.json")
+    for part in (config, *config.values()):
+        for name in LAYERS if isinstance(part, dict) else ():
+            if isinstance(count := part.get(name), int) and count > MAX_LAYERS:
+                raise ConfigError(
+                    f"{folder}/config.json describes a model of {count} layers ({name})"
+                )
+    for file in folder.glob("*.json"):
+        check_text(file)
+    for file in folder.glob("*.safetensors"):
+        check_regular(file)
+
+
+def _most_elements(model: str) -> int:
+    """Return the most elements that the parameters of a model may have, given those in its directory."""
+    held = sum(shape.numel() for shape in checkpoint_shapes(model).values())
+    return MAX_PACKED * held + SLACK_ELEMENTS if held else MAX_ELEMENTS
+
+
+@contextmanager
+def _limited(max_elements: int) -> Iterator[None]:
+    """Limit the parameters of the modules made here to `max_elements`, whatever a configuration says."""
+    left, seen = max_elements, set[tuple[int, str]]()
+
+    def count(
+        module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None
+    ) -> torch.nn.Parameter | None:
+        nonlocal left
+        place = (id(module), name)
+        if (
+            parameter is not None and place not in seen
+        ):  # each is registered once more when it is read
+            seen.add(place)
+            left -= parameter.numel()
+        if left < 0 or len(seen) > MAX_PARAMETERS:
+            raise ConfigError(
+                f"the model's config.json describes more than {max_elements} elements or "
+                f"{MAX_PARAMETERS} parameters, which its weights do not hold"
+            )
+        return None
+
+    handle = register_module_parameter_registration_hook(count)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

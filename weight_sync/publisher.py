@@ -1,4 +1,4 @@
-"""`WeightPublisher` into a place where versions lie: gather, encode, write, all at a time.
+"""`WeightPublisher` into a store of versions: gathers, encodes and writes concurrently.
 
 The caller's thread gathers the next bucket while others encode, write and checksum those before it;
 receivers read what is written already.
@@ -17,7 +17,7 @@ from threading import Semaphore
 
 import torch
 
-from headway.contracts.config.weight_sync import StoredSync
+from headway.contracts.config.weight_sync import Dtype, StoredSync
 from headway.contracts.errors import SyncError
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
 from weight_sync.adapter import (
@@ -31,6 +31,8 @@ from weight_sync.adapter import (
 from weight_sync.blob import make_adapter_blob, make_blob, plain
 from weight_sync.channel import NamedTensors
 from weight_sync.codecs import Encoded, encode_delta, encode_quantized
+from weight_sync.deadline import Deadline
+from weight_sync.device_copy import buckets_on_host, on_host
 from weight_sync.manifest import (
     MANIFEST_NAME,
     Adapter,
@@ -43,8 +45,7 @@ from weight_sync.manifest import (
     part_name,
     write_part,
 )
-from weight_sync.outgoing import Bucket, buckets, outgoing
-from weight_sync.patience import Patience
+from weight_sync.published_tensors import Bucket, buckets, outgoing
 from weight_sync.store import ANNOUNCEMENT_NAME, Announcement, Store, versions_in, with_bases
 
 WRITERS = 2
@@ -53,7 +54,7 @@ WRITERS = 2
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The last version as it was published: what the next delta is against."""
+    """The last version as it was published: the base of the next delta."""
 
     ref: Base
     tensors: Mapping[str, torch.Tensor]
@@ -69,13 +70,21 @@ class StoredPublisher:
         self._config = config
         self._held: _Held | None = None
         self._announced: PolicyVersion | None = None
-        self._patience = Patience(math.inf)
+        self._deadline = Deadline(math.inf)
         for version in versions_in(store.names()):
             if store.text(version, MANIFEST_NAME) is None:
                 store.delete(version)
 
+    @property
+    def dtype(self) -> Dtype | None:
+        return self._config.dtype
+
+    @property
+    def sends_from_device(self) -> bool:
+        return False
+
     def announce(self, version: PolicyVersion, adapted: Base | None = None) -> WeightUpdateMeta:
-        """As `WeightPublisher`; `adapted` is the base if the version will be an adapter."""
+        """See `WeightPublisher`; `adapted` is the base if the version will be an adapter."""
         if self._store.text(version, MANIFEST_NAME) is not None:
             raise SyncError(
                 f"{self._store.path_of(version)} exists; a version is published once, take a newer number"
@@ -86,7 +95,7 @@ class StoredPublisher:
         except OSError as error:
             raise self._failure(version, error) from error
         self._announced = version
-        self._patience = Patience(math.inf)
+        self._deadline = Deadline(math.inf)
         return WeightUpdateMeta(version, self._store.path_of(version))
 
     def publish(self, version: PolicyVersion, tensors: NamedTensors) -> WeightUpdateMeta:
@@ -96,7 +105,7 @@ class StoredPublisher:
         writing = _Writing(self._store, version, self._config, base)
         with self._whole_or_nothing(version):
             ready = buckets(outgoing(tensors, self._config), self._config.shard_bytes)
-            manifest = writing.run(_on_cpu(ready), self._patience)
+            manifest = writing.run(buckets_on_host(ready), self._deadline)
         if self._config.delta is not None:
             ref = Base(version=version, digest=manifest.digest)
             self._held = _Held(ref, writing.kept, 0 if base is None else base.chain + 1)
@@ -112,7 +121,7 @@ class StoredPublisher:
                 know from the start what comes.
             tensors: what `peft.get_peft_model_state_dict` returns.
             adapter: from `make_adapter`.
-            base: a version that lies here, full or a delta; many adapters may build on one.
+            base: a stored version, full or a delta; many adapters may build on one.
         Raises:
             SyncError: as `publish`; a base that is not here, or no adapter that can be merged.
         """
@@ -130,29 +139,29 @@ class StoredPublisher:
         with self._whole_or_nothing(version):
             self._write_announcement(version, base)  # it may have been announced as a full version
             blob = make_adapter_blob(
-                [(PREFIX + name, t, plain(t)) for name, t in _cpu(named.items())]
+                [(PREFIX + name, t, plain(t)) for name, t in on_host(list(named.items()))]
             )
             entries = blob.entries(self._store.write_blob(version, blob.name, blob.pieces))
             self._store.write_text(version, CONFIG_NAME, adapter_config(adapter, modules))
             self._store.sync()
-            _ = self._patience.left_s
+            self._deadline.check()
             manifest = make_manifest(version, entries, "adapter", base, adapter)
             self._store.write_text(version, MANIFEST_NAME, manifest.model_dump_json())
         return WeightUpdateMeta(version, self._store.path_of(version), manifest.digest)
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether `publish_adapter` is possible: 8 bits would round the adapter."""
+        """True if `publish_adapter` is possible: 8 bits would round the adapter."""
         return self._config.quantization is None
 
     def base(self, version: PolicyVersion) -> Base | None:
-        """A version that lies here, for adapters to build on."""
+        """Return a stored version for adapters to build on."""
         found = self._manifest(version)
         return None if found is None else Base(version=version, digest=found.digest)
 
     def cancel(self, version: PolicyVersion, reason: str) -> None:
         if version == self._announced:
-            self._patience.give_up(f"version {version} was refused: {reason}")
+            self._deadline.cancel(f"version {version} was refused: {reason}")
 
     def latest(self) -> PolicyVersion | None:
         versions = self._complete()
@@ -161,7 +170,7 @@ class StoredPublisher:
     def collect(
         self, committed: PolicyVersion, pinned: Collection[PolicyVersion] = ()
     ) -> list[PolicyVersion]:
-        """As `WeightPublisher`; never deletes what is pinned, or what the next delta is against."""
+        """See `WeightPublisher`; never deletes pinned versions, or the base of the next delta."""
         versions = self._complete()
         older = [version for version in versions if version < committed]
         kept = set(versions) - set(older[: max(0, len(older) - (self._config.keep - 1))])
@@ -231,7 +240,7 @@ class StoredPublisher:
             self._discard(version)
             raise
         finally:
-            self._patience = Patience(math.inf)
+            self._deadline = Deadline(math.inf)
 
     def _discard(self, version: PolicyVersion) -> None:
         with suppress(OSError):  # the next publisher removes what this one cannot
@@ -259,20 +268,20 @@ class _Writing:
         self.kept: dict[str, torch.Tensor] = {}
         """The values as published, for the next delta; those of the base are overwritten."""
 
-    def run(self, ready: Iterator[Bucket], patience: Patience) -> Manifest:
+    def run(self, ready: Iterator[Bucket], deadline: Deadline) -> Manifest:
         """Write all buckets, then the manifest."""
         writing: deque[Future[list[TensorEntry]]] = deque()
-        room = Semaphore(WRITERS + 1)  # one lies ready, so that no writer waits for it
+        slots = Semaphore(WRITERS + 1)  # one more is ready, so that no writer waits for it
         with ThreadPoolExecutor(WRITERS, thread_name_prefix="weights-write") as writers:
             try:
                 for number in count():
-                    room.acquire()
+                    slots.acquire()
                     bucket = next(ready, None)
                     if bucket is None:
                         break
-                    _ = patience.left_s
+                    deadline.check()
                     writing.append(writers.submit(self._write, number, bucket))
-                    writing[-1].add_done_callback(lambda _: room.release())
+                    writing[-1].add_done_callback(lambda _: slots.release())
                     del bucket  # as soon as it was written it may be freed
                     while writing and writing[0].done():
                         self._entries += writing.popleft().result()
@@ -282,7 +291,7 @@ class _Writing:
                 for waiting in writing:
                     waiting.cancel()
         self._store.sync()
-        _ = patience.left_s
+        deadline.check()
         ref = None if self._base is None else self._base.ref
         kind: Kind = "full" if ref is None else "delta"
         manifest = make_manifest(self._version, self._entries, kind, ref)
@@ -309,12 +318,3 @@ class _Writing:
             encoded = plain(value)
         self.kept[name] = base.copy_(value)
         return encoded
-
-
-def _on_cpu(ready: Iterator[Bucket]) -> Iterator[Bucket]:
-    for bucket in ready:
-        yield _cpu(bucket)
-
-
-def _cpu(tensors: NamedTensors) -> Bucket:
-    return [(name, tensor.cpu()) for name, tensor in tensors]

@@ -1,48 +1,40 @@
-"""`WeightReceiver`: what comes from any transport becomes a proven version.
+"""`WeightReceiver`: what comes from any transport becomes a verified version.
 
 A version counts when every tensor has its checksum, all of them have the digest that was announced,
 and names and shapes are the model's. Reading, decoding and checking overlap, with one another and with
-the publisher, who may still be writing. A tensor whose bytes are wrong is read once more, then from
-the other places that hold the version, alone. A delta is applied to the version it names: the one that
-serves, or one that is fetched first.
+the publisher, which may still be writing (`IncomingVersion`). A delta is applied to the version it
+names: the one that serves, or one that is fetched first.
 """
 
 from __future__ import annotations
 
-import os
 import posixpath
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from headway.contracts.config.weight_sync import ReceiverConfig
+from headway.contracts.config.weight_sync import MAX_CHAIN, ReceiverConfig
 from headway.contracts.errors import Fenced, SyncError
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
 from weight_sync.adapter import merge_adapter
 from weight_sync.blob import by_blob, check_header
-from weight_sync.cache import FolderCache
-from weight_sync.channel import ProvenVersion, Source, StagedWeights, WeightReader
-from weight_sync.codecs import decode
-from weight_sync.manifest import Base, Manifest, TensorEntry, content_digest, tensor_checksum
-from weight_sync.patience import Patience
+from weight_sync.channel import Source, StagedWeights, VerifiedVersion, WeightReader
+from weight_sync.codecs import check_stored_size, decode
+from weight_sync.deadline import Deadline
+from weight_sync.folder_cache import FolderCache
+from weight_sync.incoming import IncomingVersion, ReadTensor, Shapes
+from weight_sync.manifest import Base, TensorEntry, has_checksum
 from weight_sync.store import StoredSource, version_name
 from weight_sync.tensors import check_fit
 from weight_sync.transports.base import check_allowed, local_path, open_source
-from weight_sync.transports.detached import call_detached
-from weight_sync.transports.disk import LocalPlace
-from weight_sync.transports.meeting import Member
+from weight_sync.transports.daemon_calls import call_detached
+from weight_sync.transports.disk import LocalReader
+from weight_sync.transports.nccl import Build
+from weight_sync.transports.participant import Participant
 
-Shapes = Mapping[str, torch.Size]
-DECODERS = max(1, min(4, (os.cpu_count() or 1) // 4))
-"""Threads that decode; those of a small machine have to generate."""
-READ_AHEAD = 8
-"""Tensors that are read and not yet decoded."""
 FOLDER_TIMEOUT_S = 60.0
 
 
@@ -51,22 +43,22 @@ class Receiver:
 
     def __init__(self, config: ReceiverConfig) -> None:
         self._config = config
-        self._held: StagedWeights | ProvenVersion | None = None
+        self._held: StagedWeights | VerifiedVersion | None = None
         self._cache: FolderCache | None = None
 
-    def within(self, patience: Patience) -> WeightReader:
-        return Reader(self, self._config, patience)
+    def within(self, deadline: Deadline) -> WeightReader:
+        return Reader(self, self._config, deadline)
 
-    def keep(self, staged: StagedWeights | ProvenVersion) -> None:
+    def keep(self, staged: StagedWeights | VerifiedVersion) -> None:
         self._held = staged
         if self._cache is not None:
             self._cache.collect(staged)
 
-    def held(self, version: PolicyVersion) -> StagedWeights | ProvenVersion | None:
+    def held(self, version: PolicyVersion) -> StagedWeights | VerifiedVersion | None:
         held = self._held
         return held if held is not None and held.version == version else None
 
-    def base(self, ref: Base) -> StagedWeights | ProvenVersion | None:
+    def base(self, ref: Base) -> StagedWeights | VerifiedVersion | None:
         """A version, if it is the one that serves or the one that this was merged into."""
         held = self._held
         for candidate in () if held is None else (held, held.base):
@@ -77,11 +69,11 @@ class Receiver:
                 return candidate
         return None
 
-    def lay_out(self, staged: StagedWeights) -> ProvenVersion:
+    def lay_out(self, staged: StagedWeights) -> VerifiedVersion:
         """A version as a folder, for an engine that reads files.
 
         Raises:
-            SyncError: there is no room for it.
+            SyncError: it does not fit.
         """
         if self._cache is None:
             self._cache = FolderCache(self._config.cache_dir)
@@ -104,7 +96,9 @@ class Reader:
 
     receiver: Receiver
     config: ReceiverConfig
-    patience: Patience
+    deadline: Deadline
+    num_built: int = 0
+    """Number of versions that build on the one being read."""
 
     def stage(self, meta: WeightUpdateMeta, expected: Shapes) -> StagedWeights:
         failures = []
@@ -114,61 +108,67 @@ class Reader:
             except Fenced:
                 raise
             except SyncError as error:
-                _ = self.patience.left_s
+                self.deadline.check()
                 failures.append(error.message)
         raise SyncError("; ".join(dict.fromkeys(failures)))
 
-    def verify(self, meta: WeightUpdateMeta, expected: Shapes) -> ProvenVersion:
-        proven = self._prove_in_place(meta, expected)
-        if proven is not None:
-            return proven
-        return self.receiver.lay_out(self.stage(meta, expected))
+    def verify(self, meta: WeightUpdateMeta, expected: Shapes) -> VerifiedVersion:
+        verified = self._verify_in_place(meta, expected)
+        if verified is not None:
+            return verified
+        # The engine's processes need the GPU's memory; what passes here leaves by files.
+        config = self.config.model_copy(update={"on_device": False})
+        return self.receiver.lay_out(replace(self, config=config).stage(meta, expected))
 
-    def follow(self, meta: WeightUpdateMeta, num_ranks: int) -> Member:
-        seat = meta.seat
-        if seat is None:
-            raise SyncError(f"{meta.path} is a process group, and no seat was given to this server")
+    def follow(
+        self, meta: WeightUpdateMeta, num_ranks: int, build: Build | None = None
+    ) -> Participant:
+        group_rank = meta.group_rank
+        if group_rank is None:
+            raise SyncError(f"{meta.path} is a process group, and no rank was given to this server")
         check_allowed(meta.path, self.config)
 
         def watch() -> None:
-            _ = self.patience.left_s
+            self.deadline.check()
 
         return call_detached(
-            lambda: Member(meta.path, meta.version, seat, self.patience, num_ranks),
+            lambda: Participant(
+                meta.path, meta.version, group_rank, self.deadline, num_ranks, build
+            ),
             watch,
-            discard=lambda late: late.leave(SyncError(f"rank {seat.rank} came too late")),
+            discard=lambda late: late.leave(SyncError(f"rank {group_rank.rank} came too late")),
         )
 
-    def _prove_in_place(self, meta: WeightUpdateMeta, expected: Shapes) -> ProvenVersion | None:
-        """The version where it lies; None if an engine cannot read it there as it is."""
+    def _verify_in_place(self, meta: WeightUpdateMeta, expected: Shapes) -> VerifiedVersion | None:
+        """Verify the version in place; None if an engine cannot read it there as it is."""
         folder = local_path(meta.path)
         if folder is None:
             return None
         try:
             with closing(self._open(meta.path, meta)) as source:
-                incoming = _Incoming(source, meta, expected, self)
-                if source.announcement.kind != "full" or not incoming.prove():
+                incoming = self._incoming(source, meta, expected)
+                if source.announcement.kind != "full" or not incoming.verify_in_place():
                     return None
                 manifest = source.manifest()
-            with closing(LocalPlace(folder)) as place:
+            with closing(LocalReader(folder)) as blobs:
                 for blob, entries in by_blob(manifest).items():
-                    check_header(place, blob, entries)
+                    check_header(blobs, blob, entries)
         except Fenced:
             raise
         except SyncError:
-            _ = self.patience.left_s
+            self.deadline.check()
             if not meta.fallbacks:
                 raise
             return None
-        return ProvenVersion(manifest.version, manifest.digest, folder.resolve())
+        return VerifiedVersion(manifest.version, manifest.digest, folder.resolve())
 
     def _stage(self, path: str, meta: WeightUpdateMeta, expected: Shapes) -> StagedWeights:
         with closing(self._open(path, meta)) as source:
-            incoming = _Incoming(source, replace(meta, path=path), expected, self)
+            incoming = self._incoming(source, replace(meta, path=path), expected)
             tensors = incoming.collect()
             manifest = source.manifest()
         if manifest.adapter is not None and manifest.base is not None:
-            base = self.find_base(path, manifest.base, expected)
+            base = self._find_base(path, manifest.base, expected)
             shapes = dict(expected) or _shapes_of(base)
             tensors = merge_adapter(tensors, manifest.adapter, _reads(base), shapes)
             return StagedWeights(manifest.version, manifest.digest, tensors, base=base)
@@ -182,16 +182,23 @@ class Reader:
             manifest.tensors,
         )
 
-    def find_base(self, path: str, ref: Base, expected: Shapes) -> StagedWeights | ProvenVersion:
-        """What a version builds on: one that is held, or its neighbour at the same place."""
+    def _find_base(self, path: str, ref: Base, expected: Shapes) -> StagedWeights | VerifiedVersion:
+        """Return the version that another one builds on: one that is held, or its neighbour at the
+        same location.
+        """
         held = self.receiver.base(ref)
         if held is not None:
             return held
+        if self.num_built == MAX_CHAIN:
+            raise SyncError(
+                f"{path} builds on version {ref.version} and more than {MAX_CHAIN} builds on it; publish "
+                "a whole version more often (full_every)"
+            )
         beside = posixpath.join(posixpath.dirname(path.rstrip("/")), version_name(ref.version))
         meta = WeightUpdateMeta(ref.version, beside, ref.digest)
-        return self._stage(beside, meta, expected)
+        return replace(self, num_built=self.num_built + 1)._stage(beside, meta, expected)
 
-    def repair(
+    def _copies(
         self, entry: TensorEntry, meta: WeightUpdateMeta
     ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         """The stored bytes of one tensor, from each other place that holds the version."""
@@ -199,140 +206,41 @@ class Reader:
             try:
                 with closing(self._open(path, meta)) as source:
                     for other in source.entries():
-                        if (other.name, other.checksum) == (entry.name, entry.checksum):
+                        if (other.name, other.shape, other.checksum) == (
+                            entry.name,
+                            entry.shape,
+                            entry.checksum,
+                        ):
+                            check_stored_size(other)
                             yield other, source.read(other)
             except SyncError:
-                _ = self.patience.left_s
+                self.deadline.check()
+
+    def _incoming(
+        self, source: Source, meta: WeightUpdateMeta, expected: Shapes
+    ) -> IncomingVersion:
+        return IncomingVersion(
+            source,
+            meta,
+            expected,
+            self.deadline,
+            lambda base: _reads(self._find_base(meta.path, base, expected)),
+            lambda entry: self._copies(entry, meta),
+        )
 
     def _open(self, path: str, meta: WeightUpdateMeta) -> Source:
-        return open_source(path, meta, self.config, self.patience)
+        return open_source(path, meta, self.config, self.deadline)
 
 
-class _Incoming:
-    """One version while it comes in."""
-
-    def __init__(
-        self, source: Source, meta: WeightUpdateMeta, expected: Shapes, reader: Reader
-    ) -> None:
-        self._source = source
-        self._meta = meta
-        self._expected = expected
-        self._reader = reader
-        self._base: Callable[[str], torch.Tensor] | None = None
-        self._is_repaired = False
-        announced = source.announcement
-        if announced.version != meta.version:
-            raise SyncError(f"{meta.path} holds version {announced.version}, not {meta.version}")
-        if announced.kind == "delta" and announced.base is not None:
-            self._base = _reads(reader.find_base(meta.path, announced.base, expected))
-
-    def collect(self) -> dict[str, torch.Tensor]:
-        """All tensors, proven."""
-        return dict(self._proven())
-
-    def prove(self) -> bool:
-        """Prove all tensors and keep none; false if they do not lie there as what they are."""
-        shapes = {}
-        for name, tensor in self._proven():
-            shapes[name] = tensor.shape
-        manifest = self._source.manifest()
-        if manifest.kind != "full":  # it was announced before that was known
-            return False
-        entries = {entry.name: entry for entry in manifest.tensors}
-        is_plain = all(entry.codec == "raw" for entry in entries.values())
-        check_fit(
-            shapes,
-            self._expected,
-            lambda name: self._decoded(entries[name], self._source.read(entries[name])),
-            self._meta.path,
-        )
-        return is_plain and not self._is_repaired
-
-    def _proven(self) -> Iterator[tuple[str, torch.Tensor]]:
-        seen: list[TensorEntry] = []
-        decoding: deque[tuple[TensorEntry, Future[torch.Tensor]]] = deque()
-        with ThreadPoolExecutor(DECODERS, thread_name_prefix="weights-decode") as decoders:
-            for entry in self._source.entries():
-                self._check_shape(entry)
-                payload = self._source.read(entry)
-                seen.append(entry)
-                if entry.codec == "raw":  # checked here, where it lies in the cache
-                    yield entry.name, self._checked(entry, partial(self._check, entry, payload))
-                else:
-                    decoding.append((entry, decoders.submit(self._check, entry, payload)))
-                del payload
-                if len(decoding) >= READ_AHEAD:
-                    oldest, check = decoding.popleft()
-                    yield oldest.name, self._checked(oldest, check.result)
-            for entry, check in decoding:
-                yield entry.name, self._checked(entry, check.result)
-        self._check_manifest(self._source.manifest(), seen)
-
-    def _checked(self, entry: TensorEntry, check: Callable[[], torch.Tensor]) -> torch.Tensor:
-        try:
-            return check()
-        except SyncError as error:
-            return self._once_more(entry, error)
-
-    def _once_more(self, entry: TensorEntry, failure: SyncError) -> torch.Tensor:
-        try:
-            return self._check(entry, self._source.read(entry))
-        except SyncError:
-            _ = self._reader.patience.left_s
-        self._is_repaired = True
-        for other, payload in self._reader.repair(entry, self._meta):
-            try:
-                return self._check(other, payload)
-            except SyncError:
-                continue
-        raise failure
-
-    def _check(self, entry: TensorEntry, payload: torch.Tensor) -> torch.Tensor:
-        tensor = self._decoded(entry, payload)
-        proven = payload if entry.codec == "raw" else tensor  # of raw they are the same bytes
-        if tensor_checksum(proven) != entry.checksum:
-            raise SyncError(f"{entry.name} in {self._meta.path}/{entry.blob} has a wrong checksum")
-        return tensor
-
-    def _decoded(self, entry: TensorEntry, payload: torch.Tensor) -> torch.Tensor:
-        needs_base = entry.codec in ("same", "sparse", "dense")
-        if needs_base and self._base is None:
-            raise SyncError(f"{entry.name} in {self._meta.path} is a difference against nothing")
-        try:
-            base = self._base(entry.name) if needs_base and self._base is not None else None
-        except KeyError:
-            raise SyncError(f"the base of {self._meta.path} has no {entry.name}") from None
-        return decode(entry, payload, base)
-
-    def _check_shape(self, entry: TensorEntry) -> None:
-        expected = self._expected.get(entry.name)
-        if expected is not None and expected != entry.shape:
-            raise SyncError(
-                f"{self._meta.path} is of another model: {entry.name} has shape {entry.shape}, "
-                f"{tuple(expected)} in the model"
-            )
-
-    def _check_manifest(self, manifest: Manifest, seen: list[TensorEntry]) -> None:
-        wanted = self._meta.digest
-        if wanted is not None and manifest.digest != wanted:
-            raise SyncError(
-                f"{self._meta.path} has the digest {manifest.digest[:12]}, announced was {wanted[:12]}"
-            )
-        if (
-            content_digest(manifest.version, seen, manifest.adapter, manifest.base)
-            != manifest.digest
-        ):
-            raise SyncError(f"{self._meta.path} was changed while it was read (digest mismatch)")
-
-
-def _reads(version: StagedWeights | ProvenVersion) -> Callable[[str], torch.Tensor]:
-    """Brings one tensor of a version at a time."""
+def _reads(version: StagedWeights | VerifiedVersion) -> ReadTensor:
+    """Brings one tensor of a version at a time, on the CPU."""
     if isinstance(version, StagedWeights):
-        return version.tensors.__getitem__
+        tensors = version.tensors
+        return lambda name: tensors[name].cpu()
     return _folder_tensors(version.folder)
 
 
-def _shapes_of(version: StagedWeights | ProvenVersion) -> dict[str, torch.Size]:
+def _shapes_of(version: StagedWeights | VerifiedVersion) -> dict[str, torch.Size]:
     if isinstance(version, StagedWeights):
         return {name: tensor.shape for name, tensor in version.tensors.items()}
     return {
@@ -341,21 +249,21 @@ def _shapes_of(version: StagedWeights | ProvenVersion) -> dict[str, torch.Size]:
 
 
 def _folder_entries(folder: Path) -> dict[str, TensorEntry]:
-    with closing(LocalPlace(folder)) as place:
-        source = StoredSource(place, str(folder), Patience(FOLDER_TIMEOUT_S))
+    with closing(LocalReader(folder)) as blobs:
+        source = StoredSource(blobs, str(folder), Deadline(FOLDER_TIMEOUT_S))
         return {entry.name: entry for entry in source.entries()}
 
 
-def _folder_tensors(folder: Path) -> Callable[[str], torch.Tensor]:
+def _folder_tensors(folder: Path) -> ReadTensor:
     """Reads the tensors of a full version on this machine, one at a time."""
     entries = _folder_entries(folder)
 
     def read(name: str) -> torch.Tensor:
-        with closing(LocalPlace(folder)) as place:
+        with closing(LocalReader(folder)) as blobs:
             entry = entries[name]
-            tensor = decode(entry, place.read(entry.blob, entry.offset, entry.size), None)
-        if tensor_checksum(tensor) != entry.checksum:
-            raise SyncError(f"{name} in {folder} was damaged after it was proven")
+            tensor = decode(entry, blobs.read(entry.blob, entry.offset, entry.size), None)
+        if not has_checksum(tensor, entry.checksum):
+            raise SyncError(f"{name} in {folder} was damaged after it was verified")
         return tensor
 
     return read

@@ -1,4 +1,4 @@
-"""Where versions lie: one directory of blobs each, whatever holds the directories.
+"""Stores of versions: one directory of blobs each, in whatever holds the directories.
 
     root/v00000007/announcement.json   what is being published; written first
     root/v00000007/shard-00000.safetensors, part-00000.json, ...
@@ -22,6 +22,7 @@ from pydantic import Field, ValidationError
 from headway.contracts.config.base import Config
 from headway.contracts.errors import SyncError
 from headway.contracts.types import PolicyVersion
+from weight_sync.deadline import Deadline
 from weight_sync.manifest import (
     MANIFEST_NAME,
     Base,
@@ -32,7 +33,6 @@ from weight_sync.manifest import (
     parse_part,
     part_name,
 )
-from weight_sync.patience import Patience
 
 ANNOUNCEMENT_NAME = "announcement.json"
 CHUNK_BYTES = 1 << 20
@@ -41,7 +41,7 @@ _VERSION_NAME = re.compile(r"v(\d{8,18})")
 
 
 class Announcement(Config):
-    """What a receiver must know before the first tensor."""
+    """Everything that a receiver must know before the first tensor."""
 
     version: int = Field(ge=0)
     kind: Kind = "full"
@@ -52,7 +52,7 @@ class Store(Protocol):
     """The publisher's view of a place."""
 
     def path_of(self, version: PolicyVersion) -> str:
-        """What receivers are told."""
+        """Return the path that receivers are given."""
 
     def names(self) -> list[str]:
         """Names of the directories."""
@@ -93,14 +93,14 @@ class Store(Protocol):
         """Let another publisher have the place."""
 
 
-class Place(Protocol):
+class BlobReader(Protocol):
     """A receiver's view of one version's directory."""
 
     def text(self, name: str) -> bytes | None:
         """A small file; None if it is not there (yet).
 
         Raises:
-            SyncError: the place is gone.
+            SyncError: the directory is gone.
         """
 
     def expect(self, entries: Sequence[TensorEntry]) -> None:
@@ -113,7 +113,7 @@ class Place(Protocol):
         """[size] uint8 of a blob.
 
         Raises:
-            SyncError: the place is gone, or the blob ends before.
+            SyncError: the directory is gone, or the blob ends before.
         """
 
     def close(self) -> None:
@@ -160,10 +160,10 @@ def with_bases(
 class StoredSource:
     """`Source` of a version directory, also while it is being written."""
 
-    def __init__(self, place: Place, path: str, patience: Patience) -> None:
-        self._place = place
+    def __init__(self, reader: BlobReader, path: str, deadline: Deadline) -> None:
+        self._reader = reader
         self._path = path
-        self._patience = patience
+        self._deadline = deadline
         self._is_closed = False
         self._manifest = self._find_manifest()
         self.announcement = self._announced()
@@ -175,7 +175,7 @@ class StoredSource:
                 seen.update(entry.name for entry in entries)
                 yield from entries
         rest = [entry for entry in self.manifest().tensors if entry.name not in seen]
-        self._place.expect(rest)
+        self._reader.expect(rest)
         yield from rest
 
     def _parts(self) -> Iterator[Sequence[TensorEntry]]:
@@ -195,22 +195,22 @@ class StoredSource:
     def _part(self, number: int) -> Sequence[TensorEntry] | None:
         """Wait for it; None if the manifest came instead."""
         while not self._is_closed:
-            part = self._place.text(part_name(number))
+            part = self._reader.text(part_name(number))
             if part is not None:
-                self._patience.progress()
+                self._deadline.restart()
                 entries = parse_part(part, f"{self._path}/{part_name(number)}")
-                self._place.expect(entries)
+                self._reader.expect(entries)
                 return entries
             self._manifest = self._find_manifest()
             if self._manifest is not None:
                 return None
-            self._patience.pause()
-        raise SyncError(f"nobody reads {self._path} any more")
+            self._deadline.pause()
+        raise SyncError(f"the reader of {self._path} was closed")
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
-        payload = self._place.read(entry.blob, entry.offset, entry.size)
-        self._patience.progress()
-        _ = self._patience.left_s  # whoever gave up ends a transfer that makes progress, too
+        payload = self._reader.read(entry.blob, entry.offset, entry.size)
+        self._deadline.restart()
+        self._deadline.check()  # one that was cancelled ends even while the transfer makes progress
         return payload
 
     def manifest(self) -> Manifest:
@@ -220,17 +220,17 @@ class StoredSource:
 
     def close(self) -> None:
         self._is_closed = True
-        self._place.close()
+        self._reader.close()
 
     def _find_manifest(self) -> Manifest | None:
-        text = self._place.text(MANIFEST_NAME)
+        text = self._reader.text(MANIFEST_NAME)
         return None if text is None else parse_manifest(text, f"{self._path}/{MANIFEST_NAME}")
 
     def _announced(self) -> Announcement:
         if self._manifest is not None:
             known = self._manifest
             return Announcement(version=known.version, kind=known.kind, base=known.base)
-        text = self._place.text(ANNOUNCEMENT_NAME)
+        text = self._reader.text(ANNOUNCEMENT_NAME)
         if text is None:
             raise SyncError(
                 f"there is no version at {self._path}: neither {MANIFEST_NAME} nor {ANNOUNCEMENT_NAME}"

@@ -1,4 +1,4 @@
-"""Named tensors that came from elsewhere: do they fit a model, and what is their digest."""
+"""Named tensors from elsewhere: check that they fit a model, and compute their digest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_fit(
     read: Callable[[str], torch.Tensor],
     origin: str,
 ) -> None:
-    """Whether these are the tensors that a model expects, all of them and no other.
+    """Check that these are the tensors that a model expects, all of them and no others.
 
     A tied weight may come under both of its names (`lm_head.weight`): the second is no stranger if it
     equals a tensor that is expected. Nor are buffers that models compute (`BUFFERS`).

@@ -1,4 +1,4 @@
-"""An agent that knows Anthropic's API and nothing of training: it guesses a number with a tool."""
+"""An agent that only uses Anthropic's API, without code for training: it guesses a number with a tool."""
 
 import random
 import sys
@@ -15,7 +15,7 @@ TASK = "I think of a number from 1 to 9. Find it in three guesses."
 
 
 def play(client: Anthropic, secret: int) -> float:
-    """1 if the number was found, else 0."""
+    """Return 1 if the number was found, else 0."""
     messages = [{"role": "user", "content": TASK}]
     for _ in range(3):
         answer = client.messages.create(

@@ -1,4 +1,6 @@
-"""What makes an agent trainable: it plays below a session's URL, and somebody tells its reward."""
+"""Make an agent trainable: it calls the model under a session's URL, and its reward is reported at the
+end.
+"""
 
 import os
 import uuid
@@ -11,7 +13,7 @@ import httpx
 
 @contextmanager
 def open_session(gateway: str) -> Iterator[SimpleNamespace]:
-    """Play within the block and set `reward`; what the block raises is recorded as a failure."""
+    """Run the agent in the block and set `reward`; an exception in it is recorded as a failure."""
     token = os.environ.get("HEADWAY_TOKEN")  # of a gateway that asks for one
     headers = {"authorization": f"Bearer {token}"} if token else {}
     asked = {"rollout_id": f"game-{uuid.uuid4().hex}", "gconfig": {"max_new_tokens": 256}}

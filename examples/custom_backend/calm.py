@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from headway.contracts.config.trainer import TokenNormalizeScope
 from trainer.api import LossFn, LossWeightFn, MicroBatchSpec
 from trainer.backends.base import register_backend
 from trainer.backends.fsdp2 import FSDP2Engine
@@ -22,9 +23,10 @@ class CalmEngine(FSDP2Engine):
         mb_spec: MicroBatchSpec,
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
+        token_normalize_scope: TokenNormalizeScope = "global",
     ) -> dict[str, float]:
-        """As FSDP2's; `skipped_steps` is 1 for a batch that was left out."""
-        ask: tuple[Any, ...] = (input_, mb_spec, loss_fn, loss_weight_fn)
+        """Train like FSDP2; `skipped_steps` is 1 for a batch that was left out."""
+        ask: tuple[Any, ...] = (input_, mb_spec, loss_fn, loss_weight_fn, token_normalize_scope)
         loss = abs(float(self.eval_batch(*ask)))
         if self._usual is not None and loss > JUMP * self._usual:
             return {"loss": loss, "skipped_steps": 1.0}

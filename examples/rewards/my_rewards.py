@@ -1,4 +1,4 @@
-"""Rewards of one's own, named in a gateway's config (`modules: [my_rewards]`).
+"""Custom rewards, named in a gateway's config (`modules: [my_rewards]`).
 
 A plain function is registered as it is, in the signature it already has (this project's, TRL's, AReaL's
 or verl's); a class where a reward has arguments, a quick way, or awaits others.
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from headway import Answer, Facilities, RewardResult, register_reward
+from headway import Answer, RewardResult, SharedServices, register_reward
 
 
 def brevity(answer: Answer, per_token: float = 0.001) -> float:
@@ -44,7 +44,7 @@ def gsm8k_reward_fn(
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
 ) -> dict[str, Any]:
-    """verl's signature: `reward_model.ground_truth` of the row; a mapping may tell more."""
+    """verl's signature: `reward_model.ground_truth` of the row; a mapping may return details, too."""
     is_right = solution_str.strip() == ground_truth
     return {"score": float(is_right), "length": len(solution_str)}
 
@@ -61,7 +61,7 @@ class Keywords:
         self._ignore_case = ignore_case
 
     def quick(self, answer: Answer) -> RewardResult | None:
-        """On the event loop, where it must be certain to end soon."""
+        """Runs on the event loop, so it must be sure to end soon."""
         return None if answer.completion else RewardResult(0.0, verdict="wrong_format")
 
     def __call__(self, answer: Answer) -> RewardResult:
@@ -73,13 +73,13 @@ class Keywords:
 
 
 class Judge:
-    """Asks a service of one's own, which `outbound.allow` of the gateway's config must name."""
+    """Calls a service of your own, which `outbound.allow` of the gateway's config must name."""
 
     def __init__(self, url: str) -> None:
         self._url = url
 
-    async def judge(self, answer: Answer, facilities: Facilities) -> RewardResult:
-        verdict = await facilities.outbound.post(self._url, {"text": answer.completion}, 30.0)
+    async def score(self, answer: Answer, services: SharedServices) -> RewardResult:
+        verdict = await services.outbound.post(self._url, {"text": answer.completion}, 30.0)
         return RewardResult(float(verdict["good"]), {"why": verdict.get("why", "")})
 
 

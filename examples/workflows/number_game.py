@@ -1,6 +1,6 @@
-"""A number game for the workflow `callback`: find a number from 1 to 100, and be told higher or lower.
+"""A number game for the workflow `callback`: find a number from 1 to 100 by hints, higher or lower.
 
-It keeps nothing between calls, so it may run in any number of copies, and be told of one turn twice.
+It keeps nothing between calls, so it may run in any number of copies, and may get one turn twice.
 """
 
 import re
@@ -13,7 +13,7 @@ app = FastAPI()
 
 
 class Turn(BaseModel):
-    """What of a call this game looks at."""
+    """Fields of a call that this game reads."""
 
     turn: int
     is_last: bool

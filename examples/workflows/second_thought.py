@@ -12,26 +12,26 @@ from pydantic import BaseModel, Field
 from headway import (
     Config,
     Conversation,
-    Game,
     Message,
+    RolloutContext,
     Sample,
     SamplingConfig,
-    Stage,
     TextTokenizer,
     Trajectory,
+    TurnSampler,
     register_workflow,
 )
 
 
 class SecondThoughtArgs(Config):
     request: str = Field("Check your answer, then write it again.", min_length=1)
-    """What is said to the first answer, right or wrong."""
+    """Reply to the first answer, right or wrong."""
     bonus: float = Field(0.0, ge=0.0)
-    """Added for a wrong first answer made right."""
+    """Bonus for a wrong first answer that was corrected."""
 
 
 class SecondThought:
-    """Answer twice; the second answer counts, and mending the first may earn more."""
+    """Answer twice; the second answer counts, and correcting the first may earn more."""
 
     version: ClassVar[str] = "1"
     Args: ClassVar[type[BaseModel]] = SecondThoughtArgs
@@ -43,20 +43,20 @@ class SecondThought:
         self._gconfig = gconfig
         self._args = args
 
-    async def run(self, sample: Sample, stage: Stage) -> Sequence[Trajectory]:
+    async def run(self, sample: Sample, context: RolloutContext) -> Sequence[Trajectory]:
         chat = Conversation(self._tokenizer, sample.prompt)
-        game = Game(self._tokenizer, self._gconfig, sample, stage, chat.opening())
-        await game.play()
-        first = second = await game.score()
+        sampler = TurnSampler(self._tokenizer, self._gconfig, sample, context, chat.opening())
+        await sampler.next_turn()
+        first = second = await sampler.score()
         asked = chat.follow(
-            game.transcript.ids_of(0), [Message(role="user", content=self._args.request)]
+            sampler.transcript.ids_of(0), [Message(role="user", content=self._args.request)]
         )
-        if await game.play(asked) is not None:  # None: the row has no room for a second answer
-            second = await game.score()
+        if await sampler.next_turn(asked) is not None:  # None: the context is full
+            second = await sampler.score()
         bonus = self._args.bonus if second.score > first.score else 0.0
         details = {**second.details, "first": first.score}
         result = replace(second, score=second.score + bonus, details=details)
-        return (game.transcript.trajectory(sample, result),)
+        return (sampler.transcript.trajectory(sample, result),)
 
 
 register_workflow("second_thought", SecondThought)

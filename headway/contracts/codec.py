@@ -2,8 +2,10 @@
 
 Columns of all trajectories are concatenated and cut by `lengths`, so a batch costs one copy:
 `input_ids` int32, `loss_mask` bool, `logprobs` float32, `versions` int32, `lengths` int64 [N],
-`rewards` float32 [N]. Identifiers, stop reasons, verdicts and turns are JSON in the header's metadata.
-Schema 1 had no verdicts, details, turns and branches; it is read still.
+`rewards` float32 [N]. Of trajectories with a sampling mask, `mask_counts` int32 holds its counts and
+`mask_tokens` int32 its ids, cut by `mask_sizes` of the header. Identifiers, stop reasons, verdicts and
+turns are JSON in the header's metadata. Schema 1 had no verdicts, details, turns and branches, and schema
+2 no sampling masks; they are read still.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 
 from headway.contracts.errors import DataError
+from headway.contracts.sampling_mask import SamplingMask
 from headway.contracts.types import StopReason, Trajectory, TrajectoryGroup, Turn, Verdict
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MAX_REWARD = float(np.finfo(np.float32).max)
 MEDIA_TYPE = "application/vnd.headway.trajectories+safetensors"
 
@@ -38,23 +41,26 @@ _COLUMNS: dict[str, np.dtype[Any]] = {
     "logprobs": np.dtype(np.float32),
     "rewards": np.dtype(np.float32),
     "input_ids": np.dtype(np.int32),
+    "mask_counts": np.dtype(np.int32),
+    "mask_tokens": np.dtype(np.int32),
     "versions": np.dtype(np.int32),
     "loss_mask": np.dtype(np.bool_),
 }
-"""In the order of a payload: the widest first, so that each begins at a multiple of its width."""
+"""Columns in the order of a payload: the widest first, so that each begins at a multiple of its
+width."""
 _TYPE_NAMES = {
     np.dtype(np.int64): "I64",
     np.dtype(np.int32): "I32",
     np.dtype(np.float32): "F32",
     np.dtype(np.bool_): "BOOL",
 }
-"""What safetensors calls them."""
+"""Names of NumPy's types in safetensors."""
 _Turn = tuple[int, int, StopReason, float | None, dict[str, Any]]
 """The fields of a `Turn`, in its order."""
 
 
 class _Header(BaseModel):
-    """What is no column; [N] counts trajectories."""
+    """Everything that is not a column; [N] counts trajectories."""
 
     model_config = ConfigDict(strict=True)
 
@@ -65,6 +71,7 @@ class _Header(BaseModel):
     details: list[dict[str, Any]] | None = None  # [N]
     turns: list[list[_Turn]] | None = None  # [N]
     branch: list[NonNegativeInt] | None = None  # [N]
+    mask_sizes: list[NonNegativeInt | None] | None = None  # [N] ids; None of one without a mask
 
     def sizes(self) -> set[int]:
         """Lengths of the columns that are there: one, if the header is whole."""
@@ -75,11 +82,12 @@ class _Header(BaseModel):
             self.details,
             self.turns,
             self.branch,
+            self.mask_sizes,
         )
         return {len(column) for column in columns if column is not None}
 
     def notes(self, row: int, num_tokens: int) -> dict[str, Any]:
-        """What is told of one trajectory besides its columns."""
+        """Return the fields of one trajectory that are not columns."""
         if (
             self.verdict is None
             or self.details is None
@@ -111,6 +119,9 @@ def encode_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
     columns = {
         name: b"".join([getattr(row, name).tobytes() for row in rows]) for name in _TOKEN_COLUMNS
     }
+    masks = [row.sampling_mask for row in rows]
+    columns["mask_counts"] = b"".join([mask.counts.tobytes() for mask in masks if mask is not None])
+    columns["mask_tokens"] = b"".join([mask.tokens.tobytes() for mask in masks if mask is not None])
     columns["lengths"] = pack(f"<{len(rows)}q", *[row.num_tokens for row in rows])
     columns["rewards"] = pack(f"<{len(rows)}f", *[row.reward for row in rows])
     header = {
@@ -121,6 +132,7 @@ def encode_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
         "details": [row.details for row in rows],
         "turns": [[_turn_fields(turn) for turn in row.turns] for row in rows],
         "branch": [row.branch for row in rows],
+        "mask_sizes": [None if mask is None else len(mask.tokens) for mask in masks],
     }
     return _save(columns, header)
 
@@ -176,6 +188,7 @@ def decode_groups(payload: bytes) -> tuple[TrajectoryGroup, ...]:
             "trajectory payload holds a logprob or reward that is not finite, of rollouts "
             f"{_not_finite(header, lengths, rewards, token_columns['logprobs'])}"
         )
+    masks = _masks(columns, header, lengths.tolist())
     ends = np.cumsum(lengths)
     groups, row = [], 0
     for rollout_id, group_id, size in header.groups:
@@ -193,12 +206,47 @@ def decode_groups(payload: bytes) -> tuple[TrajectoryGroup, ...]:
                     loss_mask=token_columns["loss_mask"][cut],
                     logprobs=token_columns["logprobs"][cut],
                     versions=token_columns["versions"][cut],
+                    sampling_mask=masks[index],
                     **header.notes(index, int(lengths[index])),
                 )
             )
         groups.append(TrajectoryGroup(rollout_id, group_id, tuple(rows)))
         row += size
     return tuple(groups)
+
+
+def _masks(
+    columns: dict[str, NDArray[Any]], header: _Header, lengths: Sequence[int]
+) -> list[SamplingMask | None]:
+    """The sampling mask of each trajectory [N]."""
+    if header.mask_sizes is None:
+        return [None] * len(lengths)
+    sizes = header.mask_sizes
+    counts, tokens = (
+        _column(columns, name, _COLUMNS[name]) for name in ("mask_counts", "mask_tokens")
+    )
+    num_counts = sum(
+        length for length, size in zip(lengths, sizes, strict=True) if size is not None
+    )
+    if (len(counts), len(tokens)) != (num_counts, sum(size or 0 for size in sizes)):
+        raise DataError(
+            f"trajectory payload is inconsistent: sampling masks of {len(counts)} positions and "
+            f"{len(tokens)} tokens, {num_counts} and {sum(size or 0 for size in sizes)} are announced"
+        )
+    masks: list[SamplingMask | None] = []
+    position = token = 0
+    for length, size in zip(lengths, sizes, strict=True):
+        if size is None:
+            masks.append(None)
+            continue
+        own = counts[position : position + length]
+        masks.append(SamplingMask(own, tokens[token : token + size]))
+        if int(own.min()) < 0 or int(own.sum(dtype=np.int64)) != size:
+            raise DataError(
+                f"trajectory payload is inconsistent: a sampling mask of {size} tokens has other counts"
+            )
+        position, token = position + length, token + size
+    return masks
 
 
 def _turn_fields(turn: Turn) -> list[Any]:
@@ -228,6 +276,14 @@ def _check_row(row: Trajectory) -> None:
             raise DataError(
                 f"trajectory {row.trajectory_id} has {name} of {column.dtype}; {wanted} is wanted"
             )
+    mask = row.sampling_mask
+    if mask is not None and (
+        len(mask) != row.num_tokens or int(mask.counts.sum(dtype=np.int64)) != len(mask.tokens)
+    ):
+        raise DataError(
+            f"trajectory {row.trajectory_id} of {row.num_tokens} tokens has a sampling mask of "
+            f"{len(mask)} positions, with {len(mask.tokens)} tokens where {mask.counts.sum()} are counted"
+        )
     if not (np.isfinite(row.logprobs).all() and abs(row.reward) <= MAX_REWARD):
         raise DataError(
             f"trajectory {row.trajectory_id} holds a logprob or reward that is not finite as float32 "
@@ -236,16 +292,16 @@ def _check_row(row: Trajectory) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _OpenPayload:
     """A payload that was opened, and not yet read."""
 
     payload: bytes
     schema: int
     header: str
     places: Mapping[str, Any]
-    """What safetensors says of each column."""
+    """Safetensors' entry for each column."""
     start: int
-    """Where the columns begin."""
+    """Offset of the columns, in bytes."""
 
     def column(self, name: str) -> bytes:
         """The bytes of one column."""
@@ -253,7 +309,7 @@ class _Part:
         return self.payload[self.start + begin : self.start + end]
 
 
-def _open(payload: bytes) -> _Part:
+def _open(payload: bytes) -> _OpenPayload:
     try:
         start = 8 + int.from_bytes(payload[:8], "little")
         places = from_json(payload[8:start])
@@ -265,7 +321,7 @@ def _open(payload: bytes) -> _Part:
             )
         if schema < 1:
             raise ValueError(f"schema {schema} never was")
-        return _Part(payload, schema, metadata["trajectories"], places, start)
+        return _OpenPayload(payload, schema, metadata["trajectories"], places, start)
     except (ValueError, KeyError, TypeError) as error:
         raise _unreadable(payload, error) from error
 
@@ -283,7 +339,8 @@ def _unreadable(payload: bytes, error: Exception) -> DataError:
 
 
 def _save(columns: Mapping[str, bytes], header: Mapping[str, Any]) -> bytes:
-    """As `safetensors.numpy.save` would, which takes six times as long for columns as short as these."""
+    """Write what `safetensors.numpy.save` would, which takes six times as long for columns as short
+    as these."""
     metadata = {"schema_version": str(SCHEMA_VERSION), "trajectories": to_json(header).decode()}
     places: dict[str, Any] = {"__metadata__": metadata}
     end = 0

@@ -1,33 +1,36 @@
-"""How many tokens a sequence may have, and what is said of one that has more."""
+"""Bounds on the tokens of a sequence, and the errors for one that has more."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from headway.contracts.config.base import WorkflowRef
 from headway.contracts.errors import RequestTooLong
 from headway.contracts.http.servers import ServerReport
-from headway.contracts.types import WorkflowRef
 
 PROMPT_FIRST = frozenset({"best_of_n", "callback", "multi_turn", "single_turn", "tool_use"})
 """Workflows whose first request holds the prompt, and nothing of it is left out."""
 TEMPLATE_TOKENS = 512
-"""That a chat template adds, at most; of one that adds more, the longest prompts pass unnoticed."""
+"""Maximum tokens that a chat template adds; with one that adds more, the longest prompts pass
+unnoticed."""
 RAISE_IT = "give the servers more (backend.max_context, or the engine's own limit)"
 
 
 @dataclass(frozen=True, slots=True)
 class ContextLimits:
-    """What the servers of a fleet can hold, in tokens per sequence, prompt included."""
+    """Tokens per sequence, prompt included, that the servers of a fleet can hold."""
 
     smallest: int | None = None
-    """None where no server tells its own."""
+    """Smallest limit of the servers; None where no server reports its own."""
     largest: int | None = None
-    """None where there is no server, or one that does not tell its own."""
+    """Largest limit of the servers; None where there is no server, or one that does not report its
+    own."""
 
     @staticmethod
     def of(reports: Iterable[ServerReport]) -> ContextLimits:
-        """From what servers tell; of two at one address the later one counts."""
+        """Return the limits from the servers' reports; of two at one address the later one
+        counts."""
         told = {report.url: report.max_context_tokens for report in reports}.values()
         known = [limit for limit in told if limit is not None]
         is_whole = len(known) == len(told)
@@ -55,15 +58,17 @@ def check_context(
 
 
 def begins_with_prompt(workflow: WorkflowRef) -> bool:
-    """Whether the first request of its rollouts is known before they are played.
+    """True if the first request of its rollouts is known before they are run.
 
-    It is not of sessions, of workflows of the user's own, and of chats that are rendered in another way.
+    It is not for sessions, for workflows of the user's own, and for chats that are rendered in
+    another way.
     """
     return workflow.name in PROMPT_FIRST and not workflow.args.get("template_args")
 
 
 def first_new_tokens(workflow: WorkflowRef, prompt_tokens: int, max_new_tokens: int) -> int:
-    """What the first request of such a rollout asks for behind its prompt, which its row may bound."""
+    """Return the number of tokens that the first request of such a rollout asks for after its
+    prompt, which its row may bound."""
     row = workflow.args.get("max_tokens")
     return min(max_new_tokens, max(1, row - prompt_tokens)) if row else max_new_tokens
 

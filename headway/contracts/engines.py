@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
-from headway.contracts.config.base import PartConfig
+from headway.contracts.config.base import ComponentConfig
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.http.rewards import AnswerToScore
 from headway.contracts.http.servers import ServerStatus
@@ -54,7 +54,7 @@ class InferenceEngine(Protocol):
 
         Raises:
             WaitTimeout: fewer were finished within `timeout` seconds.
-            Starved: fewer of the attached consumer's groups are outstanding; submit more.
+            NotEnoughWork: fewer of the attached consumer's groups are outstanding; submit more.
             ErrorBudgetExceeded: too many rollouts failed.
         """
 
@@ -70,24 +70,24 @@ class InferenceEngine(Protocol):
 
     def score(
         self,
-        reward: PartConfig,
+        reward: ComponentConfig,
         answers: Sequence[AnswerToScore],
         timeout: float = SCORE_TIMEOUT_S,
         failed_score: float | None = None,
     ) -> list[RewardResult]:
-        """What a registered reward says of answers, outside of any rollout.
+        """Score answers with a registered reward, outside of any rollout.
 
         An outage never becomes a score.
 
         Args:
             timeout: seconds for all of them.
             failed_score: of an answer whose verifier raised or hung, or whose row is wrong; its
-                details then tell the `error`. None raises.
+                details then hold the `error`. None raises.
         Raises:
-            RewardError, DataError: an answer could not be judged.
+            RewardError, DataError: an answer could not be scored.
             RewardOutage: nor could it later.
-            UnknownName, ConfigError: the reward cannot be made, or cannot judge there.
-            WaitTimeout: not all were judged in time.
+            UnknownName, ConfigError: the reward cannot be made, or cannot score there.
+            WaitTimeout: not all were scored in time.
         """
 
     def update_weights(
@@ -100,7 +100,7 @@ class InferenceEngine(Protocol):
 
         Args:
             meta: what is published, newer than everything that was.
-            policy: what becomes of running sequences; None takes each server's own.
+            policy: effect on running sequences; None takes each server's own.
         Raises:
             SyncError: too few servers could stage it, or it was given up; the old version serves on.
             Fenced: a newer incarnation of this consumer has attached.
@@ -118,8 +118,36 @@ class InferenceEngine(Protocol):
         """Close connections and threads."""
 
 
+class WeightUpdater(Protocol):
+    """Changes the version that samples, on one server or on a fleet."""
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The committed version."""
+
+    async def update_weights(
+        self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
+    ) -> PolicyVersion:
+        """Commit a published version; `policy` as for `InferenceEngine.update_weights`.
+
+        Cancelling the call gives the version up, unless its commit has begun.
+
+        Returns:
+            The version that serves; an older one while that is pinned.
+        Raises:
+            SyncError: the version was refused; the old one goes on serving.
+        """
+
+    async def cancel_update(self, version: PolicyVersion) -> None:
+        """Forget a version that its publisher gave up, unless a server has verified it."""
+
+
 class Generator(Protocol):
-    """The asynchronous core that a rollout service plays against: one backend, or a fleet."""
+    """The asynchronous core that a rollout service runs on: one backend, or a fleet."""
+
+    @property
+    def weights(self) -> WeightUpdater:
+        """The part that changes the version."""
 
     @property
     def version(self) -> PolicyVersion:
@@ -130,7 +158,7 @@ class Generator(Protocol):
         """The newest published version; after a rollback, `version` is older."""
 
     def has(self, version: PolicyVersion) -> bool:
-        """Whether requests for exactly this version can be sampled: it serves, or is reserved."""
+        """True if requests for exactly this version can be sampled: it serves, or is reserved."""
 
     @property
     def updates_in_flight(self) -> int:
@@ -150,22 +178,6 @@ class Generator(Protocol):
             BackendError: the server failed; the request may be tried elsewhere.
             RequestTooLong: the request can never fit.
         """
-
-    async def update_weights(
-        self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
-    ) -> PolicyVersion:
-        """Commit a published version; `policy` as for `InferenceEngine.update_weights`.
-
-        Cancelling the call gives the version up, unless its commit has begun.
-
-        Returns:
-            The version that serves; an older one while that is pinned.
-        Raises:
-            SyncError: the version was refused; the old one goes on serving.
-        """
-
-    async def cancel_update(self, version: PolicyVersion) -> None:
-        """Forget a version that its publisher gave up, unless a server has proven it."""
 
     async def aclose(self) -> None:
         """Stop; requests in flight fail with `BackendError`."""

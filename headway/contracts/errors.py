@@ -2,7 +2,7 @@
 
 ServiceError
 ├── ConfigError          a file, a flag or an argument is wrong           400
-│   └── UnknownName      a registered name that nobody registered          404
+│   └── UnknownName      a name that is not registered                     404
 ├── DataError            a row of a data set is wrong                      400
 ├── RequestTooLong       prompt + new tokens exceed the context            413
 ├── RequestTimeout       a generation took longer than allowed             504  retryable
@@ -10,25 +10,27 @@ ServiceError
 ├── Forbidden            a token without the role, or a URL not allowed    403
 ├── NotFound             no such rollout, server or version                404
 ├── Conflict             the same id with other content, or a second owner 409
-├── SessionEnded         nothing is played in this session any more        410
+├── SessionEnded         this session takes no more requests               410
 ├── QueueFull            try again later                                   429  retryable
 ├── StaleVersion         a version behind the one that was asked for       409
-│   └── VersionMoved     a pinned rollout met a swap, and is played anew   409  retryable
+│   └── VersionMoved     a pinned rollout met a swap, and is run again     409  retryable
 ├── WrongMode            parameters serve training now, or generation      409
-├── Starved              fewer rollouts are outstanding than waited for    409
-├── Fruitless            rollouts waited for by id ended without a result   409
+├── NotEnoughWork        fewer rollouts are outstanding than waited for    409
+├── RolloutsFailed       rollouts waited for by id ended without a result  409
 ├── BackendError         a generation server failed or went away           503  retryable
-│   └── Draining         it is shutting down and takes nothing new          503  retryable
+│   └── Draining         it is shutting down and takes nothing new         503  retryable
+├── LethalRequest        servers died while they worked on it              500
 ├── WorkflowError        a workflow raised                                 500
 │   └── ErrorBudgetExceeded  too many rollouts failed; the run must stop   500
 ├── RewardError          a verifier raised, hung or returned no number     500
-│   └── RewardOutage     it judged nothing, and is asked again             503  retryable
+│   └── RewardOutage     it gave no score, and is asked again              503  retryable
 ├── SyncError            a weight version is torn, tampered or not staged  409
-│   ├── Fenced           from a publisher or an epoch that was superseded   409
-│   └── TornHandover     weights reached a generator in part; it serves none 409
+│   ├── Fenced           from a publisher or an epoch that was superseded  409
+│   └── PartialWeightTransfer  weights reached a generator only in part    409
 ├── WorkerError          a method of a worker of a group raised            500
 │   └── WorkerLost       it died, or did not answer; its group is ended    503  retryable
 ├── StateError           the state store failed                            503  retryable
+│   └── StoreUnusable    it cannot be opened, and waiting does not help    503
 └── WaitTimeout          fewer rollouts or scores than asked for in time   504  retryable
 
 Every class carries `code`, `http_status` and `retryable`; a server writes an `ErrorBody`, the client
@@ -152,7 +154,7 @@ class StaleVersion(ServiceError):
 
 
 class VersionMoved(StaleVersion):
-    """A pinned rollout met a swap, and is played anew."""
+    """A pinned rollout met a swap, and is run again."""
 
     code = "version_moved"
     retryable = True
@@ -165,15 +167,15 @@ class WrongMode(ServiceError):
     http_status = 409
 
 
-class Starved(ServiceError):
-    code = "starved"
+class NotEnoughWork(ServiceError):
+    code = "not_enough_work"
     http_status = 409
 
 
-class Fruitless(ServiceError):
+class RolloutsFailed(ServiceError):
     """Rollouts that were waited for by id ended without a result."""
 
-    code = "fruitless"
+    code = "rollouts_failed"
     http_status = 409
 
 
@@ -185,6 +187,13 @@ class BackendError(ServiceError):
 
 class Draining(BackendError):
     code = "draining"
+
+
+class LethalRequest(ServiceError):
+    """Servers died while they worked on a request: no other gets it."""
+
+    code = "lethal_request"
+    http_status = 500
 
 
 class WorkflowError(ServiceError):
@@ -202,7 +211,7 @@ class RewardError(ServiceError):
 
 
 class RewardOutage(RewardError):
-    """The verifier itself failed: the answer was not judged, and is judged again."""
+    """The verifier itself failed: the answer was not scored, and is scored again."""
 
     code = "reward_outage"
     http_status = 503
@@ -218,10 +227,10 @@ class Fenced(SyncError):
     code = "fenced"
 
 
-class TornHandover(SyncError):
+class PartialWeightTransfer(SyncError):
     """A generator in the trainer's process has only a part of a version, and serves nothing."""
 
-    code = "torn_handover"
+    code = "partial_weight_transfer"
 
 
 class WorkerError(ServiceError):
@@ -243,6 +252,13 @@ class StateError(ServiceError):
     code = "state"
     http_status = 503
     retryable = True
+
+
+class StoreUnusable(StateError):
+    """It is not what it should be, or will not have who asks."""
+
+    code = "store_unusable"
+    retryable = False
 
 
 class WaitTimeout(ServiceError):

@@ -11,15 +11,21 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from headway.contracts.config.base import Config, JsonObject, PartConfig
+from headway.contracts.config.base import (
+    ComponentConfig,
+    Config,
+    Identifier,
+    JsonObject,
+    WorkflowRef,
+)
 from headway.contracts.config.sampling import SamplingConfig
+from headway.contracts.sampling_mask import SamplingMask
 
 PolicyVersion = Annotated[int, Field(lt=2**31)]
 """+1 per publication of weights; 0 is the model that a run starts from."""
 
-Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:@+-]{1,128}$")]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopReason = Literal["stop", "length", "interrupt"]
 
@@ -43,7 +49,7 @@ class Message(Config):
 
 
 class Prompt(Config):
-    """What a prompt group starts from: exactly one of `text`, `messages` or `input_ids`."""
+    """Start of a prompt group: exactly one of `text`, `messages` or `input_ids`."""
 
     group_id: Identifier
     """Siblings of one prompt share it; advantages are computed within it."""
@@ -70,22 +76,15 @@ class Prompt(Config):
         return self
 
 
-class WorkflowRef(PartConfig):
-    """A registered workflow."""
-
-    version: str | None = Field(default=None, max_length=64)
-    """The version that must be registered; None takes whichever is."""
-
-
 class VersionBounds(Config):
-    """Which policy versions may sample a rollout."""
+    """Bounds on the policy versions that may sample a rollout."""
 
     min_version: PolicyVersion | None = Field(default=None, ge=0)
     """The rollout waits until this version is committed."""
     max_version: PolicyVersion | None = Field(default=None, ge=0)
     """Once a newer one is committed, the rollout fails."""
     pin: bool = False
-    """One version for all tokens of the group: a rollout that meets a swap is played anew."""
+    """One version for all tokens of the group: a rollout that meets a swap is run again."""
 
     @property
     def exact(self) -> PolicyVersion | None:
@@ -106,22 +105,25 @@ class VersionBounds(Config):
 
 
 class RolloutRequest(Config):
-    """One prompt group to play, idempotent by `rollout_id`."""
+    """One prompt group to run, idempotent by `rollout_id`."""
 
     rollout_id: Identifier
     consumer: Identifier = "default"
-    """Who will `wait` for it; the attached consumer's rollouts are bounded in staleness."""
+    """Name of the consumer that will `wait` for it; the attached consumer's rollouts are bounded in
+    staleness."""
     prompt: Prompt
     workflow: WorkflowRef = WorkflowRef(name="single_turn")
-    reward: PartConfig
+    reward: ComponentConfig
     gconfig: SamplingConfig = SamplingConfig()
-    filter: PartConfig | None = None
+    filter: ComponentConfig | None = None
     """Registered filter that keeps or drops the finished group; None keeps all."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """Higher is played first; equal ones in the order of submission."""
+    """Higher is run first; equal ones in the order of submission."""
     timeout_s: float | None = Field(default=None, gt=0.0, le=30 * 86_400)
-    """Seconds from submission after which the rollout fails, queued or in play; None has no limit."""
+    """Seconds from submission after which the rollout fails, queued or running; None has no limit."""
     versions: VersionBounds = VersionBounds()
+    sampling_mask: bool = False
+    """Ask for `LLMRequest.sampling_mask` wherever sampling cuts, and store it with the trajectory."""
 
     @model_validator(mode="after")
     def _check(self) -> RolloutRequest:
@@ -141,11 +143,15 @@ class LLMRequest(Config):
     logprob_start: int | None = Field(default=None, ge=0)
     """Report the logprobs of the prompt's tokens from this position on, of the unscaled
     distribution; None reports none."""
+    sampling_mask: bool = False
+    """Also report which tokens `top_k`, `top_p` and `min_p` left at each position, and give the output's
+    logprobs under the distribution over those alone; false gives logprobs from before the cut. Has no
+    effect where `gconfig` cuts nothing. Backends that report none refuse."""
     version: PolicyVersion | None = Field(default=None, ge=0)
     """The version that has to serve when the request comes; a server with another one refuses it. None
     takes any."""
     metadata: dict[str, str] = {}
-    """For logs and routing (for example `group_id`); it never changes what is sampled."""
+    """Fields for logs and routing (for example `group_id`); it never changes what is sampled."""
 
 
 TopLogprobs = list[tuple[int, float]]
@@ -153,7 +159,7 @@ TopLogprobs = list[tuple[int, float]]
 
 
 class LLMDelta(Config):
-    """What one decode step added to a request: a part of the response as it grows."""
+    """Tokens that one decode step added to a request: a part of the response as it grows."""
 
     output_tokens: list[int]
     output_logprobs: list[float]
@@ -163,12 +169,13 @@ class LLMDelta(Config):
 
 
 class LLMResponse(Config):
-    """What one request sampled, each token with its logprob and the version that sampled it."""
+    """Tokens sampled for one request, each with its logprob and the version that sampled it."""
 
     rid: str
     output_tokens: list[int]
     output_logprobs: list[float]
-    """Logprob of each sampled token under the version that sampled it."""
+    """Logprob of each sampled token under the version that sampled it: over all tokens, or, where
+    `sampling_mask` is there, over those that it holds."""
     version_runs: list[tuple[PolicyVersion, int, int]]
     """Runs `(version, from, to)` over output positions, stamped by the server at the decode step."""
     stop_reason: StopReason
@@ -180,9 +187,13 @@ class LLMResponse(Config):
     ttft_s: float
     """Seconds from arrival at the server to the first token."""
     top_logprobs: list[TopLogprobs] | None = None
-    """Per output token, if asked for."""
+    """Per output token, if asked for; of the distribution before the cut."""
+    sampling_mask: SamplingMask | None = None
+    """Tokens that could be drawn at each output position; None if it was not asked for, or nothing was
+    cut."""
     prompt_logprobs: list[float | None] | None = None
-    """From `logprob_start` on, if asked for; the first token of a prompt has none."""
+    """Logprobs of the prompt from `logprob_start` on, if asked for; the first token of a prompt has
+    none."""
     prompt_top_logprobs: list[TopLogprobs | None] | None = None
     cached_tokens: int = Field(default=0, ge=0)
     """Prompt tokens whose keys and values were shared, not computed."""
@@ -212,11 +223,11 @@ Verdict = Literal[
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """A verifier's judgement of one answer."""
+    """A verifier's score of one answer, with its verdict."""
 
     score: float
     details: dict[str, Any] = field(default_factory=dict)
-    """For logs and viewers; what JSON has no word for arrives as text."""
+    """Details for logs and viewers; values without a form in JSON arrive as text."""
     verdict: Verdict = "scored"
 
 
@@ -230,9 +241,9 @@ class Turn:
     """Position behind its last token."""
     stop_reason: StopReason
     reward: float | None = None
-    """What this turn alone earned; None where only the trajectory is scored."""
+    """Reward of this turn alone; None where only the trajectory is scored."""
     note: dict[str, Any] = field(default_factory=dict)
-    """For viewers: the tool calls of this turn, what came back, its messages."""
+    """Details for viewers: the tool calls of this turn, what came back, its messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,17 +255,20 @@ class Trajectory:
     sample_index: int
     input_ids: NDArray[np.int32]  # [T]
     loss_mask: NDArray[np.bool_]  # [T] true where the policy sampled the token
-    logprobs: NDArray[np.float32]  # [T] behaviour logprobs, 0 where loss_mask is false
+    logprobs: NDArray[np.float32]  # [T] behaviour logprobs (`sampling_mask`), 0 off loss_mask
     versions: NDArray[np.int32]  # [T] behaviour versions, -1 where loss_mask is false
     reward: float
     stop_reason: StopReason
     verdict: Verdict = "scored"
     details: dict[str, Any] = field(default_factory=dict)
-    """What the verifier told besides, for viewers."""
+    """Further details that the verifier reported, for viewers."""
     turns: tuple[Turn, ...] = ()
-    """The sampled stretches in order; empty where there is one and nothing to tell of it."""
+    """The sampled stretches in order; empty where there is one and nothing to report of it."""
     branch: int = 0
     """Counts the histories of one sample: a session whose history was changed forks."""
+    sampling_mask: SamplingMask | None = None
+    """Mask over [T]: tokens that could be drawn at each position, and that `logprobs` are over. None if
+    nothing was cut, or the mask was not asked for: `logprobs` are then over all tokens."""
 
     @property
     def trajectory_id(self) -> str:
@@ -300,7 +314,7 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryBatch:
-    """What `wait` returns: whole groups, oldest submission first."""
+    """Result of `wait`: whole groups, oldest submission first."""
 
     groups: tuple[TrajectoryGroup, ...]
 
@@ -316,34 +330,34 @@ class TrajectoryBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupSeat:
+class GroupRank:
     """One server's place in a process group that brings weights."""
 
     epoch: int
     """The publication that the group was made for; part of the group's name."""
     rank: int
-    """Of the server's first process; the trainer is rank 0."""
+    """Rank of the server's first process; the trainer is rank 0."""
     world_size: int
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdateMeta:
-    """Where a published version lies, or flows."""
+    """Location of a published version, or the process group over which it flows."""
 
     version: PolicyVersion
     path: str
     """Directory, or URL whose scheme names the transport (`weight_sync.channel`)."""
     digest: str | None = None
-    """What the version must turn out to be; None takes what its manifest says."""
+    """Digest that the version must turn out to have; None takes the one in its manifest."""
     fallbacks: tuple[str, ...] = ()
     """Other places that hold the same version, tried in this order when the first one fails."""
-    seat: GroupSeat | None = None
-    """For a process group: where the receiver sits."""
+    group_rank: GroupRank | None = None
+    """Rank of the receiver in the process group, if the version flows through one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumerSpec:
-    """Who consumes trajectories, and how far behind they may be."""
+    """A consumer of trajectories, and how far behind they may be."""
 
     consumer: str
     batch_size: int

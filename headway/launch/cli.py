@@ -17,12 +17,13 @@ from click.shell_completion import CompletionItem
 from headway import __version__
 from headway.runtime.command import run_command
 from headway.runtime.command_line import Group, call, complete, completion_variable
+from headway.runtime.ending import end_process
 
 NAME = "headway"
 COMMANDS = {
     "quickstart": ("headway.launch.quickstart.command", "train a tiny policy here, end to end"),
     "run": ("headway.launch.run_command", "gateway, servers and trainer of a config, here"),
-    "gateway": ("headway.rollout.command", "one gateway"),
+    "gateway": ("headway.rollout.gateway.command", "one gateway"),
     "serve": ("inference_server.command", "one generation server (python -m inference_server)"),
     "train": ("trainer.command", "one trainer rank (python -m trainer)"),
     "slurm": ("headway.launch.slurm_command", "a batch script for a trainer's ranks on Slurm"),
@@ -69,7 +70,12 @@ def entry() -> NoReturn:
     instruction = os.environ.get(completion_variable(NAME))
     if instruction:
         sys.exit(complete(root, NAME, instruction))
-    run_command(main, sys.argv[1:])
+    try:
+        run_command(main, sys.argv[1:])
+    except SystemExit as end:
+        if not isinstance(end.code, int):
+            raise
+        end_process(end.code)
 
 
 def main(argv: Sequence[str]) -> None:

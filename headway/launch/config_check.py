@@ -1,42 +1,25 @@
-"""What can be configured, and whether a file does it right."""
+"""Kinds of configuration, and the check of a file."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
-from headway.contracts.config.experiment import (
-    DPOExperiment,
-    GRPOExperiment,
-    PPOExperiment,
-    RWExperiment,
-    SFTExperiment,
-)
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.launch import LaunchConfig
-from headway.contracts.config.ppo_code import PPOCodeExperiment, PPOMathExperiment
 from headway.contracts.config.server import ServerConfig
 from headway.contracts.errors import ConfigError
+from headway.launch.experiments import EXPERIMENTS, experiment_model, launch_model
 from headway.runtime.config import merge_sources, validate_config
 
-EXPERIMENTS: dict[str, type[BaseModel]] = {
-    "grpo": GRPOExperiment,
-    "ppo": PPOExperiment,
-    "ppo-code": PPOCodeExperiment,
-    "ppo-math": PPOMathExperiment,
-    "sft": SFTExperiment,
-    "rw": RWExperiment,
-    "dpo": DPOExperiment,
-}
-MODELS: dict[str, type[BaseModel]] = {
+PROCESSES: dict[str, type[BaseModel]] = {
     "run": LaunchConfig,
     "gateway": GatewayConfig,
     "server": ServerConfig,
-    **EXPERIMENTS,
 }
+MODELS: dict[str, type[BaseModel]] = {**PROCESSES, **EXPERIMENTS}
 
 
 def check(file: str, flags: Sequence[str] = ()) -> str:
@@ -49,22 +32,28 @@ def check(file: str, flags: Sequence[str] = ()) -> str:
     """
     tree = merge_sources(["--config", file, *flags])
     name = kind_of(tree)
-    validate_config(MODELS[name], tree)
+    validate_config(model_of(name, tree), tree)
     return f"{file}: right, as a configuration of `{name}`"
 
 
+def model_of(name: str, tree: Mapping[str, Any]) -> type[BaseModel]:
+    """Return the model that checks a tree of this kind.
+
+    Raises:
+        UnknownName: nobody registered the experiment.
+    """
+    if name == "run":
+        return launch_model(tree)
+    return PROCESSES[name] if name in PROCESSES else experiment_model(name)
+
+
 def kind_of(tree: Mapping[str, Any]) -> str:
-    """Which of `MODELS` a tree is meant for: by its `type`, else by the sections that it has."""
+    """Return the kind of a configuration tree: by its `type` an experiment, else by the sections
+    that it has."""
     kind = tree.get("type")
     if kind is not None:
-        if kind not in EXPERIMENTS:
-            near = difflib.get_close_matches(str(kind), EXPERIMENTS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(EXPERIMENTS)}"
-            raise ConfigError(f"type: no experiment named {kind!r}; {hint}")
         return str(kind)
-    candidates = {
-        name: m for name, m in MODELS.items() if name not in EXPERIMENTS or name == "grpo"
-    }
+    candidates = {**PROCESSES, "grpo": EXPERIMENTS["grpo"]}
     shared = {name: len(tree.keys() & m.model_fields.keys()) for name, m in candidates.items()}
     best = max(shared, key=lambda name: shared[name])
     if shared[best] == 0:

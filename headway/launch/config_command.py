@@ -11,12 +11,12 @@ import click
 from click.shell_completion import CompletionItem
 
 from headway.runtime.command_line import Group, nearest
-from headway.runtime.settings import names_of_kinds, settings_of
+from headway.runtime.settings import Setting, names_of_kinds, settings_of
 from headway.runtime.settings_command import write_settings
 
 EXAMPLE = """headway config show ppo-code
 headway config check run.yaml
-headway config graph experiment.yaml --svg calls.svg"""
+headway config graph experiment.yaml --mermaid calls.mmd"""
 AS_THEY_ARE = {"ignore_unknown_options": True}
 CommandT = TypeVar("CommandT", bound=Callable[..., object])
 
@@ -27,7 +27,7 @@ class ConfigGroup(Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Whom the first argument names."""
+        """Return the command that the first argument names."""
         if args[0] in names_of_kinds():
             return super().resolve_command(ctx, ["show", *args])
         return super().resolve_command(ctx, args)
@@ -60,14 +60,27 @@ def _takes_a_file(function: CommandT) -> CommandT:
 def show(context: click.Context, name: str) -> None:
     """Show every setting of NAME with its default and meaning.
 
-    NAME is run, gateway, server, or an experiment: grpo, ppo, ppo-code, ppo-math, sft, rw, dpo.
+    NAME is run, gateway, server, or an experiment: grpo, ppo, ppo-code, ppo-math, ppo-hybrid, sft, rw,
+    dpo, or one that an installed package adds.
     """
-    if name not in names_of_kinds():
-        hint = nearest(name, [*names_of_kinds()]) or f"known: {', '.join(names_of_kinds())}"
-        raise click.UsageError(f"nothing named {name!r} can be configured; {hint}", context)
+    settings = settings_of(name) if name in names_of_kinds() else _added_settings(name, context)
     formatter = context.make_formatter()
-    write_settings(settings_of(name), formatter, f"Settings of {name}")
+    write_settings(settings, formatter, f"Settings of {name}")
     click.echo(formatter.getvalue().strip("\n"))
+
+
+def _added_settings(name: str, context: click.Context) -> list[Setting]:
+    """Return the settings of another package's experiment."""
+    from headway.contracts.errors import UnknownName  # all with pydantic: not for help
+    from headway.launch.experiments import experiment_model
+    from headway.runtime.model_settings import list_settings
+
+    try:
+        return list_settings(experiment_model(name))
+    except UnknownName:
+        hint = nearest(name, [*names_of_kinds()]) or f"known: {', '.join(names_of_kinds())}"
+        problem = f"nothing named {name!r} can be configured; {hint}"
+        raise click.UsageError(problem, context) from None
 
 
 @command.command("check", context_settings=AS_THEY_ARE, example="headway config check run.yaml")
@@ -80,10 +93,15 @@ def check(file: str, flags: Sequence[str]) -> None:
 
 
 @command.command(
-    "graph", context_settings=AS_THEY_ARE, example="headway config graph ppo.yaml --svg ppo.svg"
+    "graph", context_settings=AS_THEY_ARE, example="headway config graph ppo.yaml --mermaid ppo.mmd"
 )
 @_takes_a_file
-@click.option("--svg", metavar="OUT.svg", type=click.Path(path_type=Path), help="Draw it, too.")
-def graph(file: str, flags: Sequence[str], svg: Path | None) -> None:
+@click.option(
+    "--mermaid",
+    metavar="OUT.mmd",
+    type=click.Path(path_type=Path),
+    help="Write it as a Mermaid diagram, too.",
+)
+def graph(file: str, flags: Sequence[str], mermaid: Path | None) -> None:
     """Show the calls of a file's experiment, and what flows between them."""
-    import_module("trainer.dataflow.command").print_graph(file, flags, svg)
+    import_module("trainer.experiments.graph_command").print_graph(file, flags, mermaid)

@@ -38,7 +38,7 @@ class Reason:
 
 
 class RunLogs:
-    """What the processes of a run write from now on: logs go on from run to run."""
+    """Log output of a run's processes from now on: logs go on from run to run."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "logs"
@@ -80,7 +80,7 @@ class RunLogs:
 
 @contextmanager
 def explain_failure(run: LocalRun, config: LaunchConfig, resume: str) -> Iterator[None]:
-    """Follow a run; a process that failed is named, and tells why in its own words.
+    """Follow a run; a process that failed is named, with the reason in its own words.
 
     Args:
         resume: what goes on with a run that has a checkpoint.
@@ -96,7 +96,7 @@ def explain_failure(run: LocalRun, config: LaunchConfig, resume: str) -> Iterato
     except ServiceError as error:
         failed = _first_failed(run, config)
         if failed is not None:
-            advice = _advice(run_dir, config.trainer.recovery.resume, resume)
+            advice = _advice(run_dir, config.trainer.recovery.resumes, resume)
             raise logs.failure(*failed, advice) from error
         if type(error) is ServiceError:  # its code would say nothing
             raise CommandFailed(str(error)) from error
@@ -119,7 +119,7 @@ def reason_of(lines: Sequence[str]) -> Reason | None:
 
 
 def _advice(run_dir: Path, resumes: bool, resume: str) -> str:
-    """How to go on, where there is a checkpoint."""
+    """Return advice on how to go on, where there is a checkpoint."""
     if not any(run_dir.glob(CHECKPOINTS)):
         return ""
     return f"go on from the newest checkpoint with {'the same command' if resumes else resume}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +12,7 @@ from typing import Any
 from headway.contracts.errors import ServiceError
 from headway.contracts.http.status import StatusResponse
 from headway.launch.launchers.local import LocalRun
-from headway.launch.plots import CURVES_NAME, plot_run
+from headway.launch.plots import CURVES_NAME, import_plotting, plot_run
 from headway.launch.progress import Progress
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.journal import METRICS_NAME, read_steps
@@ -26,7 +27,7 @@ class Summary:
     """The result of a run."""
 
     seconds: float
-    """From the command's start to its end, warm start included."""
+    """Seconds from the command's start to its end, warm start included."""
     steps: int
     trajectories: int
     """Trained on, as counted by the trainer."""
@@ -38,22 +39,24 @@ class Summary:
     versions: int
     """Committed since the gateway started."""
     updates_in_flight: int
-    """Of these, committed while sequences were being generated."""
+    """Number of these that were committed while sequences were being generated."""
     lost: int
-    """By the ledger's audit, and where it counts more consumed than the trainer trained on."""
+    """Trajectories lost by the ledger's audit, and where it counts more consumed than the trainer
+    trained on."""
     duplicated: int
-    """By the ledger's audit, and where the trainer trained on more than it counts consumed."""
+    """Trajectories duplicated by the ledger's audit, and where the trainer trained on more than it
+    counts consumed."""
     run_dir: str
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the summary as JSON types."""
         return {
             key: round(value, 4) if isinstance(value, float) else value
             for key, value in asdict(self).items()
         }
 
 
-def follow(run: LocalRun, run_dir: Path, total_steps: int, progress: Progress) -> None:
+def follow(run: LocalRun, run_dir: Path, total_steps: int | None, progress: Progress) -> None:
     """Show the run until its trainer ends.
 
     Raises:
@@ -61,9 +64,13 @@ def follow(run: LocalRun, run_dir: Path, total_steps: int, progress: Progress) -
     """
     client = RemoteInferenceEngine(run.url, connect_timeout_s=STATUS_TIMEOUT_S, token=run.token)
     code = None
+    preparation = threading.Thread(target=import_plotting, daemon=True)
     while code is None:
         code = run.watch()
-        progress.show(read_steps(run_dir / METRICS_NAME), _status(client))
+        steps = read_steps(run_dir / METRICS_NAME)
+        progress.show(steps, _status(client))
+        if steps and preparation.ident is None:
+            preparation.start()
         if code is None:
             run.process("trainer").wait(POLL_S)
     client.destroy()
@@ -72,13 +79,16 @@ def follow(run: LocalRun, run_dir: Path, total_steps: int, progress: Progress) -
 
 
 def summarise(run: LocalRun, run_dir: Path, eta: int, started: float) -> Summary:
-    """Ask the ledger for its proof, draw the curves while the servers end, and sum up."""
+    """Ask the ledger for its audit, draw the curves while everything ends, and sum up."""
     client = RemoteInferenceEngine(run.url, token=run.token)
     audit, status = client.audit(), client.status()
     client.destroy()
     run.terminate_servers()
+    stopping = threading.Thread(target=run.stop, name="stop")
+    stopping.start()
     steps = read_steps(run_dir / METRICS_NAME)
     plot_run(steps, run_dir / CURVES_NAME)
+    stopping.join()
     trained = int(sum(step["trajectories"] for step in steps))
     consumed = audit.counts.consumed
     return Summary(

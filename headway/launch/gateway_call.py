@@ -1,4 +1,5 @@
-"""What all commands that ask a running gateway have: its URL, the token, and a client that is closed."""
+"""Common parts of commands that call a running gateway: its URL, the token, and a client that is
+closed."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def gateway_client(url: str, token_env: str | None) -> Iterator[RemoteInferenceE
 
 
 def describe_versions(weights: WeightStatus) -> str:
-    """What serves now, in one line."""
+    """Describe what serves now, in one line."""
     version = 0 if weights.committed is None else weights.committed.version
     held = "pinned" if weights.pinned is not None else "not pinned"
     return f"version {version} serves, {held}; the newest published is {weights.head}"

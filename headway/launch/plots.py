@@ -10,13 +10,19 @@ from typing import Any
 CURVES_NAME = "curves.png"
 
 
-def plot_run(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Over steps: reward, staleness, seconds, the distance between policies, what is left of the samples
-    by it, and the entropy; the last two stay empty where no forward precedes the update."""
-    # Imported here: matplotlib takes a second, and only the end of a run needs it.
+def import_plotting() -> None:
+    """Import what `plot_run` needs, which takes a second; early, so that the end of a run is not
+    kept waiting by it."""
     import matplotlib
 
     matplotlib.use("Agg")
+    from matplotlib import pyplot  # noqa: F401
+
+
+def plot_run(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Over steps: reward, staleness, seconds, the distance between policies, what is left of the samples
+    by it, and the entropy; the last two stay empty where no forward precedes the update."""
+    import_plotting()
     from matplotlib import pyplot
 
     x = [step["step"] for step in steps]

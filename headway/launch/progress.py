@@ -25,10 +25,11 @@ WINDOW = 10
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is shown."""
+    """State of the run that is shown."""
 
     step: int
-    total_steps: int
+    total_steps: int | None
+    """None is not known before the data are counted."""
     version: int
     reward: float
     staleness_max: float
@@ -41,7 +42,10 @@ class View:
 class Progress:
     """Shows a run; a context manager."""
 
-    def __init__(self, total_steps: int) -> None:
+    def __init__(self, total_steps: int | None) -> None:
+        """Args:
+        total_steps: None is not known.
+        """
         self._total_steps = total_steps
         self._console = Console(file=sys.stderr, soft_wrap=True)
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
@@ -124,16 +128,20 @@ class Progress:
 
 def _line(view: View) -> str:
     return (
-        f"step {view.step}/{view.total_steps}  version {view.version}  reward {view.reward:.3f}  "
+        f"step {_of_total(view, '/')}  version {view.version}  reward {view.reward:.3f}  "
         f"staleness <= {view.staleness_max:.0f}  {view.tokens_per_s:.0f} tokens/s  "
         f"idle: trainer {view.trainer_idle:.0%}, servers {view.server_idle:.0%}"
     )
 
 
+def _of_total(view: View, sign: str) -> str:
+    return str(view.step) if view.total_steps is None else f"{view.step}{sign}{view.total_steps}"
+
+
 def _table(view: View) -> Table:
     table = Table(title="headway", title_justify="left")
     rows = {
-        "step": f"{view.step} / {view.total_steps}",
+        "step": _of_total(view, " / "),
         "policy version": str(view.version),
         f"reward (last {WINDOW})": f"{view.reward:.3f}",
         "max staleness": f"{view.staleness_max:.0f}",

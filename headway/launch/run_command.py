@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import click
 
+from headway.runtime.command import import_main
 from headway.runtime.settings import (
     FILLED_IN,
     RUN_SECTIONS,
@@ -34,10 +35,20 @@ RUN_DIR/logs. `headway config show run` lists every setting."""
 
 
 class RunCommand(SettingsCommand):
-    """Tells what a run has itself, and where the settings of its processes are told."""
+    """Help of a run: its own settings, and where those of its processes are listed."""
+
+    def invoke(self, ctx: click.Context) -> None:
+        """Hand over; what the run's processes import is imported while the settings are read."""
+        from headway.launch.launchers.preload import preload  # help does without what it imports
+
+        fork_server = preload()
+        try:
+            import_main(self.module)(ctx.args, fork_server)
+        finally:
+            fork_server.close()
 
     def format_settings(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Its own settings, those without a default, and the sections."""
+        """Write its own settings, those without a default, and the sections."""
         write_settings(own_settings("run"), formatter, "Settings of the run")
         with formatter.section("Settings of its processes"):
             formatter.write_dl(list(SECTIONS.items()))
@@ -63,5 +74,5 @@ command = RunCommand(
     _settings,
     ABOUT,
     "headway run --config run.yaml --model MODEL_DIR --trainer.data.path train.jsonl\n"
-    "headway run --config run.yaml --trainer.recovery.resume true",
+    "headway run --config run.yaml --trainer.recovery.mode resume",
 )

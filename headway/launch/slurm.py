@@ -4,7 +4,7 @@
     sbatch job.sh
 
 Slurm starts one torchrun per machine, and that one its ranks. The run folder has to be on a file system
-that all machines share: the trainer's configuration and its log lie there. A job that Slurm starts again
+that all machines share: the trainer's configuration and its log are there. A job that Slurm starts again
 goes on from its newest checkpoint.
 """
 
@@ -22,7 +22,7 @@ from headway.launch.config_check import MODELS
 from headway.runtime.config import dump_yaml, merge_sources, validate_config
 
 PORT = 29500
-"""Of torchrun's rendezvous, on the first machine; torchrun's own default."""
+"""Port of torchrun's rendezvous, on the first machine; torchrun's own default."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def batch_script(config: ExperimentConfig, file: Path) -> str:
-    """What `sbatch` is given.
+    """Return the script for `sbatch`.
 
     Args:
         file: the configuration that the ranks read.
@@ -61,8 +61,9 @@ def _options(config: ExperimentConfig, file: Path) -> Iterator[tuple[str, object
     yield "nodes", wanted.nodes
     yield "ntasks-per-node", 1
     yield "cpus-per-task", _cores(config)
-    if wanted.gpu:
-        yield "gres", f"gpu:{wanted.gpu * ranks}"
+    num_gpus = _gpus(config) * ranks
+    if num_gpus:
+        yield "gres", f"gpu:{num_gpus}"
     yield "mem", f"{wanted.mem * ranks}M"
     for name in ("partition", "nodelist", "exclude", "begin", "deadline"):
         if getattr(wanted, name) is not None:
@@ -73,8 +74,22 @@ def _options(config: ExperimentConfig, file: Path) -> Iterator[tuple[str, object
     yield "open-mode", "append"
 
 
+def _gpus(config: ExperimentConfig) -> int:
+    """Return the GPUs of a rank.
+
+    Raises:
+        ConfigError: it is to train on one and asks for none.
+    """
+    wanted, device = config.trainer.scheduling.gpu, config.trainer.device
+    if wanted == 0 and device == "cuda":
+        raise ConfigError(
+            "trainer.device=cuda, and trainer.scheduling.gpu=0 asks for none; set one of them otherwise"
+        )
+    return int(device == "cuda") if wanted is None else wanted
+
+
 def _cores(config: ExperimentConfig) -> int:
-    """Of all ranks on a machine."""
+    """Return the cores of all ranks on a machine."""
     wanted = config.trainer.scheduling
     return (wanted.cpu or config.trainer.num_threads or 1) * wanted.ranks_per_node
 
@@ -108,7 +123,7 @@ def _resume(config: ExperimentConfig) -> list[str]:
     """Slurm counts how often it started the job again; only what has checkpoints can go on."""
     if "recovery" not in type(config).model_fields:
         return []
-    return ["${SLURM_RESTART_COUNT:+--recovery.resume true}"]
+    return ["${SLURM_RESTART_COUNT:+--recovery.mode auto}"]
 
 
 def _quoted(word: str) -> str:

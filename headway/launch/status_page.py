@@ -1,4 +1,4 @@
-"""What a gateway or server is doing, as one page, as a page that is kept current, and as JSON."""
+"""State of a gateway or server: as one page, as a page that is kept current, and as JSON."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ STYLES = {
     "draining": "yellow",
     "lost": "red",
 }
-"""By a server's state; others, which need a look, are red."""
+"""Colour by a server's state; others, which need a look, are red."""
 
 
 def print_page(client: RemoteInferenceEngine) -> None:
-    """Print the page once, with the ledger's proof."""
+    """Print the page once, with the ledger's audit."""
     page = status_page(client.status(), _weights(client), audit=client.audit())
     Console(soft_wrap=not sys.stdout.isatty()).print(page)
 
@@ -78,11 +78,11 @@ def status_page(
     audit: LedgerAudit | None = None,
     speed: float | None = None,
 ) -> Group:
-    """What a person wants to know first, on one page.
+    """Return the most important facts on one page.
 
     Args:
         weights: None from one server alone.
-        audit: the ledger's proof, if it was asked for.
+        audit: the ledger's audit, if it was asked for.
         speed: tokens per second lately, if that is known.
     """
     parts: list[RenderableType] = [

@@ -1,8 +1,8 @@
-"""Who may call which route: bearer tokens with roles, and the audit log of what they did.
+"""Access to routes: bearer tokens with roles, and the audit log of what they did.
 
 `http.ACCESS` is the table of routes. A token may call what asks for a role that one of its own includes;
 what is not in the table asks for `admin`. Tokens are kept as keyed digests, and a given one is compared
-with all of them, so that the time it takes tells nothing.
+with all of them, so that the time it takes reveals nothing.
 
 Not covered: sessions, which have keys of their own (`headway.rollout.sessions.access`).
 """
@@ -13,6 +13,7 @@ import logging
 import re
 import secrets
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import blake2b
 from hmac import compare_digest
@@ -27,7 +28,7 @@ audit = logging.getLogger("headway.audit")
 
 NOBODY = "nobody"
 ANYONE = "anyone"
-"""Who calls a service that asks for no token."""
+"""Caller of a service that asks for no token."""
 UNKNOWN_ROUTE = "(unknown)"
 
 
@@ -38,30 +39,39 @@ class Token:
     name: str
     secret: str
     roles: tuple[Role, ...]
+    consumers: frozenset[str] = frozenset()
+    """Names that it may use though another token owns them."""
 
     def __repr__(self) -> str:
         return f"Token({self.name!r}, {self.roles!r})"
 
     def may(self, role: Role) -> bool:
-        """Whether it may call what asks for this role."""
+        """True if it may call routes that ask for this role."""
         return any(role in INCLUDED[each] for each in self.roles)
 
 
+TOKEN: ContextVar[Token | None] = ContextVar("token", default=None)
+"""Token of the current request; None for one that needed none."""
+
+
 @dataclass(frozen=True, slots=True)
-class Admission:
-    """What became of one request at the door."""
+class AccessDecision:
+    """Decision about one request."""
 
     route: str
-    """As `METHOD path` of the table: one of few, whatever was asked."""
+    """Route, as `METHOD path` of the table: one of few, whatever was asked."""
     role: Role | None
-    """What the route asks for; None for open ones."""
+    """Role that the route asks for; None for open ones."""
     caller: str = ANYONE
     """Name of the token."""
     refusal: ServiceError | None = None
+    token: Token | None = None
+    """Token that came with the request; None where no token is asked for."""
 
     @property
     def is_audited(self) -> bool:
-        """Whether it stands in the audit log: refusals, and what changes something beyond submissions."""
+        """True if it is written to the audit log: refusals, and what changes something beyond
+        submissions."""
         if self.refusal is not None:
             return True
         is_reading = self.route.startswith("GET ")
@@ -94,12 +104,15 @@ class Access:
         Raises:
             ConfigError: as `read_token` and the constructor.
         """
-        tokens = [Token(each.name, read_token(each.env), each.roles) for each in config.tokens]
+        tokens = [
+            Token(each.name, read_token(each.env), each.roles, frozenset(each.consumers))
+            for each in config.tokens
+        ]
         if config.token_env is not None:
             tokens.append(Token("default", read_token(config.token_env), ("admin",)))
         return cls(tokens)
 
-    def admit(self, method: str, path: str, authorization: bytes) -> Admission:
+    def admit(self, method: str, path: str, authorization: bytes) -> AccessDecision:
         """Look at a request before anybody reads it; `path` is percent-decoded."""
         if path in OPEN_PATHS or path.startswith(OPEN_PREFIXES):
             return _OPEN
@@ -110,14 +123,14 @@ class Access:
         token = self._find(bearer_of(authorization))
         if token is None:
             seen = "a wrong token" if authorization else "no token"
-            return Admission(asked.route, role, NOBODY, _unauthorized(seen))
+            return AccessDecision(asked.route, role, NOBODY, _unauthorized(seen))
         if not token.may(role):
             error = Forbidden(
                 f"{asked.route} asks for the role {role}; the token {token.name} has "
                 f"{', '.join(token.roles)}"
             )
-            return Admission(asked.route, role, token.name, error)
-        return Admission(asked.route, role, token.name)
+            return AccessDecision(asked.route, role, token.name, error)
+        return AccessDecision(asked.route, role, token.name, token=token)
 
     def _find(self, given: bytes) -> Token | None:
         digest = self._digest(given)
@@ -131,7 +144,7 @@ class Access:
         return blake2b(secret, key=self._key, digest_size=32).digest()
 
 
-def note_audit(admission: Admission, request_id: str, client: str, status: int) -> None:
+def note_audit(admission: AccessDecision, request_id: str, client: str, status: int) -> None:
     """Write the audit line of a request that has been answered."""
     audit.info(
         "refused" if admission.refusal is not None else "called",
@@ -153,14 +166,14 @@ def _unauthorized(seen: str) -> Unauthorized:
 
 
 def _pattern(path: str) -> re.Pattern[str]:
-    """What a path with parameters matches; a model's name may have slashes."""
+    """Return the pattern that a path with parameters matches; a model's name may have slashes."""
     return re.compile(re.sub(r"\{(\w+)\}", lambda m: _PARAMETER.get(m[1], "[^/]+"), path))
 
 
 _PARAMETER = {"model": ".+"}
-_OPEN = Admission("(open)", None)
-_UNKNOWN = Admission(UNKNOWN_ROUTE, "admin")
-_ROUTES = {route: Admission(route, role) for route, role in ACCESS.items()}
+_OPEN = AccessDecision("(open)", None)
+_UNKNOWN = AccessDecision(UNKNOWN_ROUTE, "admin")
+_ROUTES = {route: AccessDecision(route, role) for route, role in ACCESS.items()}
 _PATTERNS = [
     (method, _pattern(path), admission)
     for route, admission in _ROUTES.items()
@@ -169,7 +182,7 @@ _PATTERNS = [
 ]
 
 
-def _match(method: str, path: str) -> Admission:
+def _match(method: str, path: str) -> AccessDecision:
     """The entry of a path with parameters, and of a HEAD that is a GET without its body."""
     wanted = "GET" if method == "HEAD" else method
     if (known := _ROUTES.get(f"{wanted} {path}")) is not None:

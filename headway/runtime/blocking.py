@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 import httpx
 
-from headway.runtime.connections import Answer, BrokenOff, NotConnected
+from headway.runtime.connections import ConnectionBroken, HttpResponse, NotConnected
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """How long one request is waited for."""
+class Timeouts:
+    """Time limits of one request."""
 
     connect_s: float
-    """Until a connection is made."""
+    """Seconds until a connection is made."""
     silent_s: float
-    """Until the service says the next word."""
+    """Seconds of silence until the service sends more."""
 
 
 class BlockingConnections:
@@ -48,14 +48,14 @@ class BlockingConnections:
             trust_env=False,
         )
 
-    def ask(self, method: str, url: str, body: bytes | None, patience: Patience) -> Answer:
+    def ask(self, method: str, url: str, body: bytes | None, timeouts: Timeouts) -> HttpResponse:
         """Send a request, with a JSON body or none, and wait for its answer.
 
         Raises:
             NotConnected: nothing was sent.
-            BrokenOff, TimeoutError: it may have been heard.
+            ConnectionBroken, TimeoutError: it may have been received.
         """
-        timeout = httpx.Timeout(patience.silent_s, connect=patience.connect_s)
+        timeout = httpx.Timeout(timeouts.silent_s, connect=timeouts.connect_s)
         try:
             response = self._client.request(method, url, content=body, timeout=timeout)
         except (httpx.InvalidURL, httpx.UnsupportedProtocol, UnicodeError) as error:
@@ -63,14 +63,14 @@ class BlockingConnections:
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise NotConnected(str(error) or type(error).__name__) from error
         except httpx.TimeoutException as error:
-            raise TimeoutError(f"no answer within {patience.silent_s:g} s") from error
+            raise TimeoutError(f"no answer within {timeouts.silent_s:g} s") from error
         except httpx.RequestError as error:
-            raise BrokenOff(f"no whole answer came back: {error}") from error
+            raise ConnectionBroken(f"no whole answer came back: {error}") from error
         is_framed = response.headers.keys() & {"content-length", "transfer-encoding"}
         if not is_framed and response.status_code != httpx.codes.NO_CONTENT:
-            raise BrokenOff("the answer does not say where it ends, so it may be cut off")
+            raise ConnectionBroken("the answer does not say where it ends, so it may be cut off")
         headers = {name.lower(): value for name, value in response.headers.raw}
-        return Answer(response.status_code, headers, response.content)
+        return HttpResponse(response.status_code, headers, response.content)
 
     def close(self) -> None:
         """Close every connection, for good."""

@@ -20,7 +20,7 @@ EXIT_INTERRUPTED = 130
 
 
 class CommandFailed(Exception):
-    """The end of a command that has nothing to add: what to tell, and the exit status."""
+    """The end of a command that has nothing to add: its message, and the exit status."""
 
     def __init__(self, message: str, status: int = EXIT_FAILURE) -> None:
         super().__init__(message)
@@ -47,21 +47,21 @@ def run_command(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> N
     sys.exit(0)
 
 
-def import_main(module: str) -> Callable[[Sequence[str]], None]:
+def import_main(module: str) -> Callable[..., None]:
     """The `main` of a module, imported while the garbage collector rests.
 
     Nothing that an import makes is garbage: not to look for any takes a tenth off a start.
     """
     gc.disable()
     try:
-        main: Callable[[Sequence[str]], None] = import_module(module).main
+        main: Callable[..., None] = import_module(module).main
     finally:
         gc.enable()
     return main
 
 
 def _told(error: Exception) -> tuple[str, int] | None:
-    """What is said of an error, and the exit status; None of one that is not ours."""
+    """Return the message for an error, and the exit status; None for one that is not ours."""
     from headway.contracts.errors import ConfigError, DataError, ServiceError
 
     if isinstance(error, CommandFailed):

@@ -80,7 +80,7 @@ class Group(click.Group):
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order in which they were written."""
+        """Return the options in the order in which they were written."""
         return [*self.lazy, *self.commands]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -93,7 +93,7 @@ class Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Whom the first argument names, or the nearest."""
+        """Return the command that the first argument names, or the nearest."""
         name = args[0]
         known = self.list_commands(ctx)
         if name in known or name.startswith("-") or ctx.resilient_parsing:
@@ -140,7 +140,7 @@ class VersionType(click.ParamType[int]):
 
 
 class UrlType(click.ParamType[str]):
-    """Where a service listens."""
+    """URL of a service."""
 
     name = "url"
 
@@ -191,7 +191,7 @@ def completion_variable(prog_name: str) -> str:
 
 
 def explain(error: click.UsageError) -> str:
-    """What is wrong with a command line, the usage, and where help is."""
+    """Return the message about a wrong command line, the usage, and where help is."""
     context = error.ctx
     if isinstance(error, click.NoSuchOption):
         options = [] if context is None else _option_names(context)

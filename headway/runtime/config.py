@@ -96,6 +96,12 @@ def deep_merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
+def _meant(argument: str) -> str:
+    if argument.endswith((".yaml", ".yml")):
+        return f"a file of settings is written --config {argument}"
+    return "settings are written --section.key value"
+
+
 def _split_arguments(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]]]:
     files: list[str] = []
     flags: list[tuple[str, Any]] = []
@@ -103,9 +109,7 @@ def _split_arguments(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, An
     while rest:
         flag = rest.pop(0)
         if not flag.startswith("--"):
-            raise ConfigError(
-                f"unexpected argument {flag!r}; settings are written --section.key value"
-            )
+            raise ConfigError(f"unexpected argument {flag!r}; {_meant(flag)}")
         name, has_value, text = flag[2:].partition("=")
         if not has_value:
             if not rest or _FLAG.match(rest[0]):
@@ -168,7 +172,7 @@ def _settle_flags(tree: Any, models: Sequence[type[BaseModel]]) -> Any:
 
 
 def _holds_text(annotation: Any) -> bool:
-    """Whether a setting of this type is text, or text or nothing."""
+    """True if a setting of this type is text, or text or nothing."""
     if get_origin(annotation) is Literal:
         return all(isinstance(option, str) for option in get_args(annotation))
     if get_origin(annotation) in (Union, types.UnionType):
@@ -211,19 +215,20 @@ def _explain(model: type[BaseModel], problem: dict[str, Any], has_flags: bool) -
         shown = f" (got {seen!r})" if not isinstance(seen, Mapping | BaseModel) else ""
         return f"{path}: {problem['msg'].removeprefix('Value error, ')}{shown}"
     known = [name for section in sections for name in section.model_fields]
-    return f"unknown key {path}; {_nearest_key(str(last), known, model, is_outermost=not keys)}"
+    return f"unknown key {path}; {_nearest_key(path, known, model)}"
 
 
-def _nearest_key(
-    name: str, known: Sequence[str], model: type[BaseModel], *, is_outermost: bool
-) -> str:
-    """What may have been meant: a key of the same section, or the same key of another section."""
-    near = difflib.get_close_matches(name, [*known, *([CONFIG] if is_outermost else [])], n=1)
+def _nearest_key(path: str, known: Sequence[str], model: type[BaseModel]) -> str:
+    """Return a guess: a key of the same section, or the same key of another section."""
+    parents, _, name = path.rpartition(".")
+    near = difflib.get_close_matches(name, [*known, *([] if parents else [CONFIG])], n=1)
     if near:
         return f"did you mean {'--config' if near[0] == CONFIG else repr(near[0])}?"
     elsewhere = dict.fromkeys(
         setting.path for setting in list_settings(model) if setting.path.split(".")[-1] == name
     )
+    if path in elsewhere:
+        return f"it belongs to another `{parents}.type`; known here: {', '.join(sorted(known))}"
     if elsewhere and len(elsewhere) <= MAX_ELSEWHERE:
         return f"did you mean {' or '.join(map(repr, elsewhere))}?"
     return f"known here: {', '.join(sorted(known))}"

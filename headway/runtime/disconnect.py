@@ -1,4 +1,4 @@
-"""Work that ends when nobody waits for its answer any more."""
+"""Work that ends when its caller is gone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
     """Await `work`, and cancel it when the client goes away (the server would not).
 
     Raises:
-        ClientDisconnect: it went away; the application answers nobody.
+        ClientDisconnect: it went away; there is no caller to answer.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))

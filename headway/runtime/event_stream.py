@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events whose source is closed with the connection, whoever ends it."""
+    """Server-sent events whose source is closed with the connection, whichever side ends it."""
 
     media_type = "text/event-stream"
 

@@ -37,7 +37,7 @@ class ExperimentCommand(SettingsCommand):
         if kind is not None:
             write_settings(self._settings_of(kind), formatter, f"Settings of {kind}")
             return
-        with formatter.section(f"Experiments ({TYPE} NAME, or `type` in a file; grpo unless told)"):
+        with formatter.section(f"Experiments ({TYPE} NAME, or `type` in a file; grpo by default)"):
             formatter.write_dl(list(known.items()))
         formatter.write_paragraph()
         formatter.write_text(

@@ -1,4 +1,4 @@
-"""What every HTTP service of ours has: ids, tokens with roles, body limits, typed errors."""
+"""Common parts of our HTTP services: ids, tokens with roles, body limits, typed errors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headway import __version__
 from headway.contracts.errors import ErrorBody, ServiceError, Unauthorized
-from headway.contracts.http.paths import HEALTH, REQUEST_ID_HEADER
+from headway.contracts.http.paths import HEALTH, OPEN_PATHS, REQUEST_ID_HEADER, SESSION_PATHS
 from headway.contracts.http.status import HealthResponse
-from headway.runtime.access import Access, note_audit
+from headway.runtime.access import ANYONE, TOKEN, Access, AccessDecision, note_audit
+from headway.runtime.allowed_hosts import AllowedHosts, Refusal, repeated
 from headway.runtime.json_route import JsonRoute
 from headway.runtime.logging import note_request, open_request
 from headway.runtime.secret import SCHEME
@@ -30,29 +31,41 @@ from headway.runtime.secret import SCHEME
 log = logging.getLogger(__name__)
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+CLOSED = "the handler is closed"
+"""Text in uvloop's error for an answer to a connection that broke in this turn of the loop. uvicorn
+learns of it in the next one."""
 CLIENT_GONE = 499
-"""For the log; nobody reads the answer."""
+"""Status for the log; there is no reader of the answer."""
 MAX_SHOWN = 256
 """Characters of a path in the log."""
 FAILURES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody},
     "5XX": {"model": ErrorBody},
 }
-"""What any route may answer, for the OpenAPI page."""
+"""Error responses of any route, for the OpenAPI page."""
 
 
 def create_service(
-    title: str, lifespan: Lifespan, max_body_bytes: int, access: Access | None = None
+    title: str,
+    lifespan: Lifespan,
+    max_body_bytes: int,
+    access: Access | None = None,
+    hosts: AllowedHosts | None = None,
 ) -> FastAPI:
     """An app with health, error bodies, request ids and a body limit, and no routes of its own.
 
     Args:
         access: who may call what; None asks for no token.
+        hosts: what it is called by; None knows the names that every service has.
     """
     app = FastAPI(title=title, version=__version__, lifespan=lifespan, responses={**FAILURES})
     app.router.route_class = JsonRoute
+    app.state.hosts = hosts or AllowedHosts()
     app.add_middleware(
-        RequestBoundary, max_body_bytes=max_body_bytes, access=access or Access.of(None)
+        RequestBoundary,
+        max_body_bytes=max_body_bytes,
+        access=access or Access.of(None),
+        hosts=app.state.hosts,
     )
     app.add_exception_handler(_BodyTooLarge, _answer_body_too_large)
     app.add_exception_handler(PlainHTTPException, _answer_plain)
@@ -69,22 +82,27 @@ def create_service(
 
 
 class RequestBoundary:
-    """Pure ASGI: the manners of every request.
+    """Pure ASGI: the limits of every request.
 
-    It gets an id; without a token for its route it is refused; so is a body above the limit, while it
-    streams; if it fails, in whatever way, one line says so, with what `note_request` gathered; and what
-    it changes is audited.
+    It gets an id; without a token for its route it is refused, and so is one by another name or from a
+    page of another origin; so is a body above the limit, while it streams; if it fails, in whatever
+    way, one line says so, with what `note_request` gathered; and what it changes is audited.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, access: Access) -> None:
+    def __init__(
+        self, app: ASGIApp, max_body_bytes: int, access: Access, hosts: AllowedHosts
+    ) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._access = access
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if (stalls := getattr(scope["app"].state, "stalls", None)) is not None:
+            stalls.wake()
         headers = dict(scope["headers"])
         request_id = _clean_id(headers.get(REQUEST_ID_HEADER.encode()))
         scope.setdefault("state", {})["request_id"] = request_id
@@ -105,24 +123,43 @@ class RequestBoundary:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
-            await send(message)
+            try:
+                await send(message)
+            except RuntimeError as error:
+                if CLOSED not in str(error):
+                    raise
 
         method, path = scope["method"], scope["path"]
         admission = self._access.admit(method, path, headers.get(b"authorization", b""))
+        before = TOKEN.set(admission.token)
         app = self._app
         if admission.refusal is not None:
             app = _refuse(admission.refusal)
+        elif (refusal := self._misaddressed(scope, headers, admission)) is not None:
+            body = ErrorBody(code=refusal.code, message=refusal.message, retryable=False)
+            app = _json(body, refusal.status)
         elif _is_too_long(headers, self._max_body_bytes):
             app = _BodyTooLarge(self._max_body_bytes).answer()
         try:
             await app(scope, limited_receive, send_with_id)
         finally:
+            TOKEN.reset(before)
             if admission.is_audited:
                 client = scope.get("client") or ("",)
                 note_audit(admission, request_id, client[0], status or 500)
         if status >= 400 or "code" in known:
             shown = {"method": method, "path": path[:MAX_SHOWN], "status": status}
             log.warning("request failed", extra={**shown, **known})
+
+    def _misaddressed(
+        self, scope: Scope, headers: Mapping[bytes, bytes], admission: AccessDecision
+    ) -> Refusal | None:
+        fields: list[tuple[bytes, bytes]] = scope["headers"]
+        if len(headers) < len(fields) and (error := repeated(fields)) is not None:
+            return error
+        path = scope["path"]
+        has_secret = admission.caller != ANYONE or path.startswith(SESSION_PATHS)
+        return self._hosts.refusal(scope["method"], headers, has_secret, path in OPEN_PATHS)
 
 
 def _refuse(error: ServiceError) -> ASGIApp:
@@ -175,7 +212,7 @@ async def _answer_body_too_large(request: Request, error: Exception) -> JSONResp
 
 
 async def _answer_plain(request: Request, error: Exception) -> JSONResponse:
-    """What FastAPI itself refuses: no such path, no such method, a body that is no text."""
+    """Answer what FastAPI itself refuses: no such path, no such method, a body that is no text."""
     if not isinstance(error, PlainHTTPException):
         raise TypeError(f"handler of HTTPException called with {type(error)}")
     if error.status_code in (404, 405):

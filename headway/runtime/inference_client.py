@@ -2,38 +2,26 @@
 
 Every call is idempotent on the server (by rollout id, delivery id, step or version), so all of them
 are retried with jitter until the service was out of reach for `connect_timeout_s`: a gateway may
-restart under a trainer. Where several gateways share a ledger, whoever does not answer is followed by the
-next. One thread may call the blocking methods at a time; `agenerate` belongs to the
+restart under a trainer. Where several gateways share a ledger, one that does not answer is followed
+by the next. One thread may call the blocking methods at a time; `agenerate` belongs to the
 caller's event loop.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from pydantic import BaseModel
-from pydantic_core import to_json
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_exception,
-    sleep_using_event,
-    stop_when_event_set,
-    wait_random_exponential,
-)
-from tenacity.stop import stop_base
-
 from headway.contracts.codec import decode_groups
-from headway.contracts.config.base import PartConfig
+from headway.contracts.config.base import ComponentConfig
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.engines import SCORE_TIMEOUT_S
 from headway.contracts.errors import BackendError, ErrorBody, ServiceError, WaitTimeout
 from headway.contracts.http import paths
+from headway.contracts.http.components import ComponentList, ComponentView
 from headway.contracts.http.consumers import (
     ConsumerRequest,
     ConsumerResponse,
@@ -41,7 +29,6 @@ from headway.contracts.http.consumers import (
     DetachResponse,
 )
 from headway.contracts.http.ledger import LedgerAudit
-from headway.contracts.http.parts import PartList, PartView
 from headway.contracts.http.rewards import (
     AnswerToScore,
     ScoreFailure,
@@ -83,25 +70,20 @@ from headway.contracts.types import (
     TrajectoryBatch,
     WeightUpdateMeta,
 )
-from headway.runtime.blocking import BlockingConnections, Patience
-from headway.runtime.connections import Answer, Connections
+from headway.runtime.connections import Connections
 from headway.runtime.secret import authorization
-from headway.runtime.server_calls import error_of, post_generate
+from headway.runtime.server_calls import post_generate
+from headway.runtime.service_calls import CONNECT_S, KEEP_ALIVE_S, ServiceCalls
 from headway.runtime.tls import client_context
 
 POLL_S = 20.0
 MAX_CONNECTIONS = 100
-KEEP_ALIVE_S = 15.0
 SUBMIT_CHUNK = 256
 SCORE_CHUNK = 64
-"""Answers of one request: what has to be judged again when it breaks off."""
+"""Maximum answers of one request: they are scored again when it breaks off."""
 SCORE_CHUNK_BYTES = 8 << 20
 DEFAULT_CONSUMER = "default"
 MAX_REASON_CHARS = 4096
-CONNECT_S = 5.0
-SHORTEST_S = 0.05
-WORKED_ON_S = 10.0
-"""An attempt that lasted longer than it takes to connect had reached the service."""
 
 
 class RemoteInferenceEngine:
@@ -115,13 +97,8 @@ class RemoteInferenceEngine:
         token: str | None = None,
     ) -> None:
         urls = [url] if isinstance(url, str) else list(url)
-        self._urls = deque(each.rstrip("/") for each in urls)
-        """The one that is asked comes first."""
-        self._connect_timeout_s = connect_timeout_s
-        self._request_timeout_s = request_timeout_s
-        self._headers = authorization(token)
-        self._calls = BlockingConnections(client_context(), self._headers, KEEP_ALIVE_S)
-        self._is_over = threading.Event()
+        self._calls = ServiceCalls(urls, connect_timeout_s, request_timeout_s, token)
+        self._token = token
         self._updates = ThreadPoolExecutor(1, thread_name_prefix="weight-update")
         self._connections: Connections | None = None
         self._consumer = DEFAULT_CONSUMER
@@ -131,29 +108,24 @@ class RemoteInferenceEngine:
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         """Wait until the service answers; `addr` replaces the URL given at construction."""
         if addr is not None:
-            self._urls = deque([addr.rstrip("/")])
+            self._calls.urls = deque([addr.rstrip("/")])
         self.status()
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
         if self._connections is None:
             self._connections = Connections(
                 client_context(),
-                self._headers,
+                authorization(self._token),
                 MAX_CONNECTIONS,
                 CONNECT_S,
                 KEEP_ALIVE_S,
             )
-        return await post_generate(self._connections, self._url, req, self._request_timeout_s)
+        return await post_generate(
+            self._connections, self._calls.url, req, self._calls.request_timeout_s
+        )
 
     def attach(self, spec: ConsumerSpec) -> None:
-        request = ConsumerRequest(
-            consumer=spec.consumer,
-            batch_size=spec.batch_size,
-            max_staleness=spec.max_staleness,
-            step=spec.step,
-            version=spec.version,
-        )
-        answer = self._call("POST", paths.CONSUMER, request)
+        answer = self._calls.call("POST", paths.CONSUMER, ConsumerRequest.of(spec))
         self._consumer = self._publisher = spec.consumer
         self._term = ConsumerResponse.model_validate_json(answer.content).term
 
@@ -164,14 +136,14 @@ class RemoteInferenceEngine:
 
     def detach_consumer(self, consumer: str) -> int:
         """End a consumer by name; returns the trajectories that were cancelled."""
-        answer = self._call("DELETE", paths.CONSUMER, DetachRequest(consumer=consumer))
+        answer = self._calls.call("DELETE", paths.CONSUMER, DetachRequest(consumer=consumer))
         return DetachResponse.model_validate_json(answer.content).cancelled
 
     def submit(self, requests: Sequence[RolloutRequest]) -> list[RolloutHandle]:
         handles: list[RolloutHandle] = []
         for start in range(0, len(requests), SUBMIT_CHUNK):
             chunk = tuple(requests[start : start + SUBMIT_CHUNK])
-            answer = self._call("POST", paths.ROLLOUTS, SubmitRequest(rollouts=chunk))
+            answer = self._calls.call("POST", paths.ROLLOUTS, SubmitRequest(rollouts=chunk))
             new = SubmitResponse.model_validate_json(answer.content).new
             handles += [RolloutHandle(r.rollout_id, n) for r, n in zip(chunk, new, strict=True)]
         return handles
@@ -186,7 +158,7 @@ class RemoteInferenceEngine:
             checkpoint_step=checkpoint_step,
             term=self._term,
         )
-        self._call("POST", paths.ROLLOUTS_CONSUMED, request)
+        self._calls.call("POST", paths.ROLLOUTS_CONSUMED, request)
 
     def rollout(self, requests: Sequence[RolloutRequest], timeout: float) -> TrajectoryBatch:
         self.submit(requests)
@@ -194,7 +166,7 @@ class RemoteInferenceEngine:
 
     def score(
         self,
-        reward: PartConfig,
+        reward: ComponentConfig,
         answers: Sequence[AnswerToScore],
         timeout: float = SCORE_TIMEOUT_S,
         failed_score: float | None = None,
@@ -204,7 +176,7 @@ class RemoteInferenceEngine:
         for chunk in _chunks_of(answers):
             request = ScoreRequest(reward=reward, answers=chunk)
             try:
-                answer = self._call("POST", paths.REWARDS_SCORE, request, deadline)
+                answer = self._calls.call("POST", paths.REWARDS_SCORE, request, deadline)
             except ServiceError as error:
                 if error.retryable and time.monotonic() >= deadline:
                     raise WaitTimeout(
@@ -212,7 +184,12 @@ class RemoteInferenceEngine:
                         f"the last attempt: {error.message}"
                     ) from error
                 raise
-            for view in ScoreResponse.model_validate_json(answer.content).results:
+            views = ScoreResponse.model_validate_json(answer.content).results
+            if len(views) != len(chunk):
+                raise BackendError(
+                    f"{self._calls.url}{paths.REWARDS_SCORE} judged {len(views)} of {len(chunk)} answers"
+                )
+            for view in views:
                 results.append(settle_score(view, len(results), failed_score))
         return results
 
@@ -235,26 +212,27 @@ class RemoteInferenceEngine:
             term=self._term,
             reason=reason[:MAX_REASON_CHARS],
         )
-        answer = self._call("DELETE", paths.WEIGHTS, request)
+        answer = self._calls.call("DELETE", paths.WEIGHTS, request)
         return WeightUpdateResponse.model_validate_json(answer.content).version
 
     def weights(self) -> WeightStatus:
-        """What a gateway serves and keeps, and whether a publication is under way.
+        """Return the versions that a gateway serves and keeps, and whether a publication is under
+        way.
 
         Raises:
             NotFound: one server alone keeps no versions.
         """
-        return WeightStatus.model_validate_json(self._call("GET", paths.WEIGHTS).content)
+        return WeightStatus.model_validate_json(self._calls.call("GET", paths.WEIGHTS).content)
 
     def pin(self, version: PolicyVersion | None) -> WeightStatus:
         """Serve a kept version and hold it while others are published; None ends that."""
-        answer = self._call("POST", paths.WEIGHTS_PIN, WeightPinRequest(version=version))
+        answer = self._calls.call("POST", paths.WEIGHTS_PIN, WeightPinRequest(version=version))
         return WeightStatus.model_validate_json(answer.content)
 
     def rollback(self, version: PolicyVersion) -> WeightStatus:
         """Serve a kept version until the next one is published."""
         request = WeightRollbackRequest(version=version)
-        answer = self._call("POST", paths.WEIGHTS_ROLLBACK, request)
+        answer = self._calls.call("POST", paths.WEIGHTS_ROLLBACK, request)
         return WeightStatus.model_validate_json(answer.content)
 
     def reserve(self, wanted: WeightReservation) -> ReservationStatus:
@@ -264,12 +242,12 @@ class RemoteInferenceEngine:
             NotFound: it is not kept, or this is one server alone.
             Conflict: another name has a reservation.
         """
-        answer = self._call("POST", paths.WEIGHTS_RESERVATION, wanted)
+        answer = self._calls.call("POST", paths.WEIGHTS_RESERVATION, wanted)
         return ReservationStatus.model_validate_json(answer.content)
 
     def end_reservation(self, name: str) -> None:
         """Let its servers go on with the newest version."""
-        self._call("DELETE", paths.WEIGHTS_RESERVATION, ReservationEndRequest(name=name))
+        self._calls.call("DELETE", paths.WEIGHTS_RESERVATION, ReservationEndRequest(name=name))
 
     def take(
         self,
@@ -278,15 +256,15 @@ class RemoteInferenceEngine:
         timeout: float,
         version: PolicyVersion | None = None,
     ) -> TrajectoryBatch | None:
-        """Exactly these groups, or None while some are still in play after `timeout` seconds.
+        """Exactly these groups, or None while some are still running after `timeout` seconds.
 
         Args:
             delivery_id: the same one is answered with the same groups, also after a crash.
-            rollout_ids: of whichever consumer.
+            rollout_ids: ids of any consumer's rollouts.
             timeout: at most 60.
             version: that their staleness counts from; None is the newest.
         Raises:
-            Fruitless: some of them ended without a result.
+            RolloutsFailed: some of them ended without a result.
         """
         request = WaitRequest(
             delivery_id=delivery_id,
@@ -295,7 +273,7 @@ class RemoteInferenceEngine:
             rollout_ids=tuple(rollout_ids),
             version=version,
         )
-        answer = self._call("POST", paths.ROLLOUTS_WAIT, request)
+        answer = self._calls.call("POST", paths.ROLLOUTS_WAIT, request)
         if answer.status != 200:
             return None
         return TrajectoryBatch(decode_groups(answer.content))
@@ -303,7 +281,7 @@ class RemoteInferenceEngine:
     def cancel(self, rollout_ids: Sequence[str], reason: str = "cancelled by its submitter") -> int:
         """End rollouts that are not consumed yet; returns the groups that this call ended."""
         request = CancelRequest(rollout_ids=tuple(rollout_ids), reason=reason)
-        answer = self._call("POST", paths.ROLLOUTS_CANCEL, request)
+        answer = self._calls.call("POST", paths.ROLLOUTS_CANCEL, request)
         return CancelResponse.model_validate_json(answer.content).cancelled
 
     def get(self, rollout_id: str) -> RolloutView:
@@ -313,46 +291,55 @@ class RemoteInferenceEngine:
             NotFound: it was never submitted, or is forgotten.
         """
         path = paths.ROLLOUT.format(rollout_id=rollout_id)
-        return RolloutView.model_validate_json(self._call("GET", path).content)
+        return RolloutView.model_validate_json(self._calls.call("GET", path).content)
 
-    def workflows(self) -> list[PartView]:
-        """What can be submitted, with the schemas of the arguments."""
-        return PartList.model_validate_json(self._call("GET", paths.WORKFLOWS).content).parts
+    def workflows(self) -> list[ComponentView]:
+        """Return the workflows that can be submitted, with the schemas of the arguments."""
+        return ComponentList.model_validate_json(
+            self._calls.call("GET", paths.WORKFLOWS).content
+        ).parts
 
-    def rewards(self) -> list[PartView]:
-        """What can score, with the schemas of the arguments."""
-        return PartList.model_validate_json(self._call("GET", paths.REWARDS).content).parts
+    def rewards(self) -> list[ComponentView]:
+        """Return the rewards, with the schemas of the arguments."""
+        return ComponentList.model_validate_json(
+            self._calls.call("GET", paths.REWARDS).content
+        ).parts
 
-    def filters(self) -> list[PartView]:
-        """What can drop a finished group, with the schemas of the arguments."""
-        return PartList.model_validate_json(self._call("GET", paths.FILTERS).content).parts
+    def filters(self) -> list[ComponentView]:
+        """Return the filters that can drop a finished group, with the schemas of the arguments."""
+        return ComponentList.model_validate_json(
+            self._calls.call("GET", paths.FILTERS).content
+        ).parts
 
-    def tools(self) -> list[PartView]:
-        """What `tool_use` can offer a policy, with the schemas of what each is made with."""
-        return PartList.model_validate_json(self._call("GET", paths.TOOLS).content).parts
+    def tools(self) -> list[ComponentView]:
+        """Return the tools that `tool_use` can offer a policy, with the schemas of their
+        arguments."""
+        return ComponentList.model_validate_json(self._calls.call("GET", paths.TOOLS).content).parts
 
     def scale(self) -> ScaleResponse:
-        """How many generation servers a gateway asks for."""
-        return ScaleResponse.model_validate_json(self._call("GET", paths.SCALE).content)
+        """Return the number of generation servers that a gateway asks for."""
+        return ScaleResponse.model_validate_json(self._calls.call("GET", paths.SCALE).content)
 
     def drain_server(self, server_id: str, drain: bool = True) -> None:
         """Take traffic from a server, or give it back."""
-        self._call("POST", paths.SERVERS_DRAIN, DrainRequest(server_id=server_id, drain=drain))
+        self._calls.call(
+            "POST", paths.SERVERS_DRAIN, DrainRequest(server_id=server_id, drain=drain)
+        )
 
     def status(self) -> StatusResponse:
         """Version, capacity, ledger counts and servers."""
-        return StatusResponse.model_validate_json(self._call("GET", paths.STATUS).content)
+        return StatusResponse.model_validate_json(self._calls.call("GET", paths.STATUS).content)
 
     def audit(self) -> LedgerAudit:
-        """The ledger's own proof that nothing was lost or consumed twice."""
-        return LedgerAudit.model_validate_json(self._call("GET", paths.LEDGER).content)
+        """Return the ledger's own audit: that nothing was lost or consumed twice."""
+        return LedgerAudit.model_validate_json(self._calls.call("GET", paths.LEDGER).content)
 
     def destroy(self) -> None:
         """Close the connections; those of `agenerate` are closed by `aclose` on its own loop.
 
         What is under way is asked no more than once: an update whose service is gone ends here.
         """
-        self._is_over.set()
+        self._calls.end()
         self._updates.shutdown(wait=True)
         self._calls.close()
 
@@ -362,12 +349,8 @@ class RemoteInferenceEngine:
             await self._connections.aclose()
             self._connections = None
 
-    @property
-    def _url(self) -> str:
-        return self._urls[0]
-
     def _update_weights(self, request: WeightUpdateRequest) -> PolicyVersion:
-        answer = self._call("POST", paths.WEIGHTS, request)
+        answer = self._calls.call("POST", paths.WEIGHTS, request)
         return WeightUpdateResponse.model_validate_json(answer.content).version
 
     def _wait(
@@ -385,7 +368,7 @@ class RemoteInferenceEngine:
                 rollout_ids=rollout_ids,
                 term=self._term,
             )
-            answer = self._call("POST", paths.ROLLOUTS_WAIT, request)
+            answer = self._calls.call("POST", paths.ROLLOUTS_WAIT, request)
             if answer.status == 200:
                 return TrajectoryBatch(decode_groups(answer.content))
             if time.monotonic() >= deadline:
@@ -393,47 +376,6 @@ class RemoteInferenceEngine:
                 raise WaitTimeout(
                     f"{ready.decode()} of {count} prompt groups were ready after {timeout:g} s"
                 )
-
-    def _call(
-        self, method: str, path: str, body: BaseModel | None = None, deadline: float | None = None
-    ) -> Answer:
-        retrying = Retrying(
-            retry=retry_if_exception(_is_retryable),
-            wait=wait_random_exponential(multiplier=0.1, max=2.0),
-            stop=_Outage(self._connect_timeout_s, deadline) | stop_when_event_set(self._is_over),
-            sleep=sleep_using_event(self._is_over),
-            reraise=True,
-        )
-        try:
-            return retrying(self._call_once, method, path, body, deadline)
-        except OSError as error:
-            seen = f"({type(error).__name__}: {error})"
-            if deadline is not None and time.monotonic() >= deadline:
-                raise BackendError(f"{self._url}{path} did not answer in time {seen}") from error
-            raise BackendError(
-                f"{self._url}{path} did not answer for {self._connect_timeout_s:g} s "
-                f"{seen}; is the service running?"
-            ) from error
-
-    def _call_once(
-        self, method: str, path: str, body: BaseModel | None, deadline: float | None
-    ) -> Answer:
-        content = None if body is None else to_json(body)
-        try:
-            answer = self._calls.ask(method, self._url + path, content, self._patience(deadline))
-        except OSError:
-            self._urls.rotate(-1)
-            raise
-        if answer.status >= 400:
-            raise error_of(answer.status, answer.content, f"{self._url}{path}")
-        return answer
-
-    def _patience(self, deadline: float | None) -> Patience:
-        """Of one attempt; the last one before a deadline is not waited for beyond it."""
-        left = self._request_timeout_s
-        if deadline is not None:
-            left = min(left, max(SHORTEST_S, deadline - time.monotonic()))
-        return Patience(connect_s=min(left, CONNECT_S), silent_s=left)
 
 
 def settle_score(
@@ -445,7 +387,7 @@ def settle_score(
         place: of the answer, for the message.
         failed_score: as of `InferenceEngine.score`.
     Raises:
-        ServiceError: there is none; the error that the service told.
+        ServiceError: there is none; the error that the service reported.
     """
     if isinstance(judged, ScoreView):
         return RewardResult(judged.score, judged.details, judged.verdict)
@@ -459,7 +401,7 @@ def settle_score(
 
 
 def _chunks_of(answers: Sequence[AnswerToScore]) -> Iterator[tuple[AnswerToScore, ...]]:
-    """Bounded in number and, but for an answer that is larger by itself, in bytes."""
+    """Bounded in number and in bytes, except for an answer that is larger by itself."""
     chunk: list[AnswerToScore] = []
     size = 0
     for answer in answers:
@@ -471,26 +413,3 @@ def _chunks_of(answers: Sequence[AnswerToScore]) -> Iterator[tuple[AnswerToScore
         size += own
     if chunk:
         yield tuple(chunk)
-
-
-class _Outage(stop_base):
-    """Ends retries after `timeout_s`, or once a deadline has passed; one that broke off a long request
-    begins anew."""
-
-    def __init__(self, timeout_s: float, deadline: float | None = None) -> None:
-        self._timeout_s = timeout_s
-        self._deadline = deadline
-        self._attempt_began = self._since = time.monotonic()
-
-    def __call__(self, retry_state: RetryCallState) -> bool:
-        now = time.monotonic()
-        if now - self._attempt_began > WORKED_ON_S:
-            self._since = now
-        # The next attempt begins after a pause, which is short beside WORKED_ON_S.
-        self._attempt_began = now
-        is_late = self._deadline is not None and now >= self._deadline
-        return is_late or now - self._since > self._timeout_s
-
-
-def _is_retryable(error: BaseException) -> bool:
-    return isinstance(error, OSError) or (isinstance(error, ServiceError) and error.retryable)

@@ -22,10 +22,10 @@ class MetricsJournal:
             if before and not before.endswith(b"\n"):  # the last line of a killed process
                 self._file.write("\n")
 
-    def write(self, figures: Mapping[str, Any]) -> None:
+    def write(self, metrics: Mapping[str, Any]) -> None:
         """One line."""
         if self._file is not None:
-            self._file.write(json.dumps(figures) + "\n")
+            self._file.write(json.dumps(metrics) + "\n")
             self._file.flush()
 
     def close(self) -> None:
@@ -40,8 +40,8 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     if path.is_file():
         for line in path.read_text().splitlines():
             try:
-                figures = json.loads(line)
+                metrics = json.loads(line)
             except json.JSONDecodeError:
                 continue  # the last line of a killed process
-            steps[int(figures["step"])] = figures
+            steps[int(metrics["step"])] = metrics
     return [steps[step] for step in sorted(steps)]

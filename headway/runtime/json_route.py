@@ -1,6 +1,8 @@
 """Routes whose JSON bodies are read by pydantic's parser: a fifth of the time of the standard library's.
 
-It is stricter, too: `NaN` and `Infinity`, which JSON does not have, are refused.
+It is stricter, too: `NaN` and `Infinity`, which JSON does not have, are refused. Large bodies are
+parsed and checked against the route's model beside the event loop. Objects of many members are refused:
+each one that is not wanted costs an error of 2 µs.
 """
 
 from __future__ import annotations
@@ -10,33 +12,71 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic_core import from_json
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope
+
+from headway.runtime.large_json import CHECKED_BYTES, parse_json
+from headway.runtime.offload import offload
 
 
 class JsonRequest(Request):
-    """A request that reads its body once."""
+    """A request that reads its body once, and makes a `model` of a large one."""
+
+    def __init__(self, scope: Scope, receive: Receive, model: type[BaseModel] | None) -> None:
+        super().__init__(scope, receive)
+        self._model = model
 
     async def json(self) -> Any:
         """The body.
 
         Raises:
-            JSONDecodeError: it is no JSON, or nested too deeply.
+            JSONDecodeError: it is no JSON, nested too deeply, or has objects of too many members.
+            RequestValidationError: it is large, and does not fit the model.
         """
         body = await self.body()
         try:
-            return from_json(body, allow_inf_nan=False)
+            tree = await parse_json(body)
         except ValueError as error:
             raise json.JSONDecodeError(str(error), "", 0) from error
+        if self._model is None or len(body) <= CHECKED_BYTES:
+            return tree
+        try:
+            return await offload(len(body), self._model.model_validate, tree)
+        except ValidationError as error:
+            found = error.errors(include_url=False)
+            raise RequestValidationError(
+                [{**each, "loc": ("body", *each["loc"])} for each in found]
+            ) from error
 
 
 class JsonRoute(APIRoute):
-    """For `APIRouter(route_class=...)`."""
+    """Route class for `APIRouter(route_class=...)`."""
+
+    def admit(self, request: Request) -> None:
+        """Raise what keeps a request out, before its body is read: dependencies are solved after it."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        model = self._body_model()
 
         async def handle_json(request: Request) -> Response:
-            return await handle(JsonRequest(request.scope, request.receive))
+            self.admit(request)
+            try:
+                return await handle(JsonRequest(request.scope, request.receive, model))
+            except HTTPException as error:  # FastAPI's word for what `json` raised
+                if isinstance(error.__cause__, RequestValidationError):
+                    raise error.__cause__ from None
+                raise
 
         return handle_json
+
+    def _body_model(self) -> type[BaseModel] | None:
+        """Return the model that FastAPI makes of the body; it is taken as it is if it was made
+        already."""
+        if self.body_field is None or self._embed_body_fields:
+            return None
+        made = self.body_field.field_info.annotation
+        return made if isinstance(made, type) and issubclass(made, BaseModel) else None

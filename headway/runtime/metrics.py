@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from headway.contracts.errors import ServiceError
 from headway.contracts.http.servers import ServerStatus
 from headway.contracts.http.status import StatusResponse
 
 METRICS_TYPE = "text/plain; version=0.0.4"
 
 
+@contextmanager
+def counted_outcome(counter: Counter, success: Callable[[], str]) -> Iterator[None]:
+    """Count a block by how it ends: `success()`, the code of an error, `cancelled` or `internal`.
+
+    Args:
+        counter: with the label `outcome` alone.
+    """
+    outcome = "internal"
+    try:
+        yield
+        outcome = success()
+    except ServiceError as error:
+        outcome = error.code
+        raise
+    except asyncio.CancelledError:
+        outcome = "cancelled"
+        raise
+    finally:
+        counter.labels(outcome).inc()
+
+
 class StatusCollector(Collector):
-    """The figures of one status."""
+    """The metrics of one status."""
 
     def __init__(self, status: StatusResponse) -> None:
         self._status = status
@@ -29,7 +53,7 @@ class StatusCollector(Collector):
             "headway_weight_head_version", "Newest published policy version", status.head
         )
         yield GaugeMetricFamily(
-            "headway_rollout_running_trajectories", "Trajectories being played", status.running
+            "headway_rollout_running_trajectories", "Running trajectories", status.running
         )
         yield GaugeMetricFamily(
             "headway_rollout_capacity_trajectories",
@@ -46,6 +70,16 @@ class StatusCollector(Collector):
         )
         yield CounterMetricFamily(
             "headway_generated_tokens", "Tokens sampled", status.generated_tokens
+        )
+        yield GaugeMetricFamily(
+            "headway_event_loop_longest_stall_seconds",
+            "Longest stand-still of the event loop since it serves",
+            status.longest_stall_s,
+        )
+        yield CounterMetricFamily(
+            "headway_event_loop_stalls",
+            "Stand-stills of the event loop of 0.1 s or longer",
+            status.stalls,
         )
         ledger = GaugeMetricFamily(
             "headway_ledger_trajectories", "Trajectories by state", labels=["state"]
@@ -77,7 +111,7 @@ class StatusCollector(Collector):
 
 
 def render_metrics(status: StatusResponse, more: CollectorRegistry | None = None) -> bytes:
-    """The `/metrics` page: what every rollout service tells, and what this kind of process adds."""
+    """The `/metrics` page: metrics of every rollout service, and those that this kind of process adds."""
     registry = CollectorRegistry()
     registry.register(StatusCollector(status))
     return generate_latest(registry) + (b"" if more is None else generate_latest(more))

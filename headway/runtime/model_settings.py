@@ -37,8 +37,8 @@ def describe(
     Args:
         model: the section to describe.
         prefix: path of the section, with a dot at its end.
-        defaults: what the section above holds here unless told otherwise; None for a section that
-            is required, whose own fields tell then.
+        defaults: what the section above holds here unless stated otherwise; None for a section that
+            is required, whose own fields count then.
     """
     lines: list[str] = []
     for field in _fields(model, prefix, defaults):
@@ -117,7 +117,7 @@ def _text(field: _Field) -> str:
 
 
 def _type_of(field: _Field) -> str:
-    """What a value looks like, by the field's type and, for files and folders, by its name."""
+    """Return the kind of value, by the field's type and, for files and folders, by its name."""
     annotation = _bare(field.info.annotation)
     name = field.path.rpartition(".")[2]
     if name == "type" and field.variants:

@@ -1,10 +1,10 @@
-"""Calls to services that the config allows, and to nobody else.
+"""Calls to services that the config allows, and to no others.
 
 A URL is compared after parsing with the allowed prefixes: scheme, host, port and path. The host is then
 looked up once per connection, and the connection is made to the address that was checked, so that a name
 cannot point elsewhere in between. Addresses that are not public are refused unless `allow_private`;
 those that answer for a cloud's metadata always are. No redirect is followed, no proxy of the environment
-is used, no cookie is kept, and an answer is bounded in bytes and seconds.
+is used, no cookie is kept, and an answer is bounded in bytes and seconds, and read without a stand-still.
 
 Not covered: what an allowed service does with a call.
 """
@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 import socket
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
-from typing import Any, NoReturn
+from typing import Any
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -24,26 +25,30 @@ from yarl import URL
 
 from headway.contracts.config.gateway import OutboundConfig
 from headway.contracts.errors import BackendError, ConfigError, DataError, Forbidden
+from headway.runtime.large_json import parse_json
 
 KEEP_ALIVE_S = 2.0
 """Shorter than the five seconds after which uvicorn closes a connection, by default."""
 SHOWN_BYTES = 200
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = SHOWN_BYTES
 
 METADATA = frozenset(
     map(ip_address, ("169.254.169.254", "169.254.170.2", "168.63.129.16", "100.100.100.200"))
 ) | {ip_address("fd00:ec2::254")}
-"""Where clouds answer with credentials: AWS, Azure, Google, Oracle, Alibaba."""
+"""Addresses at which clouds answer with credentials: AWS, Azure, Google, Oracle, Alibaba."""
 NAT64 = IPv6Network("64:ff9b::/96")
 UNSAFE_TEXT = re.compile(r"[\x00-\x20\x7f\\]")
 UNSAFE_PATH = re.compile(r"%(?:2f|5c|25|00)", re.IGNORECASE)
-"""Separators in disguise: whoever decodes them sees another path than the one that was compared."""
+"""Separators in disguise: a service that decodes them sees another path than the one that was
+compared."""
 
 Address = IPv4Address | IPv6Address
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefix:
-    """What an allowed URL begins with."""
+    """Beginning of an allowed URL."""
 
     scheme: str
     host: str
@@ -79,7 +84,7 @@ class HttpOutbound:
         Raises:
             Forbidden: the config does not allow this URL, or the address behind it.
             DataError: the body has no JSON form.
-            BackendError: nobody answered in time, or with something other than JSON and status 200.
+            BackendError: there was no answer in time, or with something other than JSON and status 200.
         """
         target = self._check(url)
         data = _encode(body)
@@ -92,7 +97,7 @@ class HttpOutbound:
                 allow_redirects=False,
                 timeout=timeout,
             ) as answer:
-                return _decode(url, answer.status, await self._read(url, answer))
+                return await _decode(url, answer.status, await self._read(url, answer))
         except TimeoutError as error:
             raise BackendError(f"{url} did not answer within {timeout.total:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -164,6 +169,11 @@ class _GuardedResolver(AbstractResolver):
 
     async def close(self) -> None:
         await self._inner.close()
+
+
+def shown(answer: Any) -> str:
+    """The beginning of an answer of whatever size, for a message."""
+    return _SHOWN.repr(answer)[:SHOWN_BYTES]
 
 
 def _read_prefix(text: str) -> _Prefix:
@@ -240,17 +250,13 @@ def _encode(body: Any) -> bytes:
         raise DataError(f"what would be sent has no JSON form: {error}") from error
 
 
-def _decode(url: str, status: int, content: bytes) -> Any:
+async def _decode(url: str, status: int, content: bytes) -> Any:
     if status != 200:
         follows = "; redirects are not followed" if 300 <= status < 400 else ""
         raise BackendError(f"{url} answered {status}{follows}: {content[:SHOWN_BYTES]!r}")
     try:
-        return json.loads(content, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        return await parse_json(content)
+    except ValueError as error:
         raise BackendError(
             f"{url} answered with no JSON ({error}): {content[:SHOWN_BYTES]!r}"
         ) from error
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from headway.contracts.errors import ServiceError
-from headway.runtime.template import ForkedProcess, ProcessTemplate
+from headway.runtime.fork_server import ForkedProcess, ForkServer
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.05
@@ -29,7 +29,7 @@ _libc = ctypes.CDLL(None)
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """What to start."""
+    """Description of a process to start."""
 
     name: str
     argv: Sequence[str]
@@ -44,7 +44,7 @@ class ProcessSpec:
 class Process:
     """A started child; it gets SIGTERM when this process dies, however it dies."""
 
-    def __init__(self, spec: ProcessSpec, template: ProcessTemplate | None = None) -> None:
+    def __init__(self, spec: ProcessSpec, template: ForkServer | None = None) -> None:
         """Args:
         template: what a Python module (`python -m module`) is forked from; None starts afresh.
         """
@@ -60,7 +60,7 @@ class Process:
         return self._popen.pid
 
     def exit_code(self) -> int | None:
-        """None while it runs; negative for a signal."""
+        """Exit status; None while it runs; negative for a signal."""
         return self._popen.poll()
 
     def wait_ready(self, timeout_s: float) -> str:
@@ -117,7 +117,7 @@ class Process:
 
 
 def _start(
-    spec: ProcessSpec, log: BinaryIO, template: ProcessTemplate | None
+    spec: ProcessSpec, log: BinaryIO, template: ForkServer | None
 ) -> subprocess.Popen[bytes] | ForkedProcess:
     env = {**os.environ, **spec.env}
     if template is not None and list(spec.argv[:2]) == [sys.executable, "-m"]:

@@ -45,5 +45,5 @@ def bearer_of(header: bytes) -> bytes:
 
 
 def is_authorized(header: bytes, token: str) -> bool:
-    """Whether an `authorization` header carries the token; takes as long for any wrong one."""
+    """True if an `authorization` header carries the token; takes as long for any wrong one."""
     return compare_digest(bearer_of(header), token.encode())

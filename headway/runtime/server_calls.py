@@ -10,10 +10,20 @@ from pydantic_core import to_json
 
 from headway.contracts.errors import BackendError, ErrorBody, NotFound, ServiceError
 from headway.contracts.http import paths
+from headway.contracts.sampling_mask import MAX_MASK_TOKENS, SamplingMask
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
-from headway.runtime.connections import Connections
+from headway.runtime.connections import MAX_RESPONSE_BYTES, Connections
 
 MAX_TOKEN_ID = 2**31
+MAX_MESSAGE = 4096
+"""Characters of what a server says went wrong: it is stored and logged."""
+TOKEN_BYTES = 128
+"""Maximum bytes of a token's id, logprob and version run in a response."""
+TOP_BYTES = 48
+"""Maximum bytes of one of a token's alternatives."""
+MASK_TOKEN_BYTES = 6
+"""Maximum bytes of an id, or of a position's count, in a sampling mask."""
+MAX_GENERATION_BYTES = 256 << 20
 MAX_LOGPROB = 1e-3
 """Rounding makes the logprob of a certain token a little more than 0."""
 _KINDS: Mapping[int, type[ServiceError]] = {
@@ -23,7 +33,16 @@ _KINDS: Mapping[int, type[ServiceError]] = {
     503: BackendError,
     504: BackendError,
 }
-"""For answers without an `ErrorBody`: not of ours, or a path that this process does not serve."""
+"""Error codes for answers without an `ErrorBody`: not of ours, or a path that this process does not
+serve."""
+
+
+class InvalidGeneration(ValueError):
+    """A server's response cannot have been sampled for the request."""
+
+
+class _ServerResponse(LLMResponse, frozen=False):
+    """Response of a server: still to be given the id that its request has here."""
 
 
 async def post_generate(
@@ -32,11 +51,13 @@ async def post_generate(
     req: LLMRequest,
     timeout_s: float | None = None,
     rid: str | None = None,
+    vocab_size: int = MAX_TOKEN_ID,
 ) -> LLMResponse:
     """One generation on one server.
 
     Args:
         rid: the id that the server knows the request by, if it is not the request's own.
+        vocab_size: what is sampled is below it.
     Raises:
         BackendError: the server did not answer, or answered with something else than a response.
         ServiceError: whatever the server raised.
@@ -44,39 +65,69 @@ async def post_generate(
     target = url + paths.GENERATE
     # Neither is copied, which would take as long as writing the one and reading the other.
     body = to_json(req if rid is None else {**vars(req), "rid": rid})
-    content = await _post(connections, target, body, timeout_s)
+    content = await _post(connections, target, body, timeout_s, _most_bytes(req))
     try:
-        response = LLMResponse.model_validate_json(content)
+        response = _ServerResponse.model_validate_json(content)
     except ValidationError as error:
-        raise BackendError(f"{target} answered with no generation: {error}") from error
-    problem = _problem(response, req, req.rid if rid is None else rid)
+        told = f"{target} answered with no generation: {error}"
+        raise BackendError(told[:MAX_MESSAGE]) from InvalidGeneration()
+    problem = _problem(response, req, req.rid if rid is None else rid, vocab_size)
     if problem is not None:
-        raise BackendError(f"{target} answered with what it cannot have sampled: {problem}")
-    vars(response)["rid"] = req.rid  # frozen for all who will see it; nobody has yet
+        raise invalid_generation(target, problem)
+    response.rid = req.rid
     return response
 
 
-def _problem(response: LLMResponse, req: LLMRequest, rid: str) -> str | None:
+def invalid_generation(target: str, problem: str) -> BackendError:
+    """The error of a server whose answer cannot be one; its cause says so."""
+    error = BackendError(f"{target} answered with what it cannot have sampled: {problem}")
+    error.__cause__ = InvalidGeneration(problem)
+    return error
+
+
+def _most_bytes(req: LLMRequest) -> int:
+    """Return the maximum bytes of the response to a request."""
+    scored = 0 if req.logprob_start is None else len(req.input_ids)
+    size = (req.gconfig.max_new_tokens + scored) * (TOKEN_BYTES + req.top_logprobs * TOP_BYTES)
+    if req.sampling_mask:
+        size += (MAX_MASK_TOKENS + req.gconfig.max_new_tokens) * MASK_TOKEN_BYTES
+    return min(MAX_RESPONSE_BYTES + size, MAX_GENERATION_BYTES)
+
+
+def _problem(response: LLMResponse, req: LLMRequest, rid: str, vocab_size: int) -> str | None:
     """Why a response is no answer to its request; None if it may be one. Nothing is expanded for it."""
     tokens, logprobs = response.output_tokens, response.output_logprobs
     most = req.gconfig.max_new_tokens
     if response.rid != rid:
-        return f"request {response.rid!r} was not asked, but {rid!r}"
+        return f"request {response.rid[:128]!r} was not asked, but {rid!r}"
     if len(tokens) > most:
         return f"{len(tokens)} tokens, max_new_tokens is {most}"
     if len(tokens) != len(logprobs):
         return f"{len(tokens)} tokens with {len(logprobs)} logprobs"
     if not tokens and most and response.stop_reason == "stop":
         return "no token, which nothing can have stopped at"
-    if tokens and not 0 <= min(tokens) <= max(tokens) < MAX_TOKEN_ID:
-        return f"token ids from {min(tokens)} to {max(tokens)}"
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        return f"token ids from {min(tokens)} to {max(tokens)}, ids are below {vocab_size}"
     if logprobs and max(logprobs) > MAX_LOGPROB:
         return f"a logprob of {max(logprobs):g}"
-    return _problem_of_runs(response.version_runs, len(tokens))
+    mask = response.sampling_mask
+    return _problem_of_mask(mask, tokens, vocab_size) or _problem_of_runs(
+        response.version_runs, len(tokens)
+    )
+
+
+def _problem_of_mask(
+    mask: SamplingMask | None, tokens: Sequence[int], vocab_size: int
+) -> str | None:
+    if mask is None:
+        return None
+    if len(mask.tokens) and not 0 <= mask.tokens.min() <= mask.tokens.max() < vocab_size:
+        return f"a sampling mask with ids from {mask.tokens.min()} to {mask.tokens.max()}"
+    return mask.problem(tokens)
 
 
 def _problem_of_runs(runs: Sequence[tuple[PolicyVersion, int, int]], count: int) -> str | None:
-    """Why runs are not those of so many tokens; None if they are."""
+    """Return why runs do not add up to this many tokens; None if they do."""
     end_before = 0
     for version, start, end in runs:
         if version < 0 or start != end_before or end <= start:
@@ -100,9 +151,13 @@ async def post_order(
 
 
 async def _post(
-    connections: Connections, target: str, body: bytes, timeout_s: float | None
+    connections: Connections,
+    target: str,
+    body: bytes,
+    timeout_s: float | None,
+    max_bytes: int = MAX_RESPONSE_BYTES,
 ) -> bytes:
-    post = connections.post(target, body)
+    post = connections.post(target, body, max_bytes)
     try:
         answer = await (post if timeout_s is None else asyncio.wait_for(post, timeout_s))
     except TimeoutError as error:
@@ -111,8 +166,15 @@ async def _post(
         raise BackendError(f"{target} failed: {type(error).__name__}: {error}") from error
     if answer.status >= 300:
         retry_after = answer.headers.get(b"retry-after", b"").decode("latin-1")
-        raise error_of(answer.status, answer.content, target, retry_after)
+        raise _shortened(error_of(answer.status, answer.content, target, retry_after))
     return answer.content
+
+
+def _shortened(error: ServiceError) -> ServiceError:
+    """An error whose message can be logged and stored."""
+    if len(error.message) > MAX_MESSAGE:
+        error.args = (error.message[:MAX_MESSAGE],)
+    return error
 
 
 def error_of(

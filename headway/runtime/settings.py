@@ -21,7 +21,7 @@ RUN_SECTIONS = {
     "server": ("server",),
     "trainer": ("grpo", "ppo", "ppo-code", "ppo-math"),
 }
-"""What a run's sections are: their settings are those of the processes."""
+"""Sections of a run's configuration: their settings are those of the processes."""
 FILLED_IN = ("trainer.weight_sync.root",)
 """Settings of a run that it chooses itself, though its trainer's section requires them."""
 
@@ -33,11 +33,11 @@ class Setting:
     path: str
     """Dotted, as in a file: `optimizer.warmup_steps`."""
     type: str
-    """What a value looks like: `int`, `float`, `bool`, `text`, `list`, `map`, `file` or `folder`."""
+    """Kind of value: `int`, `float`, `bool`, `text`, `list`, `map`, `file` or `folder`."""
     default: str | None = None
-    """As YAML; None where a value has to be given."""
+    """Default as YAML; None where a value has to be given."""
     text: str = ""
-    """What it means."""
+    """Meaning of the setting."""
     choices: tuple[str, ...] = ()
     """All values that there are, where they can be listed."""
     variants: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """As on a command line: `--optimizer.warmup-steps`."""
+        """Flag as on a command line: `--optimizer.warmup-steps`."""
         return f"--{self.path}".replace("_", "-")
 
     @property
@@ -55,7 +55,8 @@ class Setting:
 
 
 def names_of_kinds() -> dict[str, str]:
-    """Whatever can be configured by a file, `grpo` or `gateway`, and what it is in one line."""
+    """Return everything that can be configured by a file, `grpo` or `gateway`, with a description
+    in one line."""
     return dict(_catalogue()["kinds"])
 
 
@@ -103,14 +104,18 @@ def shared(kinds: Iterable[str]) -> list[Setting]:
 
 
 def required(settings: Iterable[Setting]) -> list[Setting]:
-    """Those that have to be given whatever else is; not those of sections that may be absent."""
+    """Those that have to be given whatever else is; not those of sections that may be absent, or that are
+    of another type by default."""
     settings = list(settings)
     optional = {setting.path for setting in settings if setting.default is not None}
+    types = {setting.section: setting.default for setting in settings if setting.type == "type"}
     found = []
     for setting in settings:
         parts = setting.path.split(".")
         above = {".".join(parts[:length]) for length in range(1, len(parts))}
-        if setting.default is None and not above & optional:
+        chosen = {types[section] for section in above & types.keys()}
+        is_of_another_type = bool(setting.variants) and chosen.isdisjoint(setting.variants)
+        if setting.default is None and not above & optional and not is_of_another_type:
             found.append(setting)
     return found
 

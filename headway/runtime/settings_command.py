@@ -22,7 +22,7 @@ TYPE_HELP = "Which one of these it is; what else may be set depends on it."
 METAVARS = {"type": "NAME", "bool": "BOOL", "map": "{KEY: VALUE}", "list": "[VALUE, ...]"}
 
 SettingsOf = Callable[[Sequence[str]], Iterable[Setting]]
-"""From the arguments so far to the settings that there are."""
+"""Function from the arguments so far to the settings that there are."""
 
 
 class SettingsCommand(click.Command):
@@ -79,7 +79,7 @@ class SettingsCommand(click.Command):
         formatter.write_usage(ctx.command_path, self.options_metavar or "")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """What every such command has, then the settings by section."""
+        """Write the options of every such command, then the settings by section."""
         write_options(formatter)
         self.format_settings(ctx, formatter)
 
@@ -93,7 +93,7 @@ class SettingsCommand(click.Command):
 
 
 def write_options(formatter: click.HelpFormatter) -> None:
-    """What every command of settings has."""
+    """Write the options of every command that has settings."""
     rows = [
         ("--config FILE", f"{CONFIG_HELP} May be repeated."),
         ("--SECTION.KEY VALUE", SETTING_HELP),
@@ -120,7 +120,7 @@ def write_settings(
 
 
 def chosen(argv: Sequence[str], flag: str) -> str | None:
-    """What the last `flag value` or `flag=value` says; None without one."""
+    """Return the value of the last `flag value` or `flag=value`; None without one."""
     found = None
     for at, word in enumerate(argv):
         if word == flag and at + 1 < len(argv):

@@ -12,7 +12,7 @@ with `base` = v·B - consumed at the moment a consumer attaches with version v,
     accepted + running = base + consumed + delivered + ready + leased
 
 Admission alone bounds staleness only if groups are consumed in the order they were admitted. A long
-generation is overtaken by short ones; so a batch is held back while one of the groups in play, admitted
+generation is overtaken by short ones; so a batch is held back while one of the running groups, admitted
 at `v - η` or before, can only be consumed by it. Then nothing is wasted and nothing is consumed staler
 than η; what a crash let grow too old is dropped on delivery.
 
@@ -28,7 +28,7 @@ from headway.contracts.types import PolicyVersion
 
 @dataclass(frozen=True, slots=True)
 class StalenessBound:
-    """How far a consumer's rollouts may run ahead of it."""
+    """Bound on how far a consumer's rollouts may run ahead of it."""
 
     batch_size: int
     """Trajectories consumed per version (B)."""

@@ -44,7 +44,7 @@ def server_options(config: TLSConfig | None) -> dict[str, Any]:
 
 @cache
 def client_context() -> ssl.SSLContext:
-    """What calls of this process to `https` URLs are made with.
+    """Return the TLS context of this process's calls to `https` URLs.
 
     Raises:
         ConfigError: the client certificate that the environment names cannot be read.

@@ -1,4 +1,4 @@
-"""What one generation backend does; chosen by `backend.type`."""
+"""Interface of a generation backend; chosen by `backend.type`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from headway.contracts.config.server import UpdatePolicy
+from headway.contracts.config.base import Config
+from headway.contracts.config.server import PluginBackendConfig, UpdatePolicy
 from headway.contracts.context import check_context
 from headway.contracts.errors import DataError
 from headway.contracts.http.generation import PauseMode
@@ -18,10 +19,11 @@ from headway.contracts.types import (
     PolicyVersion,
     WeightUpdateMeta,
 )
+from headway.runtime.plugins import plugin_args
 
 if TYPE_CHECKING:
-    from headway.rollout.tokenizer import TextTokenizer
-    from weight_sync.channel import ProvenVersion, StagedWeights, WeightReader
+    from headway.text.tokenizer import TextTokenizer
+    from weight_sync.channel import StagedWeights, VerifiedVersion, WeightReader
 
 OnDelta = Callable[[LLMDelta], None]
 """Called on the caller's event loop with what each step added."""
@@ -29,7 +31,7 @@ OnDelta = Callable[[LLMDelta], None]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request must keep to."""
+    """Limits that a request must keep to."""
 
     vocab_size: int
     """Token ids are below this."""
@@ -39,7 +41,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a backend is doing."""
+    """Current load of a backend."""
 
     running: int
     """Sequences being decoded."""
@@ -55,28 +57,43 @@ class Load:
     kv_tokens: int = 0
     """Tokens whose keys and values are held."""
     kv_capacity_tokens: int = 0
-    """Tokens whose keys and values fit; 0 if the backend does not say."""
+    """Tokens whose keys and values fit; 0 if not known."""
     kv_usage: float = 0.0
-    """Share of the key-value cache that running sequences hold; 0 if the backend does not say."""
+    """Share of the key-value cache that running sequences hold; 0 if not known."""
     preemptions: int = 0
     """Running sequences that lost their cache for want of memory, since the start."""
     max_running: int = 0
-    """Sequences decoded at once, at most; 0 if the backend does not say, or has no bound."""
+    """Sequences decoded at once, at most; 0 if not known, or has no bound."""
 
 
-class Staged(Protocol):
-    """A proven version, ready to be swapped in."""
+class StagedVersion(Protocol):
+    """A verified version, ready to be swapped in."""
 
     @property
     def version(self) -> PolicyVersion: ...
 
     @property
     def digest(self) -> str:
-        """Of its weights; empty if it is not known."""
+        """Digest of its weights; empty if it is not known."""
 
     @property
-    def held(self) -> StagedWeights | ProvenVersion | None:
+    def held(self) -> StagedWeights | VerifiedVersion | None:
         """The version as it came, for deltas and for peers; None if there is nothing to keep."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldVersion:
+    """A verified version whose weights this process holds."""
+
+    held: StagedWeights
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self.held.version
+
+    @property
+    def digest(self) -> str:
+        return self.held.digest
 
 
 class GenerationBackend(Protocol):
@@ -96,7 +113,7 @@ class GenerationBackend(Protocol):
 
     @property
     def num_ranks(self) -> int:
-        """Seats that it takes in a process group."""
+        """Number of ranks that it has in a process group."""
 
     @property
     def is_paused(self) -> bool: ...
@@ -117,7 +134,8 @@ class GenerationBackend(Protocol):
 
         Raises:
             RequestTooLong: prompt + max_new_tokens exceed the context.
-            DataError: a token id is outside of the vocabulary.
+            DataError: a token id is outside of the vocabulary, or the request asks for a sampling mask
+                that the backend cannot report (`refuse_mask`).
             BackendError: the backend failed or is closed.
         """
 
@@ -128,19 +146,19 @@ class GenerationBackend(Protocol):
         """Stop decoding after the current step."""
 
     async def resume(self) -> None:
-        """Go on; of no effect when not paused."""
+        """Go on; no effect if it is not paused."""
 
     async def flush(self) -> bool:
         """Drop shared prefixes; false if sequences were running, and nothing was dropped."""
 
-    def stage(self, meta: WeightUpdateMeta, reader: WeightReader) -> Staged:
-        """Read and prove a version; called on a thread, while generation goes on.
+    def stage(self, meta: WeightUpdateMeta, reader: WeightReader) -> StagedVersion:
+        """Read and verify a version; called on a thread, while generation goes on.
 
         Raises:
             SyncError: torn, tampered, of another model, or outside the allowed directory.
         """
 
-    async def swap(self, staged: Staged, policy: UpdatePolicy = "keep") -> int:
+    async def swap(self, staged: StagedVersion, policy: UpdatePolicy = "keep") -> int:
         """Exchange the weights between two decode steps.
 
         Returns:
@@ -178,6 +196,20 @@ def check_request(req: LLMRequest, limits: Limits) -> None:
         )
 
 
+def refuse_mask(req: LLMRequest, backend: str) -> None:
+    """Refuse a request for a sampling mask, for a backend that reports none.
+
+    Raises:
+        DataError: the request asks for one, and cuts.
+    """
+    if req.sampling_mask and req.gconfig.cuts_distribution:
+        raise DataError(
+            f"request {req.rid} asks for its sampling mask, and the backend {backend} reports none; cut "
+            "nothing (top_k, top_p, min_p), serve with backend.type=embedded_torch, or train with "
+            "algorithm.sampling_mask=ignore, whose ratios are biased"
+        )
+
+
 BACKENDS: Registry[Callable[..., GenerationBackend]] = Registry(
     "generation backend",
     {
@@ -188,11 +220,30 @@ BACKENDS: Registry[Callable[..., GenerationBackend]] = Registry(
     },
     entry_point_group="headway.generation_backends",
 )
-"""Factories called with (backend config, model config, initial version, tokenizer or None)."""
+"""Factories called with (backend config, model config, initial version, tokenizer or None).
+
+That of another package has a pydantic model `Args`: its config is an instance, made of `backend.args`."""
+
+
+def register_backend(name: str, target: str | Callable[..., GenerationBackend]) -> None:
+    """Add a generation backend: a factory with `Args`, or `"module:attribute"` for a lazy one.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    BACKENDS.register(name, target)
 
 
 def make_backend(
     config: Any, model: Any, version: PolicyVersion, tokenizer: TextTokenizer | None
 ) -> GenerationBackend:
-    """Build the backend that `config.type` names."""
+    """Build the backend that `config.type` names; a plug-in by its name.
+
+    Raises:
+        UnknownName: no installed package registers the plug-in.
+        ConfigError: its arguments do not fit.
+    """
+    if isinstance(config, PluginBackendConfig):
+        factory = BACKENDS.get(config.name)
+        return factory(plugin_args(factory, config, Config, {}), model, version, tokenizer)
     return BACKENDS.get(config.type)(config, model, version, tokenizer)

@@ -3,8 +3,8 @@
 `EngineProcess` owns the child, the connections to it and two watches: one on the child's exit, one on
 signs of life (new tokens, or an answer on the liveness path). Whichever fires first writes `failure`
 and ends every call in flight with `BackendError`; a managed engine is then ended with its whole process
-group. All of it runs on one event loop; the child must be started there, since it is told to end when
-the thread that started it does.
+group. All of it runs on one event loop; the child must be started there, since it is signalled to
+end when the thread that started it does.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pydantic import JsonValue
 from headway.contracts.config.server import EngineProcessConfig
 from headway.contracts.errors import BackendError, ConfigError
 from headway.runtime.process import Process, ProcessSpec
+from headway.runtime.tasks import cancel_and_wait
 
 log = logging.getLogger(__name__)
 
@@ -36,17 +37,19 @@ T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.25
 KEEP_ALIVE_S = 2.0
-"""For idle connections: an engine's uvicorn closes them after 5 s, maybe while we write a request."""
+"""Seconds that idle connections are kept: an engine's uvicorn closes them after 5 s, maybe while we
+write a request.
+"""
 STOP_GRACE_S = 15.0
-"""From SIGTERM to SIGKILL."""
+"""Seconds from SIGTERM to SIGKILL."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
-    """What starts one kind of engine: `python -m module` with our flags under the user's."""
+    """Command that starts one kind of engine: `python -m module` with our flags under the user's."""
 
     name: str
-    """What messages call it."""
+    """Name of the engine in messages."""
     module: str
     args: Mapping[str, JsonValue]
     """Flags that we set; those of the user's config win."""
@@ -58,8 +61,8 @@ class EngineCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What the engine answered."""
+class EngineResponse:
+    """Response of the engine."""
 
     status: int
     content: bytes
@@ -81,7 +84,7 @@ class Answer:
 
 
 class EngineProcess:
-    """One engine behind HTTP, and the certainty that it is there.
+    """One engine behind HTTP, watched for failure.
 
     Args:
         config: managed or attached, flags, deadlines.
@@ -111,12 +114,12 @@ class EngineProcess:
 
     @property
     def is_managed(self) -> bool:
-        """Whether we start and end it."""
+        """True if we start and end the engine."""
         return self._config.url is None
 
     @property
     def pid(self) -> int | None:
-        """Of the managed engine."""
+        """Process id of the managed engine."""
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
@@ -143,9 +146,7 @@ class EngineProcess:
 
     async def aclose(self) -> None:
         """End the managed engine and every call; an attached engine goes on."""
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        await cancel_and_wait([self._watch])
         self._unwatch_exit()
         self.fail("the backend was closed")
         if self._process is not None:
@@ -153,39 +154,43 @@ class EngineProcess:
         if self._session is not None:
             await self._session.close()
 
-    async def get(self, path: str, timeout_s: float | None = None) -> Answer:
+    async def get(self, path: str, timeout_s: float | None = None) -> EngineResponse:
         """See `call`."""
         return await self.call("GET", path, None, timeout_s)
 
-    async def post(self, path: str, body: Any, timeout_s: float | None = None) -> Answer:
+    async def post(self, path: str, body: Any, timeout_s: float | None = None) -> EngineResponse:
         """See `call`."""
         return await self.call("POST", path, body, timeout_s)
 
-    async def call(self, method: str, path: str, body: Any, timeout_s: float | None) -> Answer:
+    async def call(
+        self, method: str, path: str, body: Any, timeout_s: float | None
+    ) -> EngineResponse:
         """One exchange, whatever its status.
 
         Raises:
             BackendError: no answer came: the engine failed, was lost, or took too long.
         """
 
-        async def exchange() -> Answer:
+        async def exchange() -> EngineResponse:
             async with self._exchange(method, path, body, timeout_s) as response:
-                return Answer(response.status, await response.read())
+                return EngineResponse(response.status, await response.read())
 
         return await self.guard(exchange())
 
     @contextlib.asynccontextmanager
-    async def stream(self, path: str, body: Any) -> AsyncIterator[Answer | AsyncIterator[bytes]]:
-        """POST, and the lines of the answer as they come, or an `Answer` if it was refused.
+    async def stream(
+        self, path: str, body: Any
+    ) -> AsyncIterator[EngineResponse | AsyncIterator[bytes]]:
+        """POST, and the lines of the answer as they come, or an `EngineResponse` if it was refused.
 
-        Put a `guard` around the whole use: the stream itself does not hear of a failure.
+        Put a `guard` around the whole use: the stream itself does not notice a failure.
 
         Raises:
             BackendError: the connection broke, also from the lines.
         """
         async with self._exchange("POST", path, body, None) as response:
             if response.status >= 400:
-                yield Answer(response.status, await response.read())
+                yield EngineResponse(response.status, await response.read())
             else:
                 yield _lines(response.content)
 
@@ -205,11 +210,10 @@ class EngineProcess:
             raise BackendError(self.failure or f"{self._command.name} failed")
         finally:
             if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                await cancel_and_wait([task])
 
     def fail(self, reason: str) -> None:
-        """Give the engine up: what it holds is lost or wrong, and every call ends."""
+        """Give the engine up: its state is lost or wrong, and every call ends."""
         if self.failure is None:
             self.failure = reason
         if self._failed is not None and not self._failed.done():
@@ -226,7 +230,7 @@ class EngineProcess:
             name=self._command.name,
             argv=argv,
             log=None if self._config.log_file is None else Path(self._config.log_file),
-            # What lies in our working directory is not for the engine to import.
+            # The engine must not import files of our working directory.
             env={"PYTHONSAFEPATH": "1", **self._command.env, **self._config.env},
         )
         try:
@@ -260,7 +264,7 @@ class EngineProcess:
         return [python, "-m", self._command.module, *command_flags(args)], port
 
     def _on_exit(self) -> None:
-        """The child has ended; runs as soon as the kernel says so."""
+        """Handle the end of the child; called as soon as the kernel reports it."""
         self._unwatch_exit()
         process = self._process
         if process is None:
@@ -282,7 +286,7 @@ class EngineProcess:
         timeout_s = self._config.start_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                while not await self._answers(  # noqa: ASYNC110 - the engine tells nobody
+                while not await self._answers(  # noqa: ASYNC110 - the engine sends no event
                     self._command.ready_path, timeout_s
                 ):
                     await asyncio.sleep(POLL_S)

@@ -24,11 +24,22 @@ from headway.contracts.types import (
     StopReason,
     WeightUpdateMeta,
 )
-from headway.rollout.tokenizer import TextTokenizer
-from inference_server.backends.base import Limits, Load, OnDelta, Staged, check_request
-from weight_sync.channel import StagedWeights, WeightReader
+from headway.runtime.tasks import Signal
+from headway.text.tokenizer import TextTokenizer
+from inference_server.backends.base import (
+    HeldVersion,
+    Limits,
+    Load,
+    OnDelta,
+    StagedVersion,
+    check_request,
+    refuse_mask,
+)
+from weight_sync.channel import WeightReader
 
 LOGPROB = -1.0
+VOCAB_SIZE = 1000
+"""Vocabulary size of the model that does not exist."""
 
 
 @dataclass
@@ -38,21 +49,6 @@ class _Running:
     runs: list[tuple[PolicyVersion, int, int]] = field(default_factory=list)
     is_interrupted: bool = False
     num_recomputes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class FakeStaged:
-    """A proven version, of which only the number counts."""
-
-    held: StagedWeights
-
-    @property
-    def version(self) -> PolicyVersion:
-        return self.held.version
-
-    @property
-    def digest(self) -> str:
-        return self.held.digest
 
 
 class FakeBackend:
@@ -66,6 +62,8 @@ class FakeBackend:
         tokenizer: TextTokenizer | None = None,
     ) -> None:
         self._config = config
+        known = None if tokenizer is None else tokenizer.model_vocab_size
+        self._vocab_size = config.vocab_size or known or VOCAB_SIZE
         self._version = version
         self._running: dict[int, _Running] = {}
         self._tokens = 0
@@ -75,11 +73,11 @@ class FakeBackend:
         self._going.set()
         self._admitting = asyncio.Event()
         self._admitting.set()
-        self._changed = asyncio.Event()
+        self._changed = Signal()
 
     @property
     def limits(self) -> Limits:
-        return Limits(self._config.vocab_size, self._config.max_context)
+        return Limits(self._vocab_size, self._config.max_context)
 
     @property
     def version(self) -> PolicyVersion:
@@ -102,6 +100,7 @@ class FakeBackend:
 
     async def generate(self, req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
         check_request(req, self.limits)
+        refuse_mask(req, "fake")
         if req.gconfig.stop or req.logprob_start is not None or req.top_logprobs:
             raise DataError("the fake backend has no text and no distribution; ask for neither")
         arrival = time.monotonic()
@@ -134,13 +133,13 @@ class FakeBackend:
             if self._config.token_latency_s:
                 await asyncio.sleep(self._config.token_latency_s)
             while not (self._going.is_set() or one.is_interrupted):
-                await self._changed.wait()
+                await self._changed.event().wait()
             if self._closed:
                 raise BackendError("the backend was closed")
             if one.is_interrupted:
                 return "interrupt", None
             text = f"{seed}:{position}:{self._version}"
-            token = crc32(text.encode()) % self._config.vocab_size
+            token = crc32(text.encode()) % self._vocab_size
             one.tokens.append(token)
             start = one.runs.pop()[1] if one.runs and one.runs[-1][0] == self._version else position
             one.runs.append((self._version, start, position + 1))
@@ -158,11 +157,7 @@ class FakeBackend:
     async def abort(self, rid: str | None) -> None:
         for one in self._running.values():
             one.is_interrupted |= rid is None or one.rid == rid
-        self._notify()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.notify()
 
     async def pause(self, mode: PauseMode) -> None:
         self._going.clear()
@@ -176,15 +171,15 @@ class FakeBackend:
     async def resume(self) -> None:
         self._going.set()
         self._admitting.set()
-        self._notify()
+        self._changed.notify()
 
     async def flush(self) -> bool:
         return not self._running
 
-    def stage(self, meta: WeightUpdateMeta, reader: WeightReader) -> Staged:
-        return FakeStaged(reader.stage(meta, {}))  # there is no model to compare it with
+    def stage(self, meta: WeightUpdateMeta, reader: WeightReader) -> StagedVersion:
+        return HeldVersion(reader.stage(meta, {}))  # there is no model to compare it with
 
-    async def swap(self, staged: Staged, policy: UpdatePolicy = "keep") -> int:
+    async def swap(self, staged: StagedVersion, policy: UpdatePolicy = "keep") -> int:
         running = len(self._running)
         if policy == "abort":
             await self.abort(None)

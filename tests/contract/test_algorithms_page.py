@@ -1,19 +1,17 @@
-"""The recipes of docs/algorithms.md load, and differ from one another."""
+"""The recipes of docs/training/algorithms.md load, and differ from one another."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import yaml
 from pydantic import TypeAdapter
 
-from headway.contracts.config.algorithm import AlgorithmConfig
 from headway.contracts.config.rollout_experiments import RolloutExperimentConfig
+from tests.contract.pages import ROOT, examples_of
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "algorithms.md").read_text()
-RECIPES = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
+PAGE = ROOT / "docs" / "training" / "algorithms.md"
+RECIPES = [yaml.safe_load(example.text) for example in examples_of(PAGE, "yaml")]
 
 
 REQUIRED = {
@@ -35,10 +33,7 @@ def test_every_recipe_loads_and_is_a_change_to_the_default():
     assert len({config.model_dump_json() for config in configs}) == len(RECIPES) + 1
 
 
-def test_the_page_names_functions_files_and_fields_that_exist():
+def test_the_page_names_files_that_exist():
     folder = ROOT / "trainer" / "algorithms"
-    files = set(re.findall(r"`(\w+\.py)`", PAGE))
+    files = set(re.findall(r"`(\w+\.py)`", PAGE.read_text()))
     assert files and files <= {file.name for file in folder.glob("*.py")}
-    chain = PAGE.split("## From scores")[1].split("## Recipes")[0]
-    named = set(re.findall(r"`([a-z_]+)`", chain))
-    assert named <= set(AlgorithmConfig.model_fields)

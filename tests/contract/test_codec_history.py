@@ -6,11 +6,13 @@ from pathlib import Path
 import numpy as np
 
 from headway.contracts.codec import decode_groups, encode_groups
+from headway.contracts.sampling_mask import SamplingMask
 from headway.contracts.types import Turn
 
 DATA = Path(__file__).parent / "data"
 SCHEMA_1 = DATA / "trajectories-schema-1.safetensors"
 SCHEMA_2 = DATA / "trajectories-schema-2.safetensors"
+SCHEMA_3 = DATA / "trajectories-schema-3.safetensors"
 
 
 def test_schema_1_still_decodes():
@@ -50,9 +52,24 @@ def test_schema_2_still_decodes():
     assert second.trajectories[0].stop_reason == "interrupt"
 
 
-def test_schema_2_is_written_as_it_was():
+def test_schema_2_had_no_sampling_masks():
+    for group in decode_groups(SCHEMA_2.read_bytes()):
+        assert [row.sampling_mask for row in group.trajectories] == [None] * len(group.trajectories)
+
+
+def test_schema_3_still_decodes():
+    first, second = decode_groups(SCHEMA_3.read_bytes())
+    one, two = first.trajectories
+    assert one.sampling_mask == SamplingMask(
+        np.array([0, 2, 0], np.int32), np.array([7, 2147483647], np.int32)
+    )
+    assert (two.sampling_mask, two.verdict) == (None, "timeout")
+    assert second.trajectories[0].sampling_mask is None
+
+
+def test_schema_3_is_written_as_it_was():
     """If this fails, raise `SCHEMA_VERSION` and store a payload of the new schema beside this one."""
-    payload = SCHEMA_2.read_bytes()
+    payload = SCHEMA_3.read_bytes()
     assert parts(encode_groups(decode_groups(payload))) == parts(payload)
 
 

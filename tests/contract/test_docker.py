@@ -21,12 +21,20 @@ from headway.launch.cli import COMMANDS
 from headway.rollout.ledger.make import make_ledger
 from headway.rollout.ledger.redis import RedisLedger
 from headway.runtime.config import load_config
+from headway.runtime.gpus import TORCH_BUILDS
 from headway.runtime.listener import check_exposure
 from weight_sync.transports.disk import make_local_publisher
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 COMPOSE = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
+ON_GPUS = yaml.safe_load((ROOT / "docker" / "compose.gpu.yaml").read_text())["services"]
+"""What the override changes."""
+COMPUTING = [
+    n
+    for n, s in COMPOSE["services"].items()
+    if s.get("build", {}).get("target") in ("inference", "trainer")
+]
 IN_CONTAINER = "/etc/headway/"
 
 CONFIG_OF_TARGET: dict[str, type[BaseModel]] = {
@@ -54,12 +62,12 @@ def arguments(stage: str, instruction: str) -> list[str]:
     return list(json.loads(line.removeprefix(instruction)))
 
 
-def config_of(service: str) -> BaseModel:
-    """A service's settings: its mounted file and the flags of its command."""
+def config_of(service: str, command: list[str] | None = None) -> BaseModel:
+    """A service's settings: its mounted file and the flags of its command, or of another one."""
     spec = COMPOSE["services"][service]
     argv = [
         part.replace(IN_CONTAINER, str(ROOT / "docker") + "/") if part.startswith("/") else part
-        for part in spec["command"]
+        for part in command or spec["command"]
     ]
     return load_config(CONFIG_OF_TARGET[spec["build"]["target"]], argv)
 
@@ -200,3 +208,33 @@ def test_published_weights_can_be_read_by_a_server_of_another_user(tmp_path: Pat
     with closing(make_local_publisher(str(tmp_path))) as publisher:
         meta = publisher.publish(1, [("weight", torch.zeros(4))])
     assert all(file.stat().st_mode & 0o044 == 0o044 for file in Path(meta.path).iterdir())
+
+
+def test_every_computing_service_has_a_gpu_that_no_other_one_has():
+    assert list(ON_GPUS) == COMPUTING
+    taken = []
+    for spec in ON_GPUS.values():
+        (device,) = spec["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+        taken += device["device_ids"]
+        assert re.fullmatch(r"\d+gb", spec["shm_size"])
+    assert sorted(taken) == [str(number) for number in range(len(ON_GPUS))]
+
+
+@pytest.mark.parametrize("service", ON_GPUS)
+def test_on_gpus_a_service_is_the_same_but_refuses_the_cpu(service: str):
+    spec, base = ON_GPUS[service], COMPOSE["services"][service]
+    assert spec["command"][: len(base["command"])] == base["command"]
+    config = config_of(service, spec["command"])
+    section = config.backend if isinstance(config, ServerConfig) else config.trainer
+    assert section.device == "cuda"
+    # Another image, so that neither is taken for the other.
+    assert spec["image"] != base["image"]
+
+
+def test_images_for_gpus_have_a_build_of_pytorch_that_the_installer_knows():
+    for spec in ON_GPUS.values():
+        assert spec["build"].keys() == {"args"}
+        (index,) = re.findall(r":-(\S+)}", spec["build"]["args"]["TORCH_INDEX"])
+        assert index.rpartition("/")[2] in {build.name for build in TORCH_BUILDS}
+    assert "ARG TORCH_INDEX=" in DOCKERFILE

@@ -11,7 +11,9 @@ from headway.contracts.config.base import Config
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.server import ServerConfig
+from headway.launch.launchers.placement import place
 from headway.runtime.config import dump_yaml, load_config
+from headway.runtime.gpus import Gpu, GpuSurvey
 from trainer.experiments.base import EXPERIMENTS
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +25,7 @@ FILES = [
 ]
 FOREIGN_KEYS = {"services", "apiVersion", "groups", "scrape_configs"}
 """Compose files, Kubernetes manifests, Prometheus."""
-SERVER_PAGES = [ROOT / "docs" / "servers.md", ROOT / "examples" / "servers" / "README.md"]
+SERVER_PAGES = [ROOT / "docs" / "servers" / "run.md", ROOT / "examples" / "servers" / "README.md"]
 START = "python -m inference_server "
 
 
@@ -102,3 +104,34 @@ def test_there_is_an_example_of_every_kind_of_server():
         for file in folder.glob("*.yaml")
     }
     assert loaded == {"embedded": "embedded_torch", "sglang": "sglang", "vllm": "vllm"}
+
+
+GSM8K = ROOT / "examples" / "gsm8k"
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_run_on_an_engine_trains_as_the_one_without(engine):
+    """Only the servers, their place and the type of published weights differ."""
+    own = load_config(LaunchConfig, ["--config", str(GSM8K / f"run_{engine}.yaml")])
+    plain = load_config(LaunchConfig, ["--config", str(GSM8K / "run.yaml")])
+    differing = {"run_dir", "weight_sync"}
+    assert own.trainer.model_dump(exclude=differing) == plain.trainer.model_dump(exclude=differing)
+    assert own.server.backend.type == engine
+    assert own.trainer.run_dir != plain.trainer.run_dir
+    assert own.gateway.ledger != plain.gateway.ledger
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_run_on_an_engine_takes_two_gpus_or_shares_one(engine):
+    argv = ["--config", str(GSM8K / f"run_{engine}.yaml")]
+    config = load_config(LaunchConfig, argv)
+    placed = place(config, machine(2), {}).devices
+    assert (len(placed["trainer"]), len(placed["server-0"])) == (1, 1)
+    assert placed["trainer"] != placed["server-0"]
+    shared = load_config(LaunchConfig, [*argv, "--share-gpus", "true"])
+    assert place(shared, machine(1), {}).devices["server-0"]
+
+
+def machine(num_gpus: int) -> GpuSurvey:
+    gpus = tuple(Gpu(f"GPU-{n}f", "NVIDIA H100", 80 << 30, (9, 0)) for n in range(num_gpus))
+    return GpuSurvey("580.95.05", (13, 0), gpus, num_gpus)

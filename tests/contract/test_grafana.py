@@ -13,7 +13,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from headway.contracts.http import paths
-from tests.integration.dashboard_stage import staged
+from tests.integration.dashboard_scene import staged
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = json.loads((ROOT / "docker" / "grafana" / "dashboard.json").read_text())

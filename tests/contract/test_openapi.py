@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.server import FakeBackendConfig, ServerConfig
 from headway.contracts.http import paths
-from headway.rollout.gateway import make_gateway
+from headway.rollout.gateway.main import make_gateway
 from inference_server.engine import make_generator
 from inference_server.main import make_app
 

@@ -7,7 +7,18 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
-from headway.contracts.config import experiment, gateway, ppo_code, server, weight_sync
+from headway.contracts.config import (
+    advantages,
+    base,
+    experiment,
+    gateway,
+    optimizer,
+    policy_losses,
+    ppo_code,
+    ppo_hybrid,
+    server,
+    weight_sync,
+)
 from headway.contracts.config.base import Config
 from headway.contracts.config.rollout import RolloutConfig
 from headway.contracts.config.trainer import TrainerConfig
@@ -16,6 +27,8 @@ from headway.contracts.types import RolloutRequest
 from headway.rollout.rewards.base import REWARDS
 from headway.rollout.workflows.base import WORKFLOWS
 from inference_server.backends.base import BACKENDS as GENERATION_BACKENDS
+from trainer.algorithms.advantage_registry import ADVANTAGE_ESTIMATORS
+from trainer.algorithms.policy_loss_registry import POLICY_LOSSES
 from trainer.backends.base import BACKENDS as TRAIN_BACKENDS
 from trainer.experiments.base import EXPERIMENTS
 from weight_sync.transports.base import SCHEMES, TRANSPORTS, scheme_of
@@ -31,6 +44,7 @@ UNION_REGISTRIES: dict[type[Config], Registry | None] = {
     experiment.PPOExperiment: EXPERIMENTS,
     ppo_code.PPOCodeExperiment: EXPERIMENTS,
     ppo_code.PPOMathExperiment: EXPERIMENTS,
+    ppo_hybrid.PPOHybridExperiment: EXPERIMENTS,
     experiment.SFTExperiment: EXPERIMENTS,
     experiment.RWExperiment: EXPERIMENTS,
     experiment.DPOExperiment: EXPERIMENTS,
@@ -38,9 +52,43 @@ UNION_REGISTRIES: dict[type[Config], Registry | None] = {
     weight_sync.SharedMemorySync: TRANSPORTS,
     weight_sync.HttpSync: TRANSPORTS,
     weight_sync.CollectiveSync: TRANSPORTS,
+    **dict.fromkeys(
+        (
+            policy_losses.ClipLossConfig,
+            policy_losses.UnclippedLossConfig,
+            policy_losses.ReinforceLossConfig,
+            policy_losses.CISPOLossConfig,
+            policy_losses.SAPOLossConfig,
+            policy_losses.GMPOLossConfig,
+            policy_losses.DPPOLossConfig,
+            policy_losses.ClipCovLossConfig,
+            policy_losses.KLCovLossConfig,
+        ),
+        POLICY_LOSSES,
+    ),
+    **dict.fromkeys(
+        (
+            advantages.GRPOAdvantageConfig,
+            advantages.RewardAdvantageConfig,
+            advantages.OPOAdvantageConfig,
+            advantages.GPGAdvantageConfig,
+            advantages.MaxRLAdvantageConfig,
+            advantages.ReMaxAdvantageConfig,
+            advantages.GAEAdvantageConfig,
+        ),
+        ADVANTAGE_ESTIMATORS,
+    ),
 }
 """The registry that holds the target of each tagged configuration."""
-CHOICES = (gateway.SandboxConfig,)
+PLUGINS = (
+    base.PluginConfig,
+    advantages.PluginAdvantageConfig,
+    policy_losses.PluginLossConfig,
+    server.PluginBackendConfig,
+    weight_sync.PluginSync,
+)
+"""Their `name` is that of an entry point: what installed packages add (`test_plugins.py`)."""
+CHOICES = (gateway.SandboxConfig, optimizer.OptimizerConfig)
 """Their `type` is a setting like others: one section with a fixed set of ways, nothing to register."""
 
 
@@ -75,7 +123,7 @@ def registries() -> list:
 
 def test_every_tagged_configuration_is_known_here():
     names = {config.__name__ for config in tagged_configs()}
-    assert names == {config.__name__ for config in (*UNION_REGISTRIES, *CHOICES)}, (
+    assert names == {config.__name__ for config in (*UNION_REGISTRIES, *PLUGINS, *CHOICES)}, (
         "a configuration with `type` was added: name its registry in UNION_REGISTRIES"
     )
 
@@ -94,7 +142,9 @@ def test_each_type_has_a_target(config):
 
 
 @pytest.mark.parametrize(
-    "registry", [GENERATION_BACKENDS, EXPERIMENTS, TRANSPORTS], ids=lambda registry: registry.kind
+    "registry",
+    [GENERATION_BACKENDS, EXPERIMENTS, TRANSPORTS, POLICY_LOSSES, ADVANTAGE_ESTIMATORS],
+    ids=lambda registry: registry.kind,
 )
 def test_each_target_has_a_type(registry):
     types = {c.model_fields["type"].default for c, r in UNION_REGISTRIES.items() if r is registry}
@@ -108,12 +158,28 @@ def types_of(union) -> set[str]:
     return {config.model_fields["type"].default for config in get_args(union)}
 
 
-def test_the_backend_union_offers_exactly_the_backends():
-    assert types_of(server.BackendConfig) == set(own_targets(GENERATION_BACKENDS))
+def test_the_backend_union_offers_exactly_the_backends_and_plug_ins():
+    assert types_of(server.BackendConfig) == {*own_targets(GENERATION_BACKENDS), "plugin"}
 
 
-def test_the_weight_sync_union_offers_exactly_the_transports():
-    assert types_of(weight_sync.WeightSyncConfig) == set(own_targets(TRANSPORTS))
+def test_the_weight_sync_union_offers_exactly_the_transports_and_plug_ins():
+    assert types_of(weight_sync.WeightSyncConfig) == {*own_targets(TRANSPORTS), "plugin"}
+
+
+def test_the_unions_of_losses_and_estimators_offer_exactly_these_and_plug_ins():
+    assert types_of(policy_losses.PolicyLossConfig) == {*own_targets(POLICY_LOSSES), "plugin"}
+    estimators = {*own_targets(ADVANTAGE_ESTIMATORS), "plugin"}
+    assert types_of(advantages.AdvantageConfig) == estimators
+    assert types_of(advantages.CriticAdvantageConfig) == estimators
+
+
+@pytest.mark.parametrize(
+    ("registry", "config"),
+    [(r, c) for c, r in UNION_REGISTRIES.items() if r in (POLICY_LOSSES, ADVANTAGE_ESTIMATORS)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_loss_or_an_estimator_says_its_settings(registry, config):
+    assert registry.get(config.model_fields["type"].default).Args is config
 
 
 def test_every_scheme_is_brought_by_the_transport_that_says_so():

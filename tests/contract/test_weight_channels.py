@@ -23,7 +23,7 @@ from tests.contract.weight_channel_suite import (
     stage,
     weights,
 )
-from weight_sync.patience import Patience
+from weight_sync.deadline import Deadline
 from weight_sync.receiver import make_receiver
 
 
@@ -156,9 +156,9 @@ def test_a_server_that_comes_later_finds_the_version(channel):
 def test_giving_up_ends_a_server_that_waits(channel):
     publisher, given = channel.publisher(), weights()
     (meta,) = channel.seated(publisher.announce(VERSION), 1)
-    patience = Patience(1e6)
-    staging = channel.start(stage, channel.receiver(), meta, shapes_of(given), patience)
-    patience.give_up("the gateway went on without it")
+    deadline = Deadline(1e6)
+    staging = channel.start(stage, channel.receiver(), meta, shapes_of(given), deadline)
+    deadline.cancel("the gateway went on without it")
     with pytest.raises(SyncError, match="the gateway went on without it"):
         staging.result(LIMIT_S)
 
@@ -167,11 +167,11 @@ def test_giving_up_ends_a_server_that_waits(channel):
 def test_giving_up_ends_a_server_that_has_read_a_part(channel):
     publisher, given = channel.publisher(), weights()
     meta = publisher.announce(VERSION)
-    patience, tensors = Patience(1e6), Midway(given)
+    deadline, tensors = Deadline(1e6), Midway(given)
     publishing = channel.start(publisher.publish, VERSION, tensors)
     assert tensors.reached.wait(LIMIT_S)
-    staging = channel.start(stage, channel.receiver(), meta, shapes_of(given), patience)
-    patience.give_up("the gateway went on without it")
+    staging = channel.start(stage, channel.receiver(), meta, shapes_of(given), deadline)
+    deadline.cancel("the gateway went on without it")
     with pytest.raises(SyncError, match="the gateway went on without it"):
         staging.result(LIMIT_S)
     tensors.goes_on.set()
@@ -179,11 +179,11 @@ def test_giving_up_ends_a_server_that_has_read_a_part(channel):
 
 
 @every
-def test_patience_ends_without_progress(channel):
+def test_a_deadline_ends_without_progress(channel):
     publisher, given = channel.publisher(), weights()
     (meta,) = channel.seated(publisher.announce(VERSION), 1)
     with pytest.raises(SyncError, match=r"no progress for 0\.2 s"):
-        stage(channel.receiver(), meta, shapes_of(given), Patience(0.2))
+        stage(channel.receiver(), meta, shapes_of(given), Deadline(0.2))
 
 
 @every

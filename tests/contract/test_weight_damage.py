@@ -22,8 +22,8 @@ from tests.contract.weight_channel_suite import (
     weights,
 )
 from tests.unit.weight_sync.range_server import RangeServer
+from weight_sync.deadline import Deadline
 from weight_sync.manifest import MANIFEST_NAME, parse_manifest
-from weight_sync.patience import Patience
 from weight_sync.transports.disk import make_local_publisher
 
 GIVEN = weights(num_big=2)
@@ -155,7 +155,7 @@ def test_a_part_that_is_missing_is_waited_for(channel, meta):
     files.delete(MANIFEST_NAME)
     files.delete("part-00001.json")
     with pytest.raises(SyncError, match=r"no progress for 0\.3 s"):
-        stage(channel.receiver(), meta, SHAPES, Patience(0.3))
+        stage(channel.receiver(), meta, SHAPES, Deadline(0.3))
 
 
 @kept
@@ -271,9 +271,9 @@ def test_a_resealed_manifest_has_not_the_digest_that_was_announced(channel, meta
         (lambda tree: tree["tensors"][0].update(dtype="float64"), "type 'float64' is unknown"),
         (lambda tree: tree["tensors"][0].update(blob="shard-00009.safetensors"), "torn"),
         (lambda tree: tree["tensors"][0].update(offset=1 << 40), "torn"),
-        (lambda tree: tree["tensors"][0].update(size=1 << 50), "torn|memory"),
+        (lambda tree: tree["tensors"][0].update(size=1 << 50), "takes at most .* bytes, not"),
         (lambda tree: tree["tensors"][0].update(offset=0), "has a wrong checksum"),
-        (lambda tree: tree["tensors"][0].update(codec="same"), "is a difference against nothing"),
+        (lambda tree: tree["tensors"][0].update(codec="same"), "is a difference without a base"),
         (lambda tree: tree["tensors"][0].update(codec="int8"), "takes .* bytes, not"),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
@@ -348,7 +348,7 @@ def test_a_link_instead_of_a_file_is_not_followed(channel, meta, tmp_path):
         (folder / name).unlink()
         (folder / name).symlink_to(outside)
         with pytest.raises(SyncError):
-            stage(receiver, meta, SHAPES, Patience(0.5))
+            stage(receiver, meta, SHAPES, Deadline(0.5))
         (folder / name).unlink()
         (folder / name).write_bytes(outside.read_bytes())
     assert torch.equal(stage(receiver, meta, SHAPES).tensors["matrix"], GIVEN["matrix"])

@@ -17,7 +17,7 @@ from tests.contract.weight_channel_suite import (
     stage,
     weights,
 )
-from weight_sync.patience import Patience
+from weight_sync.deadline import Deadline
 from weight_sync.transports.disk import make_local_publisher
 
 SHAPES = shapes_of(weights())
@@ -270,7 +270,7 @@ def test_an_engine_that_reads_files_gets_a_delta_as_a_whole_folder(channel, tmp_
     metas, states = published(channel.publisher(delta={}), 2)
     receiver = channel.receiver(cache_dir=str(tmp_path / "cache"))
     for meta, state in zip(metas, states, strict=True):
-        proven = receiver.within(Patience(LIMIT_S)).verify(meta, SHAPES)
+        proven = receiver.within(Deadline(LIMIT_S)).verify(meta, SHAPES)
         receiver.keep(proven)
         assert (proven.version, proven.digest) == (meta.version, meta.digest)
         manifest = json.loads((proven.folder / "manifest.json").read_text())

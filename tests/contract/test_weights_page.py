@@ -1,4 +1,4 @@
-"""What docs/weights.md and examples/weights write out is accepted, fits together, and runs."""
+"""What docs/weights and examples/weights write out is accepted, fits together, and runs."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from headway.contracts.config.weight_sync import ReceiverConfig, WeightSyncConfi
 from headway.runtime.config import load_config
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.process import ProcessSpec
+from tests.contract.pages import ROOT, Example, examples_of, prose_of
 from tests.processes import start_process
 from weight_sync.manifest import MANIFEST_NAME, parse_manifest
 from weight_sync.transports.base import TRANSPORTS, check_allowed
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "weights.md").read_text()
+PAGES = sorted((ROOT / "docs" / "weights").glob("*.md"))
 TWO_HOSTS = ROOT / "examples" / "weights" / "two_hosts"
 SYNC: TypeAdapter[Any] = TypeAdapter(WeightSyncConfig)
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+def blocks(language: str) -> list[Example]:
+    return [block for page in PAGES for block in examples_of(page, language)]
 
 
-def test_every_setting_that_the_page_writes_out_loads():
-    trees = [yaml.safe_load(block) for block in blocks("yaml")]
+def test_every_setting_that_a_page_writes_out_loads():
+    trees = [yaml.safe_load(block.text) for block in blocks("yaml")]
+    trees = [tree for tree in trees if "weight_sync" in tree]
     syncs = [SYNC.validate_python(tree["weight_sync"]) for tree in trees]
     assert {sync.type for sync in syncs} == set(TRANSPORTS.names())
     pairs = [
@@ -105,8 +106,8 @@ def server_url(tmp_path: Path) -> Iterator[str]:
 def test_a_trainer_of_ones_own_publishes_a_model_and_then_an_adapter(
     server_url: str, tmp_path: Path
 ):
-    whole, adapter = blocks("python")
-    code = f"{whole}\n{adapter}".replace("http://127.0.0.1:8000", server_url)
+    script = "\n".join(block.text for block in blocks("python"))
+    code = script.replace("http://127.0.0.1:8000", server_url)
     names: dict[str, Any] = {"model": Layer().bfloat16()}
     exec(code.replace("/shared/weights", str(tmp_path / "weights")), names)
     assert names["committed"].result() == 2
@@ -119,12 +120,12 @@ def test_a_trainer_of_ones_own_publishes_a_model_and_then_an_adapter(
 
 def assert_layout(root: Path) -> None:
     """The files that the page names are those that are there."""
-    tree = PAGE.split("## Versions on disk", 1)[1].split("```", 2)[1]
+    (tree,) = [block.text for block in blocks("") if ".publisher.lock" in block.text]
     named = set(re.findall(r"[\w.-]+\.(?:json|safetensors|lock)", tree))
     first = {file.name for file in (root / "v00000001").iterdir()} | {".publisher.lock"}
     assert named == first
     manifest = parse_manifest((root / "v00000002" / MANIFEST_NAME).read_text(), "the adapter")
     assert manifest.kind == "adapter" and manifest.base is not None
-    said = PAGE.split("`manifest.json` (format", 1)[1].split("\n\n", 1)[0]
+    said = prose_of(ROOT / "docs" / "weights" / "operate.md")
     fields = {*type(manifest).model_fields, *type(manifest.tensors[0]).model_fields}
     assert {name for name in fields if f"`{name}`" not in said} <= {"format", "tensors"}

@@ -1,4 +1,4 @@
-"""The example of docs/workers.md runs as it stands there."""
+"""The example of docs/training/workers.md runs as it stands there."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.pages import ROOT, examples_of
 from tests.numeric.models import save_model
 
-ROOT = Path(__file__).parents[2]
-PATIENCE_S = 200
+DEADLINE_S = 200
 
 
 @pytest.mark.extended
 @pytest.mark.timeout(240)
 def test_the_example_runs(tmp_path: Path):
-    page = (ROOT / "docs" / "workers.md").read_text()
-    (example,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (example,) = [
+        block.text for block in examples_of(ROOT / "docs" / "training" / "workers.md", "python")
+    ]
     script = tmp_path / "train.py"
     script.write_text(example)
     model = save_model(tmp_path / "model", "llama")
@@ -30,7 +31,7 @@ def test_the_example_runs(tmp_path: Path):
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from headway.contracts.config.base import WorkflowRef
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.http.rollouts import SubmitRequest, WaitRequest
-from headway.contracts.types import RewardResult, RolloutRequest, WorkflowRef
-from headway.rollout.facilities import Facilities, NoSandbox
+from headway.contracts.types import RewardResult, RolloutRequest
+from headway.rollout.components.shared_services import NoSandbox, SharedServices
 from headway.rollout.rewards.base import make_reward
-from headway.rollout.workflows.base import WORKFLOWS, Sample, Stage, make_workflow
+from headway.rollout.trajectories.sample import Sample
+from headway.rollout.workflows.base import WORKFLOWS, RolloutContext, make_workflow
 from headway.runtime.config import load_config
 from headway.runtime.outbound import HttpOutbound
 from tests.unit.rollout.app_server import served
@@ -62,10 +64,12 @@ async def test_the_number_game_is_played_to_its_end(example, tmp_path):
         url = f"http://127.0.0.1:{port}/turn"
         allowed = config().outbound.model_copy(update={"allow": (url,)})
         outbound = HttpOutbound(allowed)
-        stage = Stage(ScriptedPolicy(replies), Judge(None), Facilities(NoSandbox(), outbound))
+        context = RolloutContext(
+            ScriptedPolicy(replies), Judge(None), SharedServices(NoSandbox(), outbound)
+        )
         ref = WorkflowRef(name="callback", args={**request.workflow.args, "url": url})
         workflow = make_workflow(ref, byte_tokenizer(tmp_path), SamplingConfig())
-        (row,) = await workflow.run(Sample("game-1", request.prompt, 0), stage)
+        (row,) = await workflow.run(Sample("game-1", request.prompt, 0), context)
         await outbound.aclose()
     asked = request.prompt.messages[0].content
     opening = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
@@ -80,12 +84,12 @@ async def test_a_game_that_is_not_won_ends_with_the_last_turn(example, tmp_path)
         url = f"http://127.0.0.1:{port}/turn"
         outbound = HttpOutbound(config().outbound.model_copy(update={"allow": (url,)}))
         policy = ScriptedPolicy([said("no idea<|im_end|>"), said("9" * 5000 + "<|im_end|>")])
-        stage = Stage(policy, Judge(None), Facilities(NoSandbox(), outbound))
+        context = RolloutContext(policy, Judge(None), SharedServices(NoSandbox(), outbound))
         ref = WorkflowRef(name="callback", args={"url": url, "max_turns": 2})
         sampling = SamplingConfig(max_new_tokens=6000)
         workflow = make_workflow(ref, byte_tokenizer(tmp_path), sampling)
         prompt = chat_prompt("Guess.", data={"secret": 42})
-        (row,) = await workflow.run(Sample("game-1", prompt, 0), stage)
+        (row,) = await workflow.run(Sample("game-1", prompt, 0), context)
         await outbound.aclose()
     assert (row.reward, len(row.turns)) == (0.0, 2)
     assert row.turns[0].note["messages"] == [{"role": "user", "content": "Write a number."}]
@@ -98,8 +102,8 @@ async def test_the_registered_workflow_mends_an_answer(example, tmp_path):
     first, second = said("5<|im_end|>", 4), said("4<|im_end|>", 5)
     workflow = make_workflow(request.workflow, byte_tokenizer(tmp_path), SamplingConfig())
     judge = Judge(lambda text: RewardResult(float(text == "4")))
-    stage = Stage(ScriptedPolicy([first, second]), judge, NOTHING)
-    (row,) = await workflow.run(Sample("sum-1", request.prompt, 0), stage)
+    context = RolloutContext(ScriptedPolicy([first, second]), judge, NOTHING)
+    (row,) = await workflow.run(Sample("sum-1", request.prompt, 0), context)
     ask = "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
     asked = "Check your answer, then write it again."
     again = f"\n<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"

@@ -1,4 +1,4 @@
-"""Every transport under test behind one face, and weights of all kinds to send through it."""
+"""Every transport under test behind one object, and weights of all kinds to send through it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ import torch
 from pydantic import TypeAdapter
 
 from headway.contracts.config.weight_sync import ReceiverConfig, WeightSyncConfig
-from headway.contracts.types import GroupSeat, WeightUpdateMeta
+from headway.contracts.types import GroupRank, WeightUpdateMeta
 from weight_sync.channel import StagedWeights, WeightPublisher
+from weight_sync.deadline import Deadline
 from weight_sync.manifest import MANIFEST_NAME, TensorEntry, content_digest
-from weight_sync.patience import Patience
 from weight_sync.receiver import Receiver, make_receiver
 from weight_sync.transports.base import make_publisher
 
@@ -56,6 +56,12 @@ KINDS = (
     Kind("object-store", {"type": "disk"}, is_folder=False),
     Kind("shared-memory", {"type": "shared_memory"}, in_memory=True),
     Kind("http", {"type": "http"}),
+    Kind(
+        "ipc",
+        {"type": "collective", "backend": "ipc", "timeout_s": 30.0},
+        is_kept=False,
+        is_folder=False,
+    ),
     Kind("collective", {"type": "collective", "timeout_s": 30.0}, is_kept=False, is_folder=False),
 )
 
@@ -151,7 +157,10 @@ class Channel:
         self._epoch += 1
         return [
             WeightUpdateMeta(
-                meta.version, meta.path, meta.digest, seat=GroupSeat(self._epoch, rank, count + 1)
+                meta.version,
+                meta.path,
+                meta.digest,
+                group_rank=GroupRank(self._epoch, rank, count + 1),
             )
             for rank in range(1, count + 1)
         ]
@@ -223,10 +232,10 @@ def stage(
     receiver: Receiver,
     meta: WeightUpdateMeta,
     shapes: Mapping[str, torch.Size],
-    patience: Patience | None = None,
+    deadline: Deadline | None = None,
 ) -> StagedWeights:
     """What a server does when it is told of a version."""
-    return receiver.within(patience or Patience(LIMIT_S)).stage(meta, shapes)
+    return receiver.within(deadline or Deadline(LIMIT_S)).stage(meta, shapes)
 
 
 def weights(seed: int = 0, num_big: int = 3) -> Tensors:

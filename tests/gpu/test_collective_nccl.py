@@ -13,9 +13,18 @@ import torch
 
 from headway.contracts.config.weight_sync import CollectiveSync
 from headway.contracts.errors import SyncError
-from headway.contracts.types import GroupSeat
-from tests.unit.weight_sync.collective_child import LIMIT_S, Child, Half, Receive, fact, weights
-from weight_sync.transports.collective import CHANNEL, CollectivePublisher
+from headway.contracts.types import GroupRank
+from tests.unit.weight_sync.collective_child import (
+    LIMIT_S,
+    Child,
+    Half,
+    Publish,
+    Receive,
+    fact,
+    weights,
+)
+from weight_sync.transports.collective import CHANNEL
+from weight_sync.transports.collective_publisher import CollectivePublisher
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -53,7 +62,7 @@ def test_every_bit_arrives_version_after_version(
     for version, count in enumerate([1, 1, len(children), 1], start=1):
         path = publisher.announce(version).path
         for rank, child in enumerate(children[:count], start=1):
-            child.tell(Receive(path, version, GroupSeat(version, rank, count + 1)))
+            child.tell(Receive(path, version, GroupRank(version, rank, count + 1)))
         digest = publisher.publish(version, on_gpu()).digest
         for child in children[:count]:
             assert child.heard() == ("done", digest, FACTS)
@@ -72,13 +81,36 @@ def test_a_receiver_that_dies_or_stops_ends_the_publication_and_the_trainer_goes
     path = publisher.announce(7).path
     with ThreadPoolExecutor() as pool:
         published = pool.submit(publisher.publish, 7, on_gpu())
-        child.tell(Half(path, 7, GroupSeat(1, 1, 2), joins, num_parts))
+        child.tell(Half(path, 7, GroupRank(1, 1, 2), joins, num_parts))
         assert child.heard() == ("holding", "half")
         os.kill(child.pid, ending)
         with pytest.raises(SyncError):
             published.result(LIMIT_S)
     child.kill()
     with Child(1) as other:
-        other.tell(Receive(publisher.announce(8).path, 8, GroupSeat(2, 1, 2)))
+        other.tell(Receive(publisher.announce(8).path, 8, GroupRank(2, 1, 2)))
         digest = publisher.publish(8, on_gpu()).digest
         assert other.heard() == ("done", digest, FACTS)
+
+
+@pytest.mark.parametrize("num_parts", [0, 4])
+def test_a_killed_receiver_does_not_kill_the_trainer_over_sockets_either(
+    num_parts: int,
+) -> None:
+    # NVLink and shared memory do not notice a dead peer; sockets do, and torch's watchdog would too.
+    sockets = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+    config = CollectiveSync(backend="nccl", shard_bytes=1 << 20, timeout_s=SHORT_S)
+    with (
+        Child(0, **sockets) as trainer,
+        Child(1, **sockets) as doomed,
+        Child(1, **sockets) as other,
+    ):
+        trainer.tell(Publish(config, 7, on_gpu=True))
+        _, path = trainer.heard()
+        doomed.tell(Half(path, 7, GroupRank(1, 1, 2), True, num_parts))
+        assert doomed.heard() == ("holding", "half")
+        doomed.kill()
+        other.tell(Receive(path, 7, GroupRank(2, 1, 2)))
+        assert other.heard()[0] == "done"
+        assert trainer.heard()[0] == "done"
+        assert trainer.end() == 0

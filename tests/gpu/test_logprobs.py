@@ -42,4 +42,4 @@ def test_a_gpu_never_holds_the_logits():
     before = torch.cuda.memory_allocated()
     chunked_logprobs(hidden, weight, labels)[0].sum().backward()
     peak = torch.cuda.max_memory_allocated() - before
-    assert peak < 4096 * 150_000 * 4 / 8
+    assert peak < 4096 * 150_000 * 4 / 3  # three tiles of 128 MiB, and the gradient of the weight

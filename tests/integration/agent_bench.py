@@ -20,13 +20,19 @@ from headway.contracts.codec import decode_groups
 from headway.contracts.config.gateway import ExecutorConfig, SessionsConfig
 from headway.contracts.http.rollouts import WaitRequest
 from headway.contracts.types import LLMRequest, LLMResponse, Trajectory
-from headway.rollout.app import create_app
-from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox, Outbound
+from headway.rollout.components.shared_services import (
+    NoOutbound,
+    NoSandbox,
+    Outbound,
+    SharedServices,
+)
 from headway.rollout.ledger.sqlite import SqliteLedger
-from headway.rollout.service import RolloutService, Surroundings
+from headway.rollout.service.app import create_app
+from headway.rollout.service.options import ServiceOptions
+from headway.rollout.service.service import RolloutService
 from headway.rollout.sessions.routes import session_routes
 from headway.rollout.sessions.sessions import Sessions
-from headway.rollout.tokenizer import TextTokenizer
+from headway.text.tokenizer import TextTokenizer
 from tests.unit.rollout.games import byte_tokenizer, ids_of, logprob_of
 from tests.unit.rollout.generators import ScriptedGenerator
 from tests.waiting import until
@@ -209,7 +215,7 @@ async def open_bench(
     async def open_service() -> AsyncIterator[RolloutService]:
         ledger = SqliteLedger(":memory:")
         await ledger.open("me", 30.0)
-        around = Surroundings(Facilities(NoSandbox(), outbound or NoOutbound()), desk)
+        around = ServiceOptions(SharedServices(NoSandbox(), outbound or NoOutbound()), desk)
         service = RolloutService(policy, ledger, tokenizer, config, around)
         await service.start()
         try:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.contracts.config.base import PartConfig
+from headway.contracts.config.base import ComponentConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.types import LLMRequest, Prompt, RolloutRequest
 
-EXACT = PartConfig(name="exact", args={"pattern": "[0-9]"})
+EXACT = ComponentConfig(name="exact", args={"pattern": "[0-9]"})
 
 
 def rollout(
     name: str,
     max_new_tokens: int = 8,
     group_size: int = 2,
-    reward: PartConfig = EXACT,
+    reward: ComponentConfig = EXACT,
     data: dict[str, Any] | None = None,
     consumer: str = "default",
 ) -> RolloutRequest:

@@ -88,7 +88,7 @@ def run_config(
             },
             "weight_sync": {"type": "disk", "root": str(folder / "weights")},
             "trainer": {"total_steps": steps, "max_tokens_per_mb": 256, "num_threads": 1},
-            "recovery": {"every_steps": every_steps, "resume": resume},
+            "recovery": {"every_steps": every_steps, "mode": "auto" if resume else "disabled"},
             **sections,
         },
     }

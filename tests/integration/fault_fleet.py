@@ -70,7 +70,7 @@ class Sightings(threading.Thread):
     """Asks servers and gateway what serves, again and again."""
 
     def __init__(self, run: LocalRun, configs: Path) -> None:
-        super().__init__(name="sightings", daemon=True)
+        super().__init__(name="shared_reports", daemon=True)
         self.digests: dict[int, set[str]] = defaultdict(set)
         """Of every version that was ever said to serve or to be committed."""
         self.steps_back: list[str] = []
@@ -181,13 +181,13 @@ class Fleet:
         self.run.start_gateway()
         self.run.start_servers()
         self.client = RemoteInferenceEngine(self.run.url, LIMIT_S)
-        self.sightings = Sightings(self.run, Path(config.trainer.run_dir) / "configs")
-        self.sightings.start()
+        self.shared_reports = Sightings(self.run, Path(config.trainer.run_dir) / "configs")
+        self.shared_reports.start()
         self.until(lambda: len(self.ready()) == len(SERVERS), "both servers are ready")
         self.is_whole = True
 
     def close(self) -> None:
-        self.sightings.end()
+        self.shared_reports.end()
         for trainer in self._trainers:
             trainer.end()
         self.client.destroy()
@@ -318,11 +318,11 @@ class Fleet:
     def check_sightings(self) -> None:
         """One digest per version, one that a trainer published under this number; no step back."""
         self.check_digests()
-        assert self.sightings.steps_back == []
+        assert self.shared_reports.steps_back == []
 
     def check_digests(self) -> None:
         published = {(trainer.version, trainer.digest) for trainer in self._trainers}
-        for version, digests in dict(self.sightings.digests).items():
+        for version, digests in dict(self.shared_reports.digests).items():
             assert len(digests) == 1, f"version {version} was seen with several weights"
             assert {(version, digest) for digest in digests} <= published
 

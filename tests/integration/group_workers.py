@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from headway.contracts.errors import DataError
+from trainer.workers.data_proto import DataProto
 from trainer.workers.dispatch import Dispatch, Execute, MeshPlace, mesh_mode, register
 from trainer.workers.group import WorkerGroup
-from trainer.workers.proto import DataProto
 from trainer.workers.worker import Worker
 
 
@@ -31,6 +31,10 @@ class Known(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def pid(self) -> int:
         return os.getpid()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def visible_devices(self) -> str:
+        return os.environ["CUDA_VISIBLE_DEVICES"]
 
     @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO)
     def rank(self) -> int:

@@ -26,7 +26,10 @@ KINDS = (GATEWAY, SERVER)
 MAX_BODY_BYTES = 1 << 20
 SECRETS: dict[Role, str] = {role: f"the-secret-for-{role}" for role in ROLES}
 VARIABLES: dict[Role, str] = {role: f"HEADWAY_TEST_{role.upper()}" for role in ROLES}
-TOKENS = tuple(TokenConfig(name=f"of-{role}", env=VARIABLES[role], roles=(role,)) for role in ROLES)
+TOKENS = tuple(
+    TokenConfig(name=f"of-{role}", env=VARIABLES[role], roles=(role,), consumers=("default",))
+    for role in ROLES
+)
 
 
 @dataclass

@@ -38,14 +38,15 @@ from trainer.publication import Publication
 from weight_sync.channel import WeightPublisher
 from weight_sync.manifest import MANIFEST_NAME, content_digest, part_name
 from weight_sync.model_dir import load_model
-from weight_sync.outgoing import buckets
+from weight_sync.published_tensors import buckets
 from weight_sync.publisher import StoredPublisher
 from weight_sync.transports.base import make_publisher
 from weight_sync.transports.broadcast import pack
 from weight_sync.transports.disk import LocalStore
 from weight_sync.transports.http import HttpStore
-from weight_sync.transports.meeting import Round
+from weight_sync.transports.ipc_group import IpcGroup
 from weight_sync.transports.process_group import WeightGroup
+from weight_sync.transports.rendezvous import TransferEpoch
 from weight_sync.transports.shared_memory import SharedMemoryStore
 
 CONNECT_S = 20.0
@@ -247,19 +248,23 @@ def _trapped_publisher(sync: Sync, traps: Traps, half: int) -> WeightPublisher:
 def _trap_group(traps: Traps, half: int) -> None:
     """Buckets are counted as they are sent; the last part is the digest."""
     num_sent = 0
-    finish, add_part = WeightGroup.finish, Round.add_part
+    add_part = TransferEpoch.add_bucket
 
-    def finished(self: WeightGroup, watch: Any) -> None:
-        nonlocal num_sent
-        finish(self, watch)
-        num_sent += 1
-        if num_sent == half:
-            traps.reach("half")
+    def trapped(finish: Any) -> Any:
+        def finished(self: Any, watch: Any) -> None:
+            nonlocal num_sent
+            finish(self, watch)
+            num_sent += 1
+            if num_sent == half:
+                traps.reach("half")
 
-    def told(self: Round, part: Any) -> None:
+        return finished
+
+    def told(self: TransferEpoch, part: Any) -> None:
         if part.digest is not None:
             traps.reach("unmanifested")
         add_part(self, part)
 
-    WeightGroup.finish = finished  # type: ignore[method-assign]
-    Round.add_part = told  # type: ignore[method-assign]
+    for group in (WeightGroup, IpcGroup):
+        group.finish = trapped(group.finish)  # type: ignore[method-assign]
+    TransferEpoch.add_bucket = told  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headway.contracts.errors import RewardOutage
 from headway.contracts.types import RewardResult
-from headway.rollout.facilities import Facilities
+from headway.rollout.components.shared_services import SharedServices
 from headway.rollout.rewards.base import Answer, register_reward
 
 
@@ -28,7 +28,7 @@ def hangs(answer: Answer) -> float:
     return 1.0
 
 
-async def out_while(answer: Answer, facilities: Facilities, path: str = "") -> float:
+async def out_while(answer: Answer, services: SharedServices, path: str = "") -> float:
     """An outage for as long as the file is there."""
     if _is_out(Path(path)):
         raise RewardOutage("out of order")

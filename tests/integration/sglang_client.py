@@ -6,7 +6,6 @@ It imports nothing of ours: whatever passes here would pass against SGLang.
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +15,7 @@ from typing import Any
 
 import httpx
 
-PATIENCE_S = 60.0
+DEADLINE_S = 60.0
 TRAINER = Path(__file__).with_name("sglang_trainer.py")
 
 
@@ -24,7 +23,7 @@ class SGLangClient:
     """One server; every method is one endpoint."""
 
     def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=PATIENCE_S)
+        self._http = httpx.Client(base_url=url, timeout=DEADLINE_S)
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         return self._http.post(path, json={} if body is None else body, **options)
@@ -86,7 +85,7 @@ class InFlight:
         self._begun = threading.Event()
         self._thread = threading.Thread(target=self._follow, args=(client, body), daemon=True)
         self._thread.start()
-        assert self._begun.wait(PATIENCE_S)
+        assert self._begun.wait(DEADLINE_S)
 
     def _follow(self, client: SGLangClient, body: dict[str, Any]) -> None:
         for chunk in client.stream(**body):
@@ -95,7 +94,7 @@ class InFlight:
 
     def result(self) -> dict[str, Any]:
         """The last chunk."""
-        self._thread.join(PATIENCE_S)
+        self._thread.join(DEADLINE_S)
         assert not self._thread.is_alive()
         return self.chunks[-1]
 
@@ -108,17 +107,14 @@ class Trainer:
     """Rank 0 of a group of two, a process of its own that broadcasts what it is told to."""
 
     def __init__(self, group_name: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
         self.group_name = group_name
         self._child = subprocess.Popen(
-            [sys.executable, str(TRAINER), str(self._port), group_name],
+            [sys.executable, str(TRAINER), group_name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert self.heard() == "here"
+        self._port = int(self.heard())
 
     @property
     def group(self) -> dict[str, Any]:

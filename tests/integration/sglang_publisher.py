@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from headway.contracts.config.weight_sync import CollectiveSync
 from headway.contracts.errors import SyncError
-from weight_sync.transports.collective import CollectivePublisher
+from weight_sync.transports.collective_publisher import CollectivePublisher
 
 BUCKET_BYTES = 1 << 14
 TENSORS_PER_BUCKET = 3

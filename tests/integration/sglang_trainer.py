@@ -1,7 +1,8 @@
-"""A trainer process: `sglang_trainer.py PORT GROUP`, orders as JSON lines on stdin.
+"""A trainer process: `sglang_trainer.py GROUP`, orders as JSON lines on stdin.
 
-It makes the group as SGLang's trainers do. Orders: `{"folder", "names", "mode"}`; `plain` broadcasts
-each tensor, `flat` one bucket of bytes, `half` the first tensor and then dies, `silent` nothing.
+It says its port first, and makes the group as SGLang's trainers do. Orders:
+`{"folder", "names", "mode"}`; `plain` broadcasts each tensor, `flat` one bucket of bytes, `half` the
+first tensor and then dies, `silent` nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 
 
 def say(word: str) -> None:
@@ -24,8 +24,7 @@ def say(word: str) -> None:
     sys.stdout.flush()
 
 
-def join(port: int, name: str) -> dist.ProcessGroup:
-    store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, 2))
+def join(store: dist.TCPStore, name: str) -> dist.ProcessGroup:
     store = c10d.PrefixStore(name, store)
     group, _ = c10d._new_process_group_helper(
         2, 0, [], c10d.Backend("gloo"), store, group_name=name, timeout=c10d.default_pg_timeout
@@ -52,8 +51,9 @@ def carry_out(order: dict, group: dist.ProcessGroup) -> None:
 
 
 if __name__ == "__main__":
-    say("here")
-    joined = join(int(sys.argv[1]), sys.argv[2])
+    meeting = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    say(str(meeting.port))
+    joined = join(meeting, sys.argv[1])
     for line in sys.stdin:
         carry_out(json.loads(line), joined)
         say("done")

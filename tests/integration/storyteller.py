@@ -23,7 +23,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from headway.contracts.types import LLMRequest, LLMResponse, Message, Prompt
-from headway.rollout.tokenizer import TextTokenizer
+from headway.text.tokenizer import TextTokenizer
 from inference_server.backends.base import Load, OnDelta
 from inference_server.backends.fake import FakeBackend
 

@@ -11,10 +11,8 @@ from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.model import LoraConfig
 from headway.launch.launchers.local import LocalRun
 from headway.runtime.inference_client import RemoteInferenceEngine
-from tests.integration.test_runs import finish, steps_of
-from tests.integration.test_transport_runs import START_S, check_run, kill, manifests
-from tests.processes import local_run
-from tests.waiting import eventually
+from tests.integration.driving import kill, resume, steps_of, until_steps
+from tests.integration.test_transport_runs import check_run, manifests
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
 
@@ -39,16 +37,9 @@ def test_a_run_publishes_adapters_also_after_its_trainer_was_killed(
     config = with_lora(make_config(steps=STEPS, num_trainer_ranks=ranks))
     run = start(config)
     run.start_trainer()
-    eventually(lambda: len(steps_of(config)) >= 3, START_S, "3 steps are done")
+    until_steps(config, 3)
     kill(run, "trainer")
-    again = with_lora(make_config(steps=STEPS, num_trainer_ranks=ranks, resume=True))
-    resumed = local_run(again)
-    resumed.url = run.url
-    try:
-        resumed.start_trainer()
-        finish(resumed)
-    finally:
-        resumed.stop()
+    resume(run, config)
     check_run(config, connect(run.url), steps=STEPS)
     # The servers' logprobs are the trainer's: what they merge is what trains.
     assert max(step["behaviour_kl"] for step in steps_of(config)) < 0.05

@@ -23,14 +23,14 @@ from openai import OpenAI
 from torch import Tensor
 
 from headway.contracts.config.algorithm import AlgorithmConfig
-from headway.contracts.config.base import PartConfig
+from headway.contracts.config.base import ComponentConfig, WorkflowRef
 from headway.contracts.config.gateway import OutboundConfig
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.sampling import SamplingConfig
-from headway.contracts.types import Prompt, RolloutRequest, Trajectory, WorkflowRef
+from headway.contracts.types import Prompt, RolloutRequest, Trajectory
 from headway.launch.launchers.local import LocalRun
-from headway.rollout.tokenizer import TextTokenizer
 from headway.runtime.inference_client import RemoteInferenceEngine
+from headway.text.tokenizer import TextTokenizer
 from tests.integration.conftest import run_config
 from tests.numeric.engines import open_engine
 from tests.numeric.models import save_model, write_char_tokenizer
@@ -38,7 +38,7 @@ from tests.numeric.policies import learner_with
 from trainer.api import LossOutput, MicroBatchSpec
 from trainer.backends.heads import LanguageOutput
 from trainer.batching.sequences import SequenceBatch
-from trainer.interfaces.advantages import Advantages
+from trainer.interfaces.advantages import AdvantagesCall
 from trainer.interfaces.ppo_actor import PPOActor
 from trainer.topology import Topology
 
@@ -119,14 +119,14 @@ class Watched:
         self.losses: list[tuple[SequenceBatch, Tensor]] = []
 
     def train_batch(
-        self, batch: SequenceBatch, spec: MicroBatchSpec, loss: Any, weight: Any
+        self, batch: SequenceBatch, spec: MicroBatchSpec, loss: Any, weight: Any, *scope: Any
     ) -> Any:
         def watched(output: LanguageOutput, micro_batch: SequenceBatch) -> LossOutput:
             output.hidden.retain_grad()
             self.losses.append((micro_batch, output.hidden))
             return loss(output, micro_batch)
 
-        return self._engine.train_batch(batch, spec, watched, weight)
+        return self._engine.train_batch(batch, spec, watched, weight, *scope)
 
 
 def test_the_trainer_trains_on_what_an_agent_played(
@@ -142,13 +142,13 @@ def test_the_trainer_trains_on_what_an_agent_played(
     config = AlgorithmConfig(decoupled=True)
     topology, spec = Topology(0, 1, torch.device("cpu")), MicroBatchSpec(10_000)
     actor = PPOActor(engine, topology, config, spec, TEMPERATURE)
-    interfaces = {"actor_inf": actor, "advantages": Advantages(config), "actor_train": actor}
+    interfaces = {"actor_inf": actor, "advantages": AdvantagesCall(config), "actor_train": actor}
     learner = learner_with(config, interfaces)
-    figures = learner.train_step(rows, 0)
-    assert math.isfinite(figures["loss"]) and figures["grad_norm"] > 0.0
-    assert figures["behaviour_kl"] < TOLERANCE and figures["capped_fraction"] == 0.0
+    metrics = learner.train_step(rows, 0)
+    assert math.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0.0
+    assert metrics["behaviour_kl"] < TOLERANCE and metrics["capped_fraction"] == 0.0
     ((batch, hidden),) = engine.losses
-    check_logprobs(batch, figures)
+    check_logprobs(batch, metrics)
     check_gradient(batch, hidden)
     check_advantages(batch, rows)
 
@@ -172,7 +172,7 @@ def played(
         rollout_id="game",
         prompt=Prompt(group_id="game", group_size=len(REWARDS), text=TASK),
         workflow=WorkflowRef(name="session", args={"agent_url": agent_url}),
-        reward=PartConfig(name="given"),
+        reward=ComponentConfig(name="given"),
         gconfig=SamplingConfig(
             max_new_tokens=TOKENS, ignore_eos=True, temperature=TEMPERATURE, seed=1
         ),
@@ -198,11 +198,11 @@ def check_rows(rows: list[Trajectory], tokenizer: TextTokenizer) -> None:
     assert not fork.loss_mask[:shared].any()
 
 
-def check_logprobs(batch: SequenceBatch, figures: Mapping[str, float]) -> None:
+def check_logprobs(batch: SequenceBatch, metrics: Mapping[str, float]) -> None:
     """The trainer computes for each token what the server sampled it with."""
     sampled = batch["loss_mask"]
-    assert figures["logprob_diff_max"] < TOLERANCE
-    assert figures["logprob_diff_mean"] < TOLERANCE / 10
+    assert metrics["logprob_diff_max"] < TOLERANCE
+    assert metrics["logprob_diff_mean"] < TOLERANCE / 10
     assert batch["behaviour_logprobs"][sampled].std() > 0.1  # agreement is no accident
 
 

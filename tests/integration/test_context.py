@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from headway.contracts.config.launch import LaunchConfig
-from headway.contracts.errors import Fruitless, RequestTooLong
+from headway.contracts.errors import RequestTooLong, RolloutsFailed
 from headway.launch.launchers.local import LocalRun
 from headway.launch.quickstart import task
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.builders import rollout
 from tests.integration.conftest import run_config
-from tests.integration.test_runs import finish
+from tests.integration.driving import finish
 from tests.processes import local_run
 from tests.waiting import eventually
 
@@ -59,7 +59,7 @@ def test_a_fleet_refuses_what_none_of_its_servers_holds(
         client.submit([early])
         run.start_servers()
         seen = f"{PROMPT_TOKENS} prompt tokens \\+ max_new_tokens={LARGE} exceed the context of {SMALL}"
-        with pytest.raises(Fruitless, match=seen):
+        with pytest.raises(RolloutsFailed, match=seen):
             client.rollout([early], timeout=60)
         assert client.get("early").summary.attempt == 1
 
@@ -123,6 +123,6 @@ def test_a_trainer_none_of_whose_prompts_fits_ends_at_the_start(
     run.start_trainer()
     assert run.process("trainer").wait(90) == 1
     log = log_of(config)
-    assert "none of 64 prompts can be played; the shortest, " in log
+    assert "none of 64 prompts fit; the shortest, " in log
     assert f"{SMALL - 11} prompt tokens + max_new_tokens=12 exceed the context of {SMALL}" in log
     assert connect(run.url).status().counts.submitted == 0

@@ -8,7 +8,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from tests.integration.browser import CHROMIUM, DRIVER, Browser, browsing
-from tests.integration.dashboard_stage import Stage, staged
+from tests.integration.dashboard_scene import Stage, staged
 from tests.integration.storyteller import chat
 
 pytestmark = pytest.mark.skipif(

@@ -10,22 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from headway.contracts.config.base import PartConfig
+from headway.contracts.config.base import ComponentConfig
 from headway.contracts.config.server import ServerConfig
 from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.engines import InferenceEngine
 from headway.contracts.errors import (
     Conflict,
     DataError,
+    NotEnoughWork,
     RequestTooLong,
-    Starved,
     SyncError,
     UnknownName,
     WaitTimeout,
 )
 from headway.contracts.http.rewards import AnswerToScore
 from headway.contracts.types import ConsumerSpec, TrajectoryBatch, WeightUpdateMeta
-from headway.launch.launchers.local import child_environment
+from headway.launch.launchers.preload import child_environment
 from headway.runtime.config import dump_yaml
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.process import ProcessSpec
@@ -141,7 +141,7 @@ def test_rollout_returns_exactly_its_own(served: Served) -> None:
 
 def test_names_and_arguments_are_checked_at_submission(served: Served) -> None:
     with pytest.raises(UnknownName, match="did you mean 'exact'"):
-        served.engine.submit([rollout(served.name("bad"), reward=PartConfig(name="exect"))])
+        served.engine.submit([rollout(served.name("bad"), reward=ComponentConfig(name="exect"))])
 
 
 def test_answers_are_scored_outside_of_rollouts(served: Served) -> None:
@@ -165,7 +165,7 @@ def test_answers_are_scored_outside_of_rollouts(served: Served) -> None:
     assert kept[:-1] == results
     assert (kept[-1].score, set(kept[-1].details)) == (-1.0, {"error"})
     with pytest.raises(UnknownName, match="did you mean 'exact'"):
-        served.engine.score(PartConfig(name="exect"), answers)
+        served.engine.score(ComponentConfig(name="exect"), answers)
     assert served.engine.score(EXACT, []) == []
 
 
@@ -206,7 +206,9 @@ def test_a_consumer_is_bounded_and_closes_its_account(served: Served) -> None:
     assert batch.rollout_ids == names[:2]
     with pytest.raises(WaitTimeout):  # eta = 0: nothing more is played at this version
         engine.wait(1, timeout=0.5)
-    with pytest.raises(Starved, match="2 prompt groups of 'run' are outstanding, 3 are waited for"):
+    with pytest.raises(
+        NotEnoughWork, match="2 prompt groups of 'run' are outstanding, 3 are waited for"
+    ):
         engine.wait(3, timeout=30)
     engine.consumed(batch.rollout_ids, step=0, checkpoint_step=-1)
     engine.consumed(batch.rollout_ids, step=0, checkpoint_step=-1)

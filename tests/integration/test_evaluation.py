@@ -20,7 +20,7 @@ from headway.launch.launchers.local import LocalRun
 from headway.launch.quickstart import task
 from headway.runtime.config import validate_config
 from headway.runtime.inference_client import RemoteInferenceEngine
-from tests.processes import local_run
+from tests.integration.driving import finish, kill, resume
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
@@ -110,10 +110,8 @@ def lines_of(config: LaunchConfig, name: str = "evaluation.jsonl") -> list[dict[
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
-def finish(run: LocalRun, config: LaunchConfig) -> None:
-    """Supervise until the trainer ends well; nothing of an evaluation is left then."""
-    eventually(lambda: run.watch() is not None, 150, "the trainer has ended")
-    assert run.watch() == 0, run.process("trainer").log_tail()
+def check_nothing_open(config: LaunchConfig) -> None:
+    """Nothing of an evaluation is left behind."""
     assert not list(Path(config.trainer.run_dir).glob("evaluation.open*"))
 
 
@@ -151,12 +149,13 @@ def test_versions_are_committed_while_a_former_one_is_evaluated(
     until_open_beside(client, 2, 5)  # the evaluation due after step 4 has been missed by now
     assert judge.asked.is_set()
     judge.may_answer.set()
-    finish(run, config)
+    finish(run)
+    check_nothing_open(config)
     lines = {line["step"]: line for line in lines_of(config)}
     assert lines[4]["missed"].startswith("the evaluation of version 2 was open still")
-    figures = [line for line in lines.values() if "missed" not in line]
-    assert {2, 7} <= {line["step"] for line in figures}  # the last version's is waited for
-    for line in figures:
+    metrics = [line for line in lines.values() if "missed" not in line]
+    assert {2, 7} <= {line["step"] for line in metrics}  # the last version's is waited for
+    for line in metrics:
         assert (line["num_prompts"], line["num_samples"]) == (NUM_PROMPTS, 2 * NUM_PROMPTS)
         assert line["version"] == line["step"]
         assert line["pass@1"] == pytest.approx(line["score"])
@@ -166,7 +165,7 @@ def test_versions_are_committed_while_a_former_one_is_evaluated(
     for step in steps:
         if "evaluation_step" in step:
             assert step["evaluation_score"] == lines[step["evaluation_step"]]["score"]
-    check_books(client, 7, len(figures))
+    check_books(client, 7, len(metrics))
 
 
 def test_an_evaluation_outlives_its_server_and_the_gateway(
@@ -186,7 +185,8 @@ def test_an_evaluation_outlives_its_server_and_the_gateway(
         "the gateway is started again",
     )
     judge.may_answer.set()
-    finish(run, config)
+    finish(run)
+    check_nothing_open(config)
     lines = {line["step"]: line for line in lines_of(config)}
     assert "missed" not in lines[3], lines[3]["missed"]
     assert (lines[3]["version"], lines[3]["num_prompts"]) == (3, NUM_PROMPTS)
@@ -204,16 +204,10 @@ def test_a_trainer_that_was_killed_goes_on_with_its_evaluation(
     until_open_beside(client, 4, 5)
     checkpoint = Path(config.trainer.run_dir) / "checkpoints" / "step-00000004"
     eventually(checkpoint.exists, 30, "a checkpoint holds the step that is evaluated")
-    os.kill(run.process("trainer").pid, signal.SIGKILL)
-    eventually(lambda: run.watch() is not None, 10, "the trainer is dead")
+    kill(run, "trainer")
     judge.may_answer.set()
-    resumed = local_run(configure({"every_steps": 4}, resume=True, **settings))
-    resumed.url = run.url
-    try:
-        resumed.start_trainer()
-        finish(resumed, config)
-    finally:
-        resumed.stop()
+    resume(run, config)
+    check_nothing_open(config)
     assert [line["step"] for line in lines_of(config)] == [4, 6]
     assert [line["num_prompts"] for line in lines_of(config)] == [NUM_PROMPTS] * 2
     assert lines_of(config)[0]["version"] == 4  # of before the crash
@@ -228,7 +222,8 @@ def test_a_version_that_nobody_keeps_is_missed_with_the_reason(
     run = start(config)
     client = connect(run.url)
     run.start_trainer()
-    finish(run, config)
+    finish(run)
+    check_nothing_open(config)
     [line] = lines_of(config)
     assert (line["step"], line["version"]) == (3, 3)
     assert "one is left to training" in line["missed"]

@@ -14,21 +14,22 @@ from headway.contracts.config.evaluation import EvaluationConfig
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.server import FakeBackendConfig
 from headway.contracts.config.weight_sync import ReceiverConfig
-from headway.contracts.errors import Fruitless, NotFound, WaitTimeout
+from headway.contracts.errors import NotFound, RolloutsFailed, WaitTimeout
 from headway.contracts.types import WeightUpdateMeta
-from headway.launch.launchers.local import LocalRun, child_environment
+from headway.launch.launchers.local import LocalRun
+from headway.launch.launchers.preload import child_environment
 from headway.runtime.config import dump_yaml, validate_config
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.process import ProcessSpec
 from tests.processes import start_process
-from trainer.evaluation.evaluator import Evaluator, Order
+from trainer.evaluation.evaluator import EvaluationTarget, Evaluator
 
 pytestmark = pytest.mark.timeout(120)
 
 Start = Callable[[LaunchConfig], LocalRun]
 Configure = Callable[..., LaunchConfig]
 MakeEvaluator = Callable[..., Evaluator]
-FIRST = Order("run", step=0, version=0)
+FIRST = EvaluationTarget("run", step=0, version=0)
 
 
 @pytest.fixture
@@ -92,8 +93,8 @@ def test_an_evaluation_played_twice_is_the_same_one(
 ) -> None:
     run = start(config)
     evaluator = make_evaluator(run.url)
-    first = evaluator.play(FIRST)
-    again = make_evaluator(run.url).play(FIRST)  # as a trainer that was killed before it wrote
+    first = evaluator.run(FIRST)
+    again = make_evaluator(run.url).run(FIRST)  # as a trainer that was killed before it wrote
     assert {**first, "seconds": 0.0} == {**again, "seconds": 0.0}
     assert (first["num_prompts"], first["num_samples"]) == (5, 10)
     client = RemoteInferenceEngine(run.url)
@@ -111,8 +112,8 @@ def test_what_was_missed_is_cancelled(
     run = start(config)
     never = {"name": "exact", "args": {"answer_key": "not there"}}
     evaluator = make_evaluator(run.url, reward=never)
-    with pytest.raises(Fruitless, match="not there"):
-        evaluator.play(FIRST)
+    with pytest.raises(RolloutsFailed, match="not there"):
+        evaluator.run(FIRST)
     evaluator.settle(FIRST, is_kept=False)
     client = RemoteInferenceEngine(run.url)
     open_states = ("queued", "leased", "ready", "delivered")
@@ -125,7 +126,7 @@ def test_a_version_that_was_never_published_is_not_found(
 ) -> None:
     run = start(config)
     with pytest.raises(NotFound, match="version 9 is not kept"):
-        make_evaluator(run.url).play(Order("run", step=9, version=9))
+        make_evaluator(run.url).run(EvaluationTarget("run", step=9, version=9))
 
 
 def test_an_evaluation_ends_at_its_time(
@@ -133,16 +134,16 @@ def test_an_evaluation_ends_at_its_time(
 ) -> None:
     slow = config.server.model_copy(update={"backend": FakeBackendConfig(token_latency_s=3.0)})
     run = start(config.model_copy(update={"server": slow}))
-    with pytest.raises((WaitTimeout, Fruitless), match=r"timeout_s=0\.5"):
-        make_evaluator(run.url, timeout_s=0.5).play(FIRST)
+    with pytest.raises((WaitTimeout, RolloutsFailed), match=r"timeout_s=0\.5"):
+        make_evaluator(run.url, timeout_s=0.5).run(FIRST)
 
 
 def test_one_server_alone_evaluates_what_it_serves_and_nothing_else(
     lone_url: str, make_evaluator: MakeEvaluator, publish: Callable[[int], WeightUpdateMeta]
 ) -> None:
-    assert make_evaluator(lone_url).play(FIRST)["num_prompts"] == 5
+    assert make_evaluator(lone_url).run(FIRST)["num_prompts"] == 5
     client = RemoteInferenceEngine(lone_url)
     assert client.update_weights(publish(1)).result(30) == 1
     client.destroy()
-    with pytest.raises(Fruitless, match=r"version 1 serves, versions\.max_version=0"):
-        make_evaluator(lone_url).play(Order("later", step=0, version=0))
+    with pytest.raises(RolloutsFailed, match=r"version 1 serves, versions\.max_version=0"):
+        make_evaluator(lone_url).run(EvaluationTarget("later", step=0, version=0))

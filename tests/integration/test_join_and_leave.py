@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -31,7 +32,7 @@ from headway.contracts.errors import ServiceError
 from headway.contracts.http.servers import ServerStatus
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
 from headway.launch.launchers.local import LocalRun
-from headway.rollout.resume import generate_whole
+from headway.rollout.execution.resume import generate_whole
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.builders import generation, rollout
 from tests.integration.conftest import run_config, with_weight_sync
@@ -75,7 +76,7 @@ def shared_root() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.fixture(params=["disk", "http", "shared_memory", "collective"])
+@pytest.fixture(params=["disk", "http", "shared_memory", "collective", "ipc"])
 def sync(request: pytest.FixtureRequest, tmp_path: Path, shared_root: Path) -> WeightSyncConfig:
     root, shard_bytes = str(tmp_path / "weights"), 1 << 20  # several parts
     if request.param == "disk":
@@ -84,7 +85,8 @@ def sync(request: pytest.FixtureRequest, tmp_path: Path, shared_root: Path) -> W
         return HttpSync(root=root, shard_bytes=shard_bytes)
     if request.param == "shared_memory":
         return SharedMemorySync(root=str(shared_root / "weights"), shard_bytes=shard_bytes)
-    return CollectiveSync(shard_bytes=shard_bytes)
+    backend: Literal["gloo", "ipc"] = "ipc" if request.param == "ipc" else "gloo"
+    return CollectiveSync(backend=backend, shard_bytes=shard_bytes)
 
 
 class Servers:
@@ -140,7 +142,7 @@ class Traffic:
 
     def __init__(self, client: RemoteInferenceEngine, player: RemoteInferenceEngine) -> None:
         self._client = client
-        self._player = player
+        self._runner = player
         self._is_over = asyncio.Event()
         self.committed = 0
         """Whatever is asked from now on is answered by this version or a newer one."""
@@ -184,7 +186,7 @@ class Traffic:
                 rollout(f"r{self.num_groups + n}").model_copy(update={"gconfig": GREEDY})
                 for n in range(4)
             ]
-            batch = await asyncio.to_thread(self._player.rollout, requests, LIMIT_S)
+            batch = await asyncio.to_thread(self._runner.rollout, requests, LIMIT_S)
             for trajectory in batch.trajectories:
                 mask = trajectory.loss_mask
                 columns = (trajectory.input_ids, trajectory.logprobs, trajectory.versions)
@@ -267,7 +269,11 @@ async def test_servers_join_and_leave_while_versions_are_published(
         config = run_config(tmp_path / name, version_model, num_slots=16)
         service = config.server.service.model_copy(update={"drain_timeout_s": 0.0})
         server = config.server.model_copy(update={"service": service})
-        return with_weight_sync(config.model_copy(update={"server": server}), sync)
+        # The test kills servers, whatever is in flight there.
+        fleet = config.gateway.fleet.model_copy(update={"max_deaths": 100})
+        gateway = config.gateway.model_copy(update={"fleet": fleet})
+        changes = {"server": server, "gateway": gateway}
+        return with_weight_sync(config.model_copy(update=changes), sync)
 
     run = start(config_of("server-0"))
     servers = Servers(config_of, run)

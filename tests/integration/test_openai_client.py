@@ -26,8 +26,8 @@ from tokenizers.models import BPE
 from headway.contracts.config.server import ServerConfig
 from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
-from headway.rollout.tokenizer import TextTokenizer
 from headway.runtime.access import Access
+from headway.text.tokenizer import TextTokenizer
 from inference_server.backends.base import OnDelta
 from inference_server.backends.fake import FakeBackend
 from inference_server.engine import LocalGenerator, make_generator

@@ -14,8 +14,7 @@ import pytest
 from headway.contracts.config.launch import LaunchConfig
 from headway.launch.launchers.local import LocalRun
 from headway.runtime.inference_client import RemoteInferenceEngine
-from tests.integration.test_runs import finish, steps_of
-from tests.processes import local_run
+from tests.integration.driving import finish, steps_of
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
@@ -100,6 +99,16 @@ def test_code_is_generated_run_and_learned_from(
     assert steps[0]["reference_kl"] == pytest.approx(0.0, abs=1e-6)
 
 
+ALLOCATIONS = {
+    "ref_inf": {"ranks": [0]},
+    "actor_train": {"ranks": [0], "mb_spec": {"n_mbs": 2}},
+    "critic_inf": {"ranks": [1], "mb_spec": {"max_tokens_per_mb": 512}},
+    "critic_train": {"ranks": [1], "mb_spec": {"n_mbs": 2}},
+}
+"""The policy and its reference on one rank, the critic on the other; answers are generated and verified
+by other processes."""
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_a_trainer_that_dies_within_a_call_goes_on_with_the_batch(
     make_config: MakeConfig,
@@ -107,30 +116,61 @@ def test_a_trainer_that_dies_within_a_call_goes_on_with_the_batch(
     connect: Connect,
     code_rows: Path,
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     call: str,
 ) -> None:
-    sections = code_sections(code_rows)
-    trapped = {"modules": ["tests.integration.call_traps"], "total_steps": 4, "num_threads": 1}
+    """The launcher starts it again, from its newest checkpoint. It has one rank in the short run, else
+    two with models of their own: rank 0 dies also while it waits for what the other computes."""
+    num_ranks = 1 if call == "actor_train" else 2
+    mark = tmp_path / "died"
     monkeypatch.setenv("HEADWAY_CALL_TRAP", f"{call}@2")
+    monkeypatch.setenv("HEADWAY_CALL_TRAP_MARK", str(mark))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
-    config = make_config(steps=4, every_steps=1, **sections, trainer=trapped)
+    sections = code_sections(code_rows) | {
+        "recovery": {"mode": "fault", "retry_after_s": 0.0, "every_steps": 1},
+        "trainer": {
+            "modules": ["tests.integration.call_traps"],
+            "total_steps": 4,
+            "num_threads": 1,
+        },
+        "dataflow": {"allocations": {} if num_ranks == 1 else ALLOCATIONS},
+    }
+    config = make_config(steps=4, num_trainer_ranks=num_ranks, **sections)
     run = start(config)
     run.start_trainer()
-    eventually(lambda: run.watch() is not None, 120, f"it has died in {call}")
-    assert run.watch() == -signal.SIGKILL
-    assert [step["step"] for step in steps_of(config)] == [0, 1]
-    again = make_config(steps=4, every_steps=1, resume=True, **sections)
-    resumed = local_run(again)
-    resumed.url = run.url
-    try:
-        resumed.start_trainer()
-        finish(resumed)
-    finally:
-        resumed.stop()
+    first = run.process("trainer")
+    finish(run)
+    assert mark.exists()
+    assert first.exit_code() == (-signal.SIGKILL if num_ranks == 1 else 1)
     audit = connect(run.url).audit()
     assert (audit.lost, audit.duplicated) == (0, 0)
     assert audit.counts.consumed == 4 * 4
     assert [step["step"] for step in steps_of(config)] == [0, 1, 2, 3]
+
+
+def test_six_calls_on_two_allocations_overlap(
+    make_config: MakeConfig, start: Start, connect: Connect, code_rows: Path
+) -> None:
+    sections = code_sections(code_rows) | {"dataflow": {"allocations": ALLOCATIONS}}
+    config = make_config(steps=3, num_trainer_ranks=2, **sections)
+    run = start(config)
+    run.start_trainer()
+    finish(run)
+    audit = connect(run.url).audit()
+    assert (audit.lost, audit.duplicated, audit.counts.consumed) == (0, 0, 3 * 4)
+    overlapped = {"inferences": 0, "updates": 0}
+    for step in spans_of(config).values():
+        assert set(step) - {"advantages"} == set(CALLS)
+        pairs = {
+            "inferences": ("ref_inf", "critic_inf"),
+            "updates": ("actor_train", "critic_train"),
+        }
+        for what, (one, other) in pairs.items():
+            (begin, end), (later, until) = step[one], step[other]
+            overlapped[what] += max(begin, later) < min(end, until)
+    assert all(overlapped.values()), overlapped
+    for name in ("model", "critic"):
+        assert (Path(config.trainer.run_dir) / name / "config.json").is_file()
 
 
 def test_the_best_of_more_samples_are_learned_from(

@@ -103,6 +103,7 @@ class Stage:
             "http": HttpSync(root=str(folder / "http"), shard_bytes=BUCKET),
             "shared_memory": SharedMemorySync(root=str(memory), shard_bytes=BUCKET),
             "collective": CollectiveSync(shard_bytes=BUCKET, timeout_s=3.0),
+            "ipc": CollectiveSync(backend="ipc", shard_bytes=BUCKET, timeout_s=3.0),
         }
 
     def fleet(self) -> Fleet:
@@ -179,7 +180,7 @@ def play(fleet: Fleet, sync: Sync, victim: Victim, fault: Fault, state: str) -> 
         if state in COMMITTED:
             assert first.version in kept
         if state in EARLY and not is_known:
-            assert first.digest not in fleet.sightings.digests[first.version]
+            assert first.digest not in fleet.shared_reports.digests[first.version]
         for versions in traffic.end():
             assert len(versions) == TOKENS
             assert versions == sorted(versions)
@@ -281,7 +282,7 @@ def test_disk_at_once(stage: Stage, victim: Victim, state: str) -> None:
     ("victim", "fault"),
     [("trainer", "killed"), ("server", "killed"), ("server", "stopped"), ("gateway", "killed")],
 )
-@pytest.mark.parametrize("transport", ["http", "shared_memory", "collective"])
+@pytest.mark.parametrize("transport", ["http", "shared_memory", "collective", "ipc"])
 def test_other_transports_half_way(
     stage: Stage, transport: str, victim: Victim, fault: Fault
 ) -> None:

@@ -21,7 +21,7 @@ from headway.launch.launchers.local import LocalRun
 from headway.rollout.ledger.lock import sole_gateway
 from headway.runtime.config import dump_yaml, load_config, validate_config
 from headway.runtime.inference_client import RemoteInferenceEngine
-from headway.runtime.journal import read_steps
+from tests.integration.driving import finish, kill, resume, steps_of, until_steps
 from tests.processes import local_run
 from tests.waiting import eventually
 
@@ -39,16 +39,6 @@ MakeConfig = Callable[..., LaunchConfig]
 Start = Callable[[LaunchConfig], LocalRun]
 Connect = Callable[[str], RemoteInferenceEngine]
 BATCH = 16
-
-
-def steps_of(config: LaunchConfig) -> list[dict[str, float]]:
-    return read_steps(Path(config.trainer.run_dir) / "metrics.jsonl")
-
-
-def finish(run: LocalRun, timeout_s: float = 120) -> None:
-    """Supervise until the trainer ends well."""
-    eventually(lambda: run.watch() is not None, timeout_s, "the trainer has ended")
-    assert run.watch() == 0, run.process("trainer").log_tail()
 
 
 PPO = {
@@ -95,6 +85,23 @@ def test_a_run_consumes_exactly_its_batches(
         assert steps[0]["reference_kl"] < 1e-6 and steps[4]["kl_coef"] != 0.1
 
 
+def test_rollouts_of_a_configured_call_run_when_their_step_begins(
+    make_config: MakeConfig, start: Start, connect: Connect
+) -> None:
+    call = {"name": "actor_gen", "kind": "generate", "interface": {"name": "rollout"}}
+    config = make_config(steps=4, max_staleness=0, dataflow={"calls": [call]})
+    run = start(config)
+    run.start_trainer()
+    finish(run)
+    steps = steps_of(config)
+    assert [step["version"] for step in steps] == [0, 1, 2, 3]
+    assert [step["staleness_max"] for step in steps] == [0, 0, 0, 0]
+    assert [step["trajectories"] for step in steps] == [BATCH] * 4
+    assert all(step["behaviour_kl"] < 1e-6 for step in steps)
+    audit = connect(run.url).audit()
+    assert (audit.lost, audit.duplicated) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("every_steps", "sections"),
     [(2, {}), (100, {}), (2, PPO)],
@@ -113,18 +120,10 @@ def test_a_killed_trainer_resumes_without_losing_or_repeating_a_trajectory(
     # With a checkpoint every 2 steps, one step is beyond the last one; without any, everything that
     # waits is too stale for the restored weights, is dropped, and has to be replaced.
     done = 3 if every_steps == 2 else 5
-    eventually(lambda: len(steps_of(config)) >= done, 90, f"{done} steps are done")
-    os.kill(run.process("trainer").pid, signal.SIGKILL)
-    eventually(lambda: run.watch() is not None, 10, "the trainer is dead")
+    until_steps(config, done)
+    kill(run, "trainer")
     assert run.watch() == -signal.SIGKILL
-    again = make_config(steps=7, every_steps=every_steps, resume=True, **sections)
-    resumed = local_run(again)
-    resumed.url = run.url
-    try:
-        resumed.start_trainer()
-        finish(resumed)
-    finally:
-        resumed.stop()
+    resume(run, config)
     audit = connect(run.url).audit()
     assert (audit.lost, audit.duplicated) == (0, 0)
     assert audit.counts.consumed == 7 * BATCH
@@ -194,7 +193,7 @@ def test_an_interrupted_run_over_shared_memory_resumes_and_leaves_none_behind(
             begun.communicate(timeout=60)
     assert not memory.exists()
     done = subprocess.run(
-        [*command, "--trainer.recovery.resume", "true"],
+        [*command, "--trainer.recovery.mode", "resume"],
         capture_output=True,
         text=True,
         timeout=120,

@@ -23,8 +23,8 @@ from headway.contracts.config.server import ServerConfig
 from headway.contracts.http.servers import ServerStatus
 from headway.contracts.types import RolloutRequest
 from headway.launch.cli import main as headway
-from headway.launch.launchers.local import child_environment
-from headway.rollout.resume import generate_whole
+from headway.launch.launchers.preload import child_environment
+from headway.rollout.execution.resume import generate_whole
 from headway.runtime.config import dump_yaml, validate_config
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.process import Process, ProcessSpec
@@ -144,7 +144,7 @@ class Traffic(threading.Thread):
     def __init__(self, client: RemoteInferenceEngine, player: RemoteInferenceEngine) -> None:
         super().__init__()
         self._client = client
-        self._player = player
+        self._runner = player
         self._is_over = threading.Event()
         self._failure: BaseException | None = None
         self.num_answers = 0
@@ -186,7 +186,7 @@ class Traffic(threading.Thread):
         while not self._is_over.is_set():
             names = [f"r{self.num_groups + n}" for n in range(4)]
             requests = [rollout(name, max_new_tokens=TOKENS) for name in names]
-            batch = await asyncio.to_thread(self._player.rollout, requests, LIMIT_S)
+            batch = await asyncio.to_thread(self._runner.rollout, requests, LIMIT_S)
             assert batch.rollout_ids == names
             assert all(t.loss_mask.sum() == TOKENS for t in batch.trajectories)
             self.num_groups += len(names)

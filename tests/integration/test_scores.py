@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from headway.contracts.config.base import PartConfig
+from headway.contracts.config.base import ComponentConfig
 from headway.contracts.errors import (
     DataError,
     RewardError,
@@ -28,8 +28,8 @@ from headway.contracts.http import paths
 from headway.contracts.http.rewards import MAX_ANSWERS, AnswerToScore, ScoreRequest
 from headway.launch.launchers.local import LocalRun
 from headway.runtime import inference_client
-from headway.runtime.blocking import Patience
-from headway.runtime.connections import Answer
+from headway.runtime.blocking import Timeouts
+from headway.runtime.connections import HttpResponse
 from headway.runtime.inference_client import SCORE_CHUNK, RemoteInferenceEngine
 from tests.integration.conftest import run_config
 from tests.processes import local_run
@@ -125,7 +125,7 @@ def test_programs_run_in_the_sandbox_and_one_that_never_ends_is_its_own_fault(
 
 
 def test_tokens_are_decoded_as_those_of_a_rollout(gateway: Gateway, model_dir: Path) -> None:
-    from headway.rollout.tokenizer import TextTokenizer
+    from headway.text.tokenizer import TextTokenizer
 
     tokenizer = TextTokenizer(str(model_dir))
     prompt, completion = tokenizer.encode("12"), tokenizer.encode("34", add_special_tokens=False)
@@ -241,23 +241,23 @@ def test_the_client_cuts_a_batch_and_keeps_its_order(
     client: RemoteInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    ask = client._calls.ask
+    ask = client._calls._connections.ask
 
-    def counted(method: str, url: str, body: bytes, patience: Patience) -> Answer:
+    def counted(method: str, url: str, body: bytes, timeouts: Timeouts) -> HttpResponse:
         sizes.append(len(ScoreRequest.model_validate_json(body).answers))
-        return ask(method, url, body, patience)
+        return ask(method, url, body, timeouts)
 
-    monkeypatch.setattr(client._calls, "ask", counted)
+    monkeypatch.setattr(client._calls._connections, "ask", counted)
     answers = [given(str(number % 5), answer=str(number % 3)) for number in range(150)]
-    results = client.score(PartConfig(name="exact"), answers)
+    results = client.score(ComponentConfig(name="exact"), answers)
     assert [r.score for r in results] == [float(n % 5 == n % 3) for n in range(150)]
     assert sizes == [SCORE_CHUNK, SCORE_CHUNK, 150 - 2 * SCORE_CHUNK]
     sizes.clear()
     monkeypatch.setattr(inference_client, "SCORE_CHUNK_BYTES", 4000)
     fat = [given("1", answer="1", more="x" * size) for size in (3000, 900, 9000, 10, 10)]
-    assert [r.score for r in client.score(PartConfig(name="exact"), fat)] == [1.0] * 5
+    assert [r.score for r in client.score(ComponentConfig(name="exact"), fat)] == [1.0] * 5
     assert sizes == [1, 1, 1, 2]
-    assert client.score(PartConfig(name="exact"), []) == []
+    assert client.score(ComponentConfig(name="exact"), []) == []
 
 
 def test_the_client_raises_what_an_answer_has_or_gives_it_the_score_that_was_asked_for(
@@ -265,15 +265,15 @@ def test_the_client_raises_what_an_answer_has_or_gives_it_the_score_that_was_ask
 ) -> None:
     answers = [given("a"), given("raise"), given("b")]
     with pytest.raises(RewardError, match="answer 1: reward 'trouble/raises' raised") as caught:
-        client.score(PartConfig(name="trouble/raises"), answers)
+        client.score(ComponentConfig(name="trouble/raises"), answers)
     assert not caught.value.retryable
-    results = client.score(PartConfig(name="trouble/raises"), answers, failed_score=-5.0)
+    results = client.score(ComponentConfig(name="trouble/raises"), answers, failed_score=-5.0)
     assert [result.score for result in results] == [1.0, -5.0, 1.0]
     assert "of no use" in results[1].details["error"]
     with pytest.raises(DataError, match="answer 0"):
-        client.score(PartConfig(name="math"), answers)
+        client.score(ComponentConfig(name="math"), answers)
     with pytest.raises(UnknownName, match="did you mean 'math'"):
-        client.score(PartConfig(name="maths"), answers)
+        client.score(ComponentConfig(name="maths"), answers)
 
 
 def test_the_client_waits_for_the_end_of_an_outage_and_not_for_ever(
@@ -281,15 +281,15 @@ def test_the_client_waits_for_the_end_of_an_outage_and_not_for_ever(
 ) -> None:
     out = tmp_path / "out"
     out.touch()
-    part = PartConfig(name="trouble/out_while", args={"path": str(out)})
+    part = ComponentConfig(name="trouble/out_while", args={"path": str(out)})
     with pytest.raises(
         WaitTimeout, match=r"0 of 1 answers were scored after 0.3 s; the last attempt: "
     ):
         client.score(part, [given("a")], timeout=0.3)
-    impatient = RemoteInferenceEngine(gateway.run.url, connect_timeout_s=0.1)
+    hurried = RemoteInferenceEngine(gateway.run.url, connect_timeout_s=0.1)
     with pytest.raises(RewardOutage, match="out of order"):
-        impatient.score(part, [given("a")])
-    impatient.destroy()
+        hurried.score(part, [given("a")])
+    hurried.destroy()
     calls = out.with_suffix(".calls")
     calls.unlink()
 
@@ -308,7 +308,7 @@ def test_an_answer_that_takes_too_long_is_not_waited_for(
 ) -> None:
     with pytest.raises(WaitTimeout, match=r"0 of 1 answers were scored after 0.5 s"):
         client.score(
-            PartConfig(name="trouble/hangs"), [given(f"{tmp_path}/pid")], timeout=TIMEOUT_S / 2
+            ComponentConfig(name="trouble/hangs"), [given(f"{tmp_path}/pid")], timeout=TIMEOUT_S / 2
         )
 
 
@@ -326,7 +326,7 @@ def test_a_gateway_that_is_killed_in_the_middle_is_asked_again(
 
         answers = [given("a"), given(str(file)), given("b")]
         with ThreadPoolExecutor(1) as caller:
-            part = PartConfig(name="trouble/hangs")
+            part = ComponentConfig(name="trouble/hangs")
             results = caller.submit(client.score, part, answers, failed_score=-1.0)
             eventually(file.exists, SOON_S, "it is judged")
             os.kill(run.process("gateway").pid, signal.SIGKILL)

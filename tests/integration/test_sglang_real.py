@@ -17,6 +17,7 @@ from contextlib import closing
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -29,25 +30,26 @@ from headway.contracts.config.weight_sync import DeltaConfig, ReceiverConfig, St
 from headway.contracts.errors import BackendError, DataError, SyncError
 from headway.contracts.http import paths
 from headway.contracts.http.weights import (
-    Seat,
+    GroupRankBody,
     WeightAbortRequest,
     WeightCommitRequest,
     WeightPrepareRequest,
 )
 from headway.contracts.types import LLMRequest, LLMResponse, WeightUpdateMeta
-from headway.rollout.tokenizer import TextTokenizer
 from headway.runtime.process import Process, ProcessSpec
+from headway.text.tokenizer import TextTokenizer
 from inference_server.backends.sglang.backend import SGLangBackend
 from inference_server.version_gate import VersionGate
 from tests.numeric.models import (
     VOCAB_SIZE,
+    extend_cache,
     load_reference,
     reference_logits,
     reference_logprobs,
     save_model,
     write_char_tokenizer,
 )
-from weight_sync.patience import Patience
+from weight_sync.deadline import Deadline
 from weight_sync.publisher import StoredPublisher
 from weight_sync.receiver import make_receiver
 from weight_sync.transports.disk import make_local_publisher
@@ -66,7 +68,7 @@ pytestmark = [
         reason=f"no SGLang in {VENV}; run `make sglang-cpu`, or set HEADWAY_SGLANG_VENV",
     ),
 ]
-PATIENCE_S = 120.0
+DEADLINE_S = 120.0
 TOLERANCE = 2e-4
 NUM_SLOTS = 8
 FORWARD_S = 0.02
@@ -106,17 +108,16 @@ class Policies:
 
     def reader(self):
         receiver = make_receiver(ReceiverConfig(allow=(str(self.root),)))
-        return receiver.within(Patience(PATIENCE_S))
+        return receiver.within(Deadline(DEADLINE_S))
 
     @torch.no_grad()
     def replayed(self, asked: LLMRequest, response: LLMResponse) -> torch.Tensor:
         """Logprobs over one kept cache, each token by the version that is said to have sampled it."""
         cache, fed, logprobs = DynamicCache(), list(asked.input_ids), []
         for token, version in zip(response.output_tokens, response.output_versions, strict=True):
-            ids = torch.tensor([fed])
-            output = self.model(version)(input_ids=ids, past_key_values=cache, use_cache=True)
-            cache, fed = output.past_key_values, [token]
-            logprobs.append(torch.log_softmax(output.logits[0, -1].double(), dim=-1)[token])
+            logits = extend_cache(self.model(version), cache, fed)
+            fed = [token]
+            logprobs.append(torch.log_softmax(logits[-1].double(), dim=-1)[token])
         return torch.stack(logprobs) if logprobs else torch.zeros(0)
 
     def recomputed(self, asked: LLMRequest, response: LLMResponse) -> torch.Tensor:
@@ -146,7 +147,9 @@ async def backend(policies: Policies, tmp_path_factory: pytest.TempPathFactory):
         python=str(PYTHON), args=ARGS, env=ENV, log_file=str(log), receive="group"
     )
     folder = str(policies.folders[0])
-    engine = SGLangBackend(config, ModelConfig(path=folder), 0, TextTokenizer(folder))
+    engine = SGLangBackend(
+        config, ModelConfig(path=folder, dtype="float32"), 0, TextTokenizer(folder)
+    )
     started = time.monotonic()
     await engine.start()
     show(f"SGLang answers after {time.monotonic() - started:.0f} s")
@@ -213,7 +216,7 @@ class Progress:
 
 
 async def ready(progress: Progress) -> None:
-    await asyncio.wait_for(progress.reached.wait(), PATIENCE_S)
+    await asyncio.wait_for(progress.reached.wait(), DEADLINE_S)
 
 
 # Generation.
@@ -345,7 +348,7 @@ async def test_an_aborted_sequence_goes_on_from_its_prefix(backend, policies):
     task = asyncio.create_task(backend.generate(asked, progress))
     await ready(progress)
     await backend.abort(asked.rid)
-    part = await asyncio.wait_for(task, PATIENCE_S)
+    part = await asyncio.wait_for(task, DEADLINE_S)
     assert part.stop_reason == "interrupt"
     assert 30 <= len(part.output_tokens) < 200
     prefix = [*asked.input_ids, *part.output_tokens]
@@ -369,7 +372,7 @@ async def test_a_caller_that_goes_away_frees_the_engine(backend):
     task = asyncio.create_task(backend.generate(request(7, 240), progress))
     await ready(progress)
     task.cancel()
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(DEADLINE_S):
         while not await backend.flush():  # noqa: ASYNC110 - refused while anything runs
             await asyncio.sleep(0.01)
     assert backend.load().running == 0
@@ -381,15 +384,15 @@ async def test_nothing_is_sampled_in_a_pause(backend, policies, mode):
     task = asyncio.create_task(backend.generate(asked, progress))
     await ready(progress)
     await backend.pause(mode)
-    await backend._traffic.settle()
+    await backend._requests.settle()
     seen = len(progress.tokens)
     held = asyncio.create_task(backend.generate(request(9, 5)))
     assert await backend.flush() == (mode == "retract")
-    await backend._traffic.settle()
+    await backend._requests.settle()
     assert len(progress.tokens) == seen < 150
     assert not held.done()
     await backend.resume()
-    response, later = await asyncio.wait_for(asyncio.gather(task, held), PATIENCE_S)
+    response, later = await asyncio.wait_for(asyncio.gather(task, held), DEADLINE_S)
     assert len(later.output_tokens) == 5
     assert response.num_recomputes == (mode == "retract")
     assert error_of(response, policies.recomputed(asked, response)) < TOLERANCE
@@ -400,7 +403,7 @@ async def test_a_pause_may_end_what_runs(backend):
     task = asyncio.create_task(backend.generate(request(10, 200), progress))
     await ready(progress)
     await backend.pause("abort")
-    response = await asyncio.wait_for(task, PATIENCE_S)
+    response = await asyncio.wait_for(task, DEADLINE_S)
     assert response.stop_reason == "interrupt"
     assert progress.tokens == response.output_tokens
     await backend.resume()
@@ -425,7 +428,7 @@ async def test_each_token_has_the_version_that_sampled_it(backend, policies, pol
     assert await backend.swap(staged, policy) == len(asked)
     took_s = time.monotonic() - started
     assert backend.version == meta.version
-    responses = await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_S)
+    responses = await asyncio.wait_for(asyncio.gather(*tasks), DEADLINE_S)
     expect = policies.recomputed if policy == "recompute" else policies.replayed
     errors = [error_of(r, expect(one, r)) for one, r in zip(asked, responses, strict=True)]
     show(f"{policy}: swap {took_s * 1e3:.0f} ms, max error {max(errors):.1e}")
@@ -467,7 +470,7 @@ async def test_a_swap_in_a_pause_is_true_too(backend, policies):
     await backend.swap(backend.stage(meta, policies.reader()), "keep")
     assert backend.is_paused
     await backend.resume()
-    response = await asyncio.wait_for(task, PATIENCE_S)
+    response = await asyncio.wait_for(task, DEADLINE_S)
     assert [version for version, _, _ in response.version_runs] == [meta.version - 1, meta.version]
     assert error_of(response, policies.recomputed(asked, response)) < TOLERANCE
 
@@ -481,7 +484,7 @@ async def test_a_version_of_another_shape_is_refused_and_the_old_one_serves(
         meta = publisher.publish(999, tensors.items())
     receiver = make_receiver(ReceiverConfig(allow=(str(tmp_path),)))
     with pytest.raises(SyncError, match="another model"):
-        backend.stage(meta, receiver.within(Patience(PATIENCE_S)))
+        backend.stage(meta, receiver.within(Deadline(DEADLINE_S)))
     asked = request(13)
     response = await backend.generate(asked)
     assert error_of(response, policies.recomputed(asked, response)) < TOLERANCE
@@ -498,7 +501,7 @@ async def test_a_version_that_vanished_is_refused_and_the_old_one_serves(backend
     with pytest.raises(SyncError, match="refused"):
         await backend.swap(staged, "keep")
     assert backend.version == old
-    asked, response = request(14, 60), await asyncio.wait_for(task, PATIENCE_S)
+    asked, response = request(14, 60), await asyncio.wait_for(task, DEADLINE_S)
     assert response.version_runs == [(old, 0, 60)]
     assert error_of(response, policies.replayed(asked, response)) < TOLERANCE
     policies.newest += 1  # so that the next version has other weights than the one that serves
@@ -522,7 +525,7 @@ class Trainer:
         return await self.heard()
 
     async def heard(self) -> str:
-        line = await asyncio.wait_for(self.process.stdout.readline(), PATIENCE_S)
+        line = await asyncio.wait_for(self.process.stdout.readline(), DEADLINE_S)
         return line.decode().strip()
 
     def tell(self, word: str) -> None:
@@ -534,7 +537,7 @@ class Trainer:
             epoch=self.epoch,
             version=version,
             path=await self.told(f"announce {version}"),
-            seat=Seat(rank=1, world_size=2),
+            group_rank=GroupRankBody(rank=1, world_size=2),
         )
 
 
@@ -557,7 +560,7 @@ async def trainer(policies: Policies):
 
 def gate_of(backend: SGLangBackend, policies: Policies) -> VersionGate:
     receiver = make_receiver(ReceiverConfig(allow=("gloo:", f"shm://{policies.root}")))
-    return VersionGate(backend, receiver, "keep", PATIENCE_S)
+    return VersionGate(backend, receiver, "keep", DEADLINE_S)
 
 
 class Crowd:
@@ -576,7 +579,7 @@ class Crowd:
 
     async def assert_truthful(self, expect) -> list[LLMResponse]:
         """Each token as probable as under the version that is said to have sampled it."""
-        responses = await asyncio.wait_for(asyncio.gather(*self._tasks), PATIENCE_S)
+        responses = await asyncio.wait_for(asyncio.gather(*self._tasks), DEADLINE_S)
         errors = [error_of(r, expect(one, r)) for one, r in zip(self.asked, responses, strict=True)]
         runs = {tuple(version for version, _, _ in r.version_runs) for r in responses}
         show(f"  {len(responses)} requests, versions {sorted(runs)}, max error {max(errors):.1e}")
@@ -767,7 +770,7 @@ def times_asked(backend, path: str) -> int:
 
 async def is_torn(backend, buckets: int) -> None:
     """Until the engine has received more buckets than these."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(DEADLINE_S):
         while times_asked(backend, BUCKET) <= buckets:  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0.01)
 
@@ -783,13 +786,19 @@ async def test_counters_tell_what_was_done(backend):
 async def test_the_death_of_the_engine_is_noticed_and_told(backend):
     """The last one on this engine."""
     progress = Progress(5)
-    task = asyncio.create_task(backend.generate(request(16, 240), progress))
+    begun = asyncio.create_task(backend.generate(request(16, 240), progress))
     await ready(progress)
+    engine = psutil.Process(backend._engine.pid)
+    for child in engine.children(recursive=True):
+        child.suspend()  # however slow this process is, no further request is answered
+    unanswered = asyncio.create_task(backend.generate(request(18, 240)))
+    await asyncio.sleep(0)
     started = time.monotonic()
-    os.kill(backend._engine.pid, signal.SIGKILL)
+    engine.kill()
     with pytest.raises(BackendError):
-        await task
-    async with asyncio.timeout(PATIENCE_S):
+        await unanswered
+    await asyncio.gather(begun, return_exceptions=True)
+    async with asyncio.timeout(DEADLINE_S):
         while backend.failure is None:  # noqa: ASYNC110 - a word, no event
             await asyncio.sleep(0.01)
     show(f"death noticed after {time.monotonic() - started:.2f} s")
@@ -813,7 +822,7 @@ async def accepted(client: httpx.AsyncClient, path: str, body: dict) -> None:
 
 async def has_tokens(client: httpx.AsyncClient) -> None:
     """Wait until a sequence is being decoded."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(DEADLINE_S):
         while (await client.get(paths.STATUS)).json()["servers"][0]["running"] == 0:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
@@ -840,7 +849,7 @@ async def test_a_server_with_sglang_behind_it_serves_updates_and_ends_with_it(po
     server = Process(spec)
     try:
         url = await asyncio.to_thread(server.wait_ready, 200.0)
-        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
             asked = request(1, 40, presence_penalty=0.7, frequency_penalty=0.4, temperature=0.8)
             response = await generated(client, asked)
             expected = shaped_logprobs(policies.model(0), asked, response.output_tokens)

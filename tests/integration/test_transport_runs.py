@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,8 +23,16 @@ from headway.contracts.config.weight_sync import (
 from headway.launch.launchers.local import LocalRun
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.conftest import with_weight_sync
-from tests.integration.test_runs import BATCH, finish, steps_of
-from tests.processes import local_run
+from tests.integration.driving import (
+    START_S,
+    finish,
+    kill,
+    resume,
+    resumed,
+    steps_of,
+    until_steps,
+)
+from tests.integration.test_runs import BATCH
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(240)
@@ -35,7 +41,6 @@ SHORT_RUN = (
     "test_a_killed_trainer_resumes_at_another_address[http-trainer_and_server]",
 )
 
-START_S = 90.0
 MakeConfig = Callable[..., LaunchConfig]
 Start = Callable[[LaunchConfig], LocalRun]
 Connect = Callable[[str], RemoteInferenceEngine]
@@ -51,6 +56,7 @@ def sync(tmp_path: Path) -> Iterator[Sync]:
         "http": HttpSync(root=root),
         "shared_memory": SharedMemorySync(root=str(shared / "weights")),
         "collective": CollectiveSync(),
+        "ipc": CollectiveSync(backend="ipc"),
         "delta": DiskSync(root=root, dtype="bfloat16", delta=DeltaConfig(full_every=3)),
     }
     yield known.__getitem__
@@ -77,16 +83,12 @@ def manifests(config: LaunchConfig) -> list[Path]:
     return [] if root is None else sorted(Path(root).glob("v*/manifest.json"))
 
 
-def kill(run: LocalRun, name: str) -> None:
-    """Returns once the process is gone."""
-    process = run.process(name)
-    os.kill(process.pid, signal.SIGKILL)
-    eventually(lambda: process.exit_code() is not None, 10, f"{name} is dead")
-
-
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("http", 1), ("shared_memory", 1), ("delta", 1), ("collective", 1), ("collective", 2)],
+    [
+        *(("http", 1), ("shared_memory", 1), ("delta", 1), ("ipc", 1)),
+        *(("collective", 1), ("collective", 2)),
+    ],
 )
 def test_a_run_ends_well_over_every_transport(
     make_config: MakeConfig, start: Start, connect: Connect, sync: Sync, name: str, ranks: int
@@ -109,10 +111,10 @@ def test_a_run_ends_well_over_every_transport(
         "full",
         "delta",
     ]  # the third is kept, and so what it is based on
-    assert kinds == {"delta": deltas, "collective": []}.get(name, ["full"] * 3)
+    assert kinds == {"delta": deltas, "collective": [], "ipc": []}.get(name, ["full"] * 3)
 
 
-@pytest.mark.parametrize("name", ["http", "collective"])
+@pytest.mark.parametrize("name", ["http", "collective", "ipc"])
 def test_a_run_survives_one_of_its_servers(
     make_config: MakeConfig, start: Start, connect: Connect, sync: Sync, name: str
 ) -> None:
@@ -149,7 +151,7 @@ def test_a_killed_trainer_resumes_at_another_address(
     config = with_weight_sync(make_config(steps=6), sync(name))
     run = start(config)
     run.start_trainer()
-    eventually(lambda: len(steps_of(config)) >= 3, START_S, "3 steps are done")
+    until_steps(config, 3)
     kill(run, "trainer")
     client = connect(run.url)
     committed = client.weights().committed
@@ -157,13 +159,7 @@ def test_a_killed_trainer_resumes_at_another_address(
     if with_server:  # nobody holds the committed version any more
         kill(run, "server-0")
         run.watch()
-    resumed = local_run(with_weight_sync(make_config(steps=6, resume=True), sync(name)))
-    resumed.url = run.url
-    try:
-        resumed.start_trainer()
-        finish(resumed)
-    finally:
-        resumed.stop()
+    resume(run, config)
     check_run(config, client, steps=6)
     again = client.weights().committed
     assert again is not None
@@ -177,24 +173,18 @@ def test_a_resumed_trainer_takes_the_next_free_number_whatever_serves(
     config = make_config(steps=6)
     run = start(config)
     run.start_trainer()
-    eventually(lambda: len(steps_of(config)) >= 3, START_S, "3 steps are done")
+    until_steps(config, 3)
     kill(run, "trainer")
     client = connect(run.url)
     eventually(lambda: client.weights().publishing is None, 20, "what it published is over")
     head = client.weights().head
     assert (client.rollback if way == "rollback" else client.pin)(head - 1).head == head
     assert client.status().version == head - 1
-    resumed = local_run(make_config(steps=6, resume=True))
-    resumed.url = run.url
-    try:
-        resumed.start_trainer()
+    with resumed(run, config):
         eventually(lambda: client.weights().head > head, START_S, "it has published")
         if way == "pin":
             assert client.status().version == head - 1
             client.pin(None)
-        finish(resumed)
-    finally:
-        resumed.stop()
     check_run(config, client, steps=6)
     restored = [row["version"] for row in steps_of(config) if row["version"] > head]
     assert restored[0] == head + 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.contracts.config.base import PartConfig
+from headway.contracts.config.base import ComponentConfig
 from headway.contracts.errors import RewardError
 from headway.contracts.http.rewards import AnswerToScore
 from headway.contracts.types import RewardResult
@@ -19,7 +19,7 @@ from tests.numeric.models import EOS, save_model, write_char_tokenizer
 from tests.numeric.ranks import run_ranks
 from tests.processes import local_run
 from trainer.batching.sequences import SequenceBatch, shift_left
-from trainer.interfaces.answers import TextRule, spread_scores
+from trainer.interfaces.answers import AnswerTextRule, spread_scores
 from trainer.interfaces.reward_verifier import VerifierReward
 from trainer.topology import Topology
 
@@ -60,7 +60,7 @@ def asked_batch() -> SequenceBatch:
     )
 
 
-GSM8K = PartConfig(name="gsm8k")
+GSM8K = ComponentConfig(name="gsm8k")
 EXPECTED = [1.0, 1.0, 1.0, 1.0, 0.0, 1.0]
 ROWS = [{"answer": "#### 2"}, {"answer": "#### 3"}, {"answer": "#### 7"}]
 
@@ -85,7 +85,7 @@ def _verified(
     found: dict[str, torch.Tensor | str] = {}
     try:
         found["plain"] = interface().inference(batch)["scores"]
-        rule = TextRule(decode, unlike)
+        rule = AnswerTextRule(decode, unlike)
         found["ruled"] = interface(rule=rule).inference(batch)["scores"]
         found["kept"] = interface(failed_score=-5.0).inference(
             batch.with_columns(row=torch.full((batch.num_tokens,), len(rows) - 1))

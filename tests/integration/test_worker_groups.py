@@ -19,12 +19,12 @@ import tests.numeric.ranks  # noqa: F401 -- what the fork server imports once
 from headway.contracts.errors import ConfigError, DataError, WorkerError, WorkerLost
 from tests.integration.group_workers import Known, negated
 from tests.processes import FORKS
+from trainer.workers.data_proto import DataProto
 from trainer.workers.dispatch import Dispatch, register
 from trainer.workers.group import WorkerGroup
-from trainer.workers.proto import DataProto
 from trainer.workers.worker import Worker
 
-PATIENCE_S = 90.0
+DEADLINE_S = 90.0
 ROOT = Path(__file__).parents[2]
 KINDS = ("processes", "ray")
 
@@ -46,7 +46,7 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Open]:
     groups: list[WorkerGroup] = []
 
     def start(kind: str, world_size: int, *args: Any, **options: Any) -> WorkerGroup:
-        options = {"timeout_s": PATIENCE_S} | options
+        options = {"timeout_s": DEADLINE_S} | options
         if kind == "ray":
             request.getfixturevalue("ray_cluster")
             group = WorkerGroup.of_ray_actors(Known, world_size, *args, **options)
@@ -72,7 +72,7 @@ def pidfds(pids: list[int]) -> list[int]:
 def assert_gone(descriptors: list[int]) -> None:
     """All of these processes end, within a deadline."""
     for descriptor in descriptors:
-        ready, _, _ = select.select([descriptor], [], [], PATIENCE_S)
+        ready, _, _ = select.select([descriptor], [], [], DEADLINE_S)
         os.close(descriptor)
         assert ready, "a worker outlived its group"
 
@@ -180,7 +180,7 @@ def test_no_worker_outlives_a_killed_driver():
         assert len(pids) == 2
         workers = pidfds(pids)
         driver.kill()
-        driver.wait(PATIENCE_S)
+        driver.wait(DEADLINE_S)
         assert_gone(workers)
     finally:
         driver.kill()
@@ -212,3 +212,12 @@ def test_ray_s_actors_want_a_cluster():
         ray.shutdown()
     with pytest.raises(ConfigError, match=r"call ray\.init"):
         WorkerGroup.of_ray_actors(Known, 1)
+
+
+def test_ranks_of_several_groups_get_gpus_of_their_own(opened: Open) -> None:
+    actor = opened("processes", 2, devices=["0", "1"])
+    critic = opened("processes", 1, devices=["GPU-2f"])
+    assert actor.visible_devices() == ["0", "1"]
+    assert critic.visible_devices() == ["GPU-2f"]
+    with pytest.raises(ConfigError, match="1 devices for 2 ranks; name one for each"):
+        opened("processes", 2, devices=["0"])

@@ -16,10 +16,10 @@ from tests.integration.traps import Traps
 
 
 def gateway(traps: Traps, argv: list[str]) -> None:
-    from headway.rollout.gateway import main
-    from headway.rollout.publishing.book import WeightBook
+    from headway.rollout.gateway.main import main
+    from headway.rollout.versions.publication_state import PublicationState
 
-    WeightBook.commit = traps.around_async(WeightBook.commit, "prepared", "recorded")
+    PublicationState.commit = traps.around_async(PublicationState.commit, "prepared", "recorded")
     main(argv)
 
 

@@ -15,22 +15,29 @@ from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import EmbeddedTorchConfig
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
-from headway.rollout.tokenizer import TextTokenizer
+from headway.text.tokenizer import TextTokenizer
 from inference_server.backends.embedded.backend import EmbeddedTorchBackend
+from inference_server.backends.embedded.device import Device
 from tests.numeric.models import VOCAB_SIZE, load_reference
 from weight_sync.channel import StagedWeights
 
-PATIENCE_S = 30.0
+DEADLINE_S = 30.0
 KV_BYTES = 1 << 24
 """Ample for tiny models: not what happens to be free on the machine."""
 
 
-def make_backend(folder: Path, *, dtype: str = "float32", **config: Any) -> EmbeddedTorchBackend:
+def make_backend(
+    folder: Path, *, dtype: str = "float32", device: Device | None = None, **config: Any
+) -> EmbeddedTorchBackend:
     """A backend that was not started, with the directory's tokenizer if it has one."""
     options = EmbeddedTorchConfig(**({"max_sequences": 3, "kv_cache_bytes": KV_BYTES} | config))
     tokenizer = TextTokenizer(str(folder)) if (folder / "tokenizer.json").is_file() else None
     return EmbeddedTorchBackend(
-        options, ModelConfig(path=str(folder), dtype=dtype), version=0, tokenizer=tokenizer
+        options,
+        ModelConfig(path=str(folder), dtype=dtype),
+        version=0,
+        tokenizer=tokenizer,
+        device=device,
     )
 
 
@@ -69,7 +76,7 @@ async def generate_all(
 ) -> list[LLMResponse]:
     """All of them at once."""
     calls = (backend.generate(r) for r in requests)
-    return await asyncio.wait_for(asyncio.gather(*calls), PATIENCE_S)
+    return await asyncio.wait_for(asyncio.gather(*calls), DEADLINE_S)
 
 
 class Heard:
@@ -90,7 +97,7 @@ class Heard:
 
     async def until(self, count: int) -> None:
         """Wait for this many tokens."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(DEADLINE_S):
             while len(self.tokens) < count:
                 self._changed.clear()
                 await self._changed.wait()
@@ -111,7 +118,7 @@ class Call:
 
     async def response(self) -> LLMResponse:
         """What it ended with."""
-        return await asyncio.wait_for(self.task, PATIENCE_S)
+        return await asyncio.wait_for(self.task, DEADLINE_S)
 
 
 def errors(got: Iterable[float], expected: Tensor) -> Tensor:
@@ -126,7 +133,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 
 def stage(version: int, folder: Path) -> StagedWeights:
-    """The weights of a model directory as a proven version."""
+    """The weights of a model directory as a verified version."""
     tensors: dict[str, Tensor] = {
         name: p.detach().clone() for name, p in load_reference(folder).named_parameters()
     }

@@ -14,6 +14,7 @@ from torch import Tensor
 from headway.contracts.config.algorithm import AlgorithmConfig
 from headway.contracts.config.model import TrainedModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
+from headway.contracts.config.policy_losses import ClipLossConfig
 from headway.contracts.config.trainer import TrainerConfig
 from tests.numeric.models import VOCAB_SIZE, reference_logits
 from trainer.algorithms.losses import policy_loss
@@ -46,7 +47,9 @@ and so has its ratio) and, from the second step on, of its parameters. Two ways 
 In float64 they differ by 1e-14: see `tests.numeric.float64`.
 """
 IN_FLOAT64 = 1e-11
-WIDE = AlgorithmConfig(eps_clip=0.9, eps_clip_higher=5.0, behaviour_weight_cap=2.0)
+WIDE = AlgorithmConfig(
+    policy_loss=ClipLossConfig(eps_clip=0.9, eps_clip_higher=5.0), behaviour_weight_cap=2.0
+)
 LENGTHS = (9, 3, 17, 5, 12, 2, 8)
 
 
@@ -107,7 +110,7 @@ def tokens_in_loss(batch: SequenceBatch) -> float:
 
 def bare(engine: TrainEngine) -> FSDP2Engine:
     """Without its meter."""
-    engine = engine._engine if isinstance(engine, MeteredEngine) else engine
+    engine = engine.train_engine if isinstance(engine, MeteredEngine) else engine
     assert isinstance(engine, FSDP2Engine)
     return engine
 
@@ -163,7 +166,7 @@ def plain_training(model: torch.nn.Module, batches: Sequence[SequenceBatch]) -> 
         for index in range(len(batch.lengths)):
             one = batch.select([index])
             logits = reference_logits(model, one["input_ids"].tolist())
-            output = token_loss(LogitsOutput(logits), one)
+            output = token_loss(LogitsOutput(logits, one), one)
             share = output.loss * one["loss_mask"].sum() / total
             share.backward()
             loss_sum += share.item()

@@ -23,7 +23,7 @@ from trainer.batching.sequences import SequenceBatch, shift_left
 from trainer.hybrid.backend import RolloutBackend, make_backend
 from trainer.hybrid.engine import HybridEngine
 from trainer.topology import Topology
-from weight_sync.handover import Handed
+from weight_sync.weight_transfer import TransferredTensor
 
 SPEC = MicroBatchSpec(64)
 ALONE = Topology(0, 1, torch.device("cpu"))
@@ -36,7 +36,7 @@ class Watched:
 
     def __init__(self, backend: RolloutBackend) -> None:
         self._backend = backend
-        self.handed: list[Handed] = []
+        self.handed: list[TransferredTensor] = []
         """What came last, without its tensors."""
         self.fails_at: int | None = None
         """Number of the tensor at whose arrival it fails."""
@@ -44,11 +44,11 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def wake(self, version: int, parts: Iterable[Handed], adapter: Any) -> None:
+    def wake(self, version: int, parts: Iterable[TransferredTensor], adapter: Any) -> None:
         self.handed = []
         self._backend.wake(version, self._watch(parts), adapter)
 
-    def _watch(self, parts: Iterable[Handed]) -> Iterator[Handed]:
+    def _watch(self, parts: Iterable[TransferredTensor]) -> Iterator[TransferredTensor]:
         for number, part in enumerate(parts):
             if number == self.fails_at:
                 raise MemoryError("no room for this one")
@@ -66,7 +66,7 @@ class Prefixed(Watched):
     def kept(self) -> frozenset[str]:
         return frozenset(self.PREFIX + name for name in self._backend.kept)
 
-    def _watch(self, parts: Iterable[Handed]) -> Iterator[Handed]:
+    def _watch(self, parts: Iterable[TransferredTensor]) -> Iterator[TransferredTensor]:
         for part in super()._watch(parts):
             assert part.name.startswith(self.PREFIX)
             yield replace(part, name=part.name.removeprefix(self.PREFIX))
@@ -155,9 +155,9 @@ def train(engine: HybridEngine, seed: int, topology: Topology = ALONE) -> dict[s
     """One step on this rank's share."""
     batch = random_batch(seed)
     share = partition_by_tokens(batch.lengths, topology.world_size)[topology.rank]
-    figures = engine.train_batch(batch.select(share), SPEC, token_loss, tokens_in_loss)
+    metrics = engine.train_batch(batch.select(share), SPEC, token_loss, tokens_in_loss)
     engine.step_lr_scheduler()
-    return figures
+    return metrics
 
 
 def take_turns(engine: HybridEngine, rounds: int, topology: Topology = ALONE) -> dict[str, Any]:

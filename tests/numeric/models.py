@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Cache,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -111,6 +113,14 @@ def reference_logits(model: torch.nn.Module, ids: list[int]) -> Tensor:
 
 
 @torch.no_grad()
+def extend_cache(model: torch.nn.Module, cache: Cache, ids: list[int]) -> Tensor:
+    """Return logits over `ids` (tokens, vocabulary) after what `cache` holds, and append them to it."""
+    taken = inspect.signature(type(model).forward).parameters
+    name = "cache" if "cache" in taken else "past_key_values"  # before transformers 5.24
+    output = model(input_ids=torch.tensor([ids]), use_cache=True, **{name: cache})
+    return output.logits[0]
+
+
 def reference_logprobs(
     model: torch.nn.Module, prompt: list[int], response: list[int], temperature: float = 1.0
 ) -> Tensor:

@@ -38,6 +38,8 @@ def random_batch(
             "advantages": noise(1.0),
             "entropy": noise(1.0).abs(),
             "near": torch.rand(size, generator=generator) < 0.8,
+            "prepared": torch.rand(size, generator=generator) < 0.3,
+            "weight_factor": torch.full((size,), 0.8, dtype=torch.float64),
         },
     )
 

@@ -84,8 +84,8 @@ def learner_with(algorithm: AlgorithmConfig, interfaces: Mapping[str, Any]) -> L
 
 def train(models: PolicyModels, steps: range) -> list[dict[str, float]]:
     """The figures of each step."""
-    figures = []
+    metrics = []
     for step in steps:
-        figures.append(models.learner.train_step(batch_of(step), version=step, step=step))
+        metrics.append(models.learner.train_step(batch_of(step), version=step, step=step))
         models.step_lr_schedulers(step)
-    return figures
+    return metrics

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from headway.runtime.ending import end_process
 from tests.numeric.engines import open_engine, random_batch, token_loss, tokens_in_loss
 from trainer.api import MicroBatchSpec, SaveLoadMeta
 from trainer.batching.balance import partition_by_tokens
@@ -30,7 +31,7 @@ def run(model_dir: Path, out: Path) -> None:
         publisher = make_local_publisher(str(out / "weights"))
     engine = open_engine(model_dir, topology=topology, publisher=publisher)
     spec = MicroBatchSpec(25)  # the ranks need different numbers of micro-batches
-    figures = []
+    metrics = []
     for seed in range(STEPS):
         batch = random_batch(seed)
         share = partition_by_tokens(batch.lengths, topology.world_size)[topology.rank]
@@ -40,13 +41,13 @@ def run(model_dir: Path, out: Path) -> None:
         engine.step_lr_scheduler()
         logits = engine.forward(mine, spec)
         sizes = topology.sum([float(logits.double().square().sum())])
-        figures.append(stats | {"eval": float(before), "logits_square": sizes[0]})
+        metrics.append(stats | {"eval": float(before), "logits_square": sizes[0]})
     engine.upload_weights(publisher.announce(VERSION) if publisher is not None else None)
-    engine.save(SaveLoadMeta(str(out / "checkpoint")))
-    engine.save(SaveLoadMeta(str(out / "hf"), weight_format="hf"))
+    engine.save(SaveLoadMeta(str(out / "checkpoint"))).result()
+    engine.save(SaveLoadMeta(str(out / "hf"), weight_format="hf")).result()
     if publisher is not None:
         publisher.close()
-        (out / "figures.json").write_text(json.dumps(figures))
+        (out / "figures.json").write_text(json.dumps(metrics))
 
 
 def main() -> None:
@@ -55,6 +56,7 @@ def main() -> None:
     for model_dir in map(Path, sys.argv[2:]):
         run(model_dir, Path(sys.argv[1]) / model_dir.name)
     Topology.from_environment().leave()
+    end_process(0)
 
 
 if __name__ == "__main__":

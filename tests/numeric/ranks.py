@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.processes import FORKS
 from trainer.topology import Topology
 
-PATIENCE_S = 90.0
+DEADLINE_S = 90.0
 
 
 def run_ranks(
@@ -27,7 +27,7 @@ def run_ranks(
         function: of a module, as are what it takes and returns.
     """
     processes = start_ranks(world_size, scratch, function, *args)
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + DEADLINE_S
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
     codes = [process.exitcode for process in processes]

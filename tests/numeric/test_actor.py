@@ -21,10 +21,10 @@ from tests.numeric.models import load_reference, reference_logits
 from tests.numeric.policies import TEMPERATURE, learner_with, trajectory
 from tests.numeric.test_advantages import slow_advantages
 from tests.numeric.test_losses import slow_decoupled_loss
-from trainer.algorithms.judgement import judge
+from trainer.algorithms.batch_advantages import compute_advantages
 from trainer.api import MicroBatchSpec
 from trainer.batching.sequences import batch_of_trajectories
-from trainer.interfaces.advantages import Advantages
+from trainer.interfaces.advantages import AdvantagesCall
 from trainer.interfaces.frozen_model import FrozenModel
 from trainer.interfaces.ppo_actor import PPOActor
 from trainer.learner import Learner
@@ -37,7 +37,7 @@ def learner_of(engine, config: AlgorithmConfig, budget: int, reference=None) -> 
     """A policy without a critic; the reference is an engine."""
     spec = MicroBatchSpec(budget)
     actor = PPOActor(engine, TOPOLOGY, config, spec, TEMPERATURE)
-    interfaces = {"actor_inf": actor, "advantages": Advantages(config), "actor_train": actor}
+    interfaces = {"actor_inf": actor, "advantages": AdvantagesCall(config), "actor_train": actor}
     if reference is not None:
         model = FrozenModel(reference, TOPOLOGY, spec, TEMPERATURE, "reference_logprobs")
         interfaces["ref_inf"] = model
@@ -65,7 +65,7 @@ def slow_loss(model, rows, config: AlgorithmConfig) -> float:
         for r in ((row.reward + config.reward_bias) * config.reward_scaling for row in rows)
     ]
     groups = [ord(row.rollout_id) for row in rows]
-    advantages = slow_advantages(rewards, groups, config.scale_by_std)
+    advantages = slow_advantages(rewards, groups, config.advantage.std_level == "group")
     columns = [[], [], [], [], []]
     for row, advantage in zip(rows, advantages, strict=True):
         current = token_logprobs_of(model, row)
@@ -77,8 +77,9 @@ def slow_loss(model, rows, config: AlgorithmConfig) -> float:
         for column, value in zip(columns, values, strict=True):
             column.extend(value)
     cap = config.behaviour_weight_cap if config.decoupled else None
-    high = config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
-    return slow_decoupled_loss(*columns, low=config.eps_clip, high=high, cap=cap)
+    bounds = config.policy_loss
+    high = bounds.eps_clip if bounds.eps_clip_higher is None else bounds.eps_clip_higher
+    return slow_decoupled_loss(*columns, low=bounds.eps_clip, high=high, cap=cap)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +87,8 @@ def slow_loss(model, rows, config: AlgorithmConfig) -> float:
     [
         {},
         {"behaviour_weight_cap": None},
-        {"decoupled": False, "eps_clip_higher": 0.28},
-        {"scale_by_std": False},
+        {"decoupled": False, "policy_loss": {"eps_clip_higher": 0.28}},
+        {"advantage": {"std_level": "none"}},
         {"mask_truncated": True},
         {"reward_bias": -0.5, "reward_scaling": 10.0, "reward_clip": 6.0},
     ],
@@ -96,12 +97,12 @@ def slow_loss(model, rows, config: AlgorithmConfig) -> float:
 def test_the_loss_of_a_step_is_that_of_the_slow_loops(llama_dir, trajectories, options, budget):
     config = AlgorithmConfig(**options)
     engine = open_engine(llama_dir)
-    figures = learner_of(engine, config, budget).train_step(trajectories, 0)
+    metrics = learner_of(engine, config, budget).train_step(trajectories, 0)
     expected = slow_loss(load_reference(llama_dir), trajectories, config)
-    assert figures["loss"] == pytest.approx(expected, rel=2e-3, abs=1e-4)
-    assert math.isfinite(figures["grad_norm"])
+    assert metrics["loss"] == pytest.approx(expected, rel=2e-3, abs=1e-4)
+    assert math.isfinite(metrics["grad_norm"])
     if config.decoupled:
-        assert figures["clip_fraction"] == 0.0  # nothing has moved yet
+        assert metrics["clip_fraction"] == 0.0  # nothing has moved yet
 
 
 @pytest.mark.parametrize(
@@ -109,12 +110,25 @@ def test_the_loss_of_a_step_is_that_of_the_slow_loops(llama_dir, trajectories, o
     [
         {"aggregation": "sequence_mean_token_mean", "ratio_level": "sequence"},
         {"aggregation": "sequence_mean_token_sum_norm", "aggregation_max_tokens": 16},
-        {"m2_threshold": 0.5, "objective": "unclipped"},
-        {"proximal": "interpolate"},
+        {"m2_threshold": 0.5, "policy_loss": {"type": "unclipped"}},
+        {"proximal": "loglinear"},
         {"rejection": {"upper": 1.5}, "behaviour_weight_action": "clamp"},
-        {"baseline": "none", "advantage_norm": "batch", "discount": 0.9, "zero_truncated": True},
-        {"objective": "cispo", "entropy_coef": 0.01, "baseline": "leave_one_out"},
-        {"objective": "sapo", "decoupled": False, "scale_level": "batch"},
+        {
+            "advantage": {"type": "reward"},
+            "advantage_norm": "batch",
+            "discount": 0.9,
+            "zero_truncated": True,
+        },
+        {
+            "policy_loss": {"type": "cispo"},
+            "entropy_coef": 0.01,
+            "advantage": {"leave_one_out": True},
+        },
+        {
+            "policy_loss": {"type": "sapo"},
+            "decoupled": False,
+            "advantage": {"std_level": "batch"},
+        },
         {"overlong": {"max_tokens": 12, "buffer_tokens": 6}, "mask_truncated": True},
         {"kl_coef": 0.1},
         {"kl_in": "reward", "kl_coef": 0.1, "kl_estimator": "k1"},
@@ -122,20 +136,20 @@ def test_the_loss_of_a_step_is_that_of_the_slow_loops(llama_dir, trajectories, o
     ids=lambda options: next(iter(options)),
 )
 def test_a_step_does_not_depend_on_the_split_into_micro_batches(llama_dir, trajectories, options):
-    config, figures, parameters = AlgorithmConfig(**options), [], []
+    config, metrics, parameters = AlgorithmConfig(**options), [], []
     for budget in (16, 10_000):
         engine, reference = open_engine(llama_dir), open_engine(llama_dir)
         learner = learner_of(engine, config, budget, reference if config.kl_coef else None)
-        figures.append(learner.train_step(trajectories, 0))
+        metrics.append(learner.train_step(trajectories, 0))
         parameters.append(parameters_of(engine))
-    assert_same_figures(*figures, grad_norm=GRAD_NORM)
+    assert_same_figures(*metrics, grad_norm=GRAD_NORM)
     assert_close(*parameters, atol=1e-6)
-    assert figures[0]["grad_norm"] > 0.0
+    assert metrics[0]["grad_norm"] > 0.0
 
 
-def test_the_distance_from_the_servers_policy_is_that_of_the_slow_loop(llama_dir, trajectories):
-    model = load_reference(llama_dir)
-    gaps = [
+def gaps_of(model, trajectories):
+    """Of each token in the loss: its logprob now, less that of the server."""
+    return [
         current - behaviour
         for row in trajectories
         for current, behaviour, is_in in zip(
@@ -146,15 +160,20 @@ def test_the_distance_from_the_servers_policy_is_that_of_the_slow_loop(llama_dir
         )
         if is_in
     ]
+
+
+def test_the_distance_from_the_servers_policy_is_that_of_the_slow_loop(llama_dir, trajectories):
+    model = load_reference(llama_dir)
+    gaps = gaps_of(model, trajectories)
     weights = [math.exp(gap) for gap in gaps]
     config = AlgorithmConfig(num_minibatches=3)
-    figures = learner_of(open_engine(llama_dir), config, 64).train_step(trajectories, 0)
-    assert figures["logprob_diff_mean"] == pytest.approx(
+    metrics = learner_of(open_engine(llama_dir), config, 64).train_step(trajectories, 0)
+    assert metrics["logprob_diff_mean"] == pytest.approx(
         math.fsum(map(abs, gaps)) / len(gaps), rel=1e-4
     )
-    assert figures["logprob_diff_max"] == pytest.approx(max(map(abs, gaps)), rel=1e-4)
+    assert metrics["logprob_diff_max"] == pytest.approx(max(map(abs, gaps)), rel=1e-4)
     share = math.fsum(weights) ** 2 / math.fsum(w * w for w in weights) / len(weights)
-    assert figures["effective_sample_size"] == pytest.approx(share, rel=1e-3)
+    assert metrics["effective_sample_size"] == pytest.approx(share, rel=1e-3)
 
 
 def test_the_entropy_without_a_bonus_is_that_of_the_first_policy(llama_dir, trajectories):
@@ -168,8 +187,8 @@ def test_the_entropy_without_a_bonus_is_that_of_the_first_policy(llama_dir, traj
                 entropies.append(-math.fsum(math.exp(p) * p for p in table[t].tolist()))
     mean = math.fsum(entropies) / len(entropies)
     for config in (AlgorithmConfig(num_minibatches=3), AlgorithmConfig(entropy_coef=0.01)):
-        figures = learner_of(open_engine(llama_dir), config, 16).train_step(trajectories, 0)
-        assert figures["entropy"] == pytest.approx(mean, rel=1e-4)
+        metrics = learner_of(open_engine(llama_dir), config, 16).train_step(trajectories, 0)
+        assert metrics["entropy"] == pytest.approx(mean, rel=1e-4)
 
 
 def test_a_version_of_one_update_makes_no_forward_but_its_own(llama_dir, trajectories):
@@ -181,26 +200,16 @@ def test_a_version_of_one_update_makes_no_forward_but_its_own(llama_dir, traject
 
 def test_an_interpolated_proximal_needs_no_forward(llama_dir, trajectories):
     """Tokens of version 0 at version 1: half way between the server's logprob and the current one."""
-    config = AlgorithmConfig(proximal="interpolate", behaviour_weight_cap=None)
+    config = AlgorithmConfig(proximal="loglinear", behaviour_weight_cap=None)
     engine, seen = open_engine(llama_dir), []
     model = load_reference(llama_dir)
     engine.forward = lambda *args, **options: seen.append(args)
-    figures = learner_of(engine, config, 10_000).train_step(trajectories, version=1)
-    gaps = [
-        (current - behaviour) / 2
-        for row in trajectories
-        for current, behaviour, is_in in zip(
-            token_logprobs_of(model, row),
-            row.logprobs.tolist()[1:],
-            row.loss_mask[1:],
-            strict=True,
-        )
-        if is_in
-    ]
+    metrics = learner_of(engine, config, 10_000).train_step(trajectories, version=1)
+    gaps = [gap / 2 for gap in gaps_of(model, trajectories)]
     weights = [math.exp(gap) for gap in gaps]
     assert not seen
-    assert figures["behaviour_weight"] == pytest.approx(math.fsum(weights) / len(gaps), rel=1e-4)
-    assert "logprob_diff_mean" not in figures
+    assert metrics["behaviour_weight"] == pytest.approx(math.fsum(weights) / len(gaps), rel=1e-4)
+    assert "logprob_diff_mean" not in metrics
 
 
 def test_the_penalty_is_of_the_distance_from_the_reference(llama_dir, trajectories):
@@ -214,10 +223,10 @@ def test_the_penalty_is_of_the_distance_from_the_reference(llama_dir, trajectori
             return engine.forward(*args, **options) - 0.5
 
     config = AlgorithmConfig(kl_coef=2.0, kl_estimator="k2")
-    figures = learner_of(engine, config, 10_000, Lower()).train_step(trajectories, 0)
-    assert figures["reference_kl"] == pytest.approx(0.125, rel=1e-4)
+    metrics = learner_of(engine, config, 10_000, Lower()).train_step(trajectories, 0)
+    assert metrics["reference_kl"] == pytest.approx(0.125, rel=1e-4)
     plain = learner_of(open_engine(llama_dir), AlgorithmConfig(), 10_000)
-    assert figures["loss"] - plain.train_step(trajectories, 0)["loss"] == pytest.approx(
+    assert metrics["loss"] - plain.train_step(trajectories, 0)["loss"] == pytest.approx(
         0.25, rel=1e-3
     )
 
@@ -281,9 +290,9 @@ def test_groups_of_equal_rewards_move_nothing(llama_dir, trajectories):
         for t in trajectories
     ]
     engine = open_engine(llama_dir)
-    figures = learner_of(engine, AlgorithmConfig(), 64).train_step(equal, 0)
-    assert figures["loss"] == 0.0
-    assert figures["grad_norm"] == 0.0
+    metrics = learner_of(engine, AlgorithmConfig(), 64).train_step(equal, 0)
+    assert metrics["loss"] == 0.0
+    assert metrics["grad_norm"] == 0.0
     reference = dict(load_reference(llama_dir).named_parameters())
     # Weight decay alone: p · (1 - lr · decay).
     decayed = {name: p.detach() * (1 - 1e-3 * 0.1) for name, p in reference.items()}
@@ -306,17 +315,17 @@ def test_the_only_update_of_a_version_needs_no_forward_before(
 ):
     """Its own says the same: weights and figures are those of a step whose policy was asked before."""
     config = AlgorithmConfig(**ONE_UPDATE_RECIPES[name])
-    figures, parameters = [], []
+    metrics, parameters = [], []
     for is_asked in (False, True):
         engine = open_engine(llama_dir)
         actor = PPOActor(engine, TOPOLOGY, config, MicroBatchSpec(budget), TEMPERATURE)
         batch = batch_of_trajectories(trajectories)
         told = actor.inference(batch) if is_asked else {}
-        judged, seen = judge(config, batch.with_columns(**told), 0, 0.0)
-        figures.append(seen | actor.train_step(judged))
+        judged, seen = compute_advantages(config, batch.with_columns(**told), 0, 0.0)
+        metrics.append(seen | actor.train_step(judged))
         parameters.append(parameters_of(engine))
-    assert "effective_sample_size" in figures[0]
-    assert_same_figures(*figures, grad_norm=GRAD_NORM)
+    assert "effective_sample_size" in metrics[0]
+    assert_same_figures(*metrics, grad_norm=GRAD_NORM)
     assert_close(*parameters, atol=1e-6)
 
 
@@ -325,7 +334,7 @@ def test_the_only_update_of_a_version_needs_no_forward_before(
     [
         ({}, False),
         ({"decoupled": False}, False),
-        ({"proximal": "interpolate"}, False),
+        ({"proximal": "loglinear"}, False),
         ({"num_minibatches": 2}, True),
         ({"num_epochs": 2}, True),
         ({"m2_threshold": 0.1}, True),

@@ -18,7 +18,7 @@ from tests.numeric.ranks import run_ranks
 from tests.unit.rollout.rollout_builders import make_trajectory
 from trainer.api import MicroBatchSpec
 from trainer.batching.sequences import SequenceBatch, batch_of_trajectories, shift_left
-from trainer.interfaces.answers import TextRule, prompts_and_answers, spread_scores
+from trainer.interfaces.answers import AnswerTextRule, prompts_and_answers, spread_scores
 from trainer.interfaces.reward_model import ModelReward, last_tokens, padding_of_model
 from trainer.interfaces.reward_verifier import with_rows
 from trainer.topology import Topology
@@ -137,7 +137,7 @@ def test_a_rule_reads_the_text_of_each_answer(judge_dir: Path):
         assert re.fullmatch(r"CD|E|FFFF", text)
         return score + 10.0 * len(text)
 
-    got = TextRule(text_of, longer).apply([1.0, 2.0, 3.0], batch)
+    got = AnswerTextRule(text_of, longer).apply([1.0, 2.0, 3.0], batch)
     assert got == [21.0, 12.0, 43.0]
 
 

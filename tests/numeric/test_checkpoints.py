@@ -28,10 +28,10 @@ from tests.numeric.engines import (
     tokens_in_loss,
 )
 from tests.numeric.models import save_model
-from tests.numeric.ranks import PATIENCE_S, run_ranks, start_ranks
+from tests.numeric.ranks import DEADLINE_S, run_ranks, start_ranks
 from trainer.api import MicroBatchSpec, SaveLoadMeta
 from trainer.batching.balance import partition_by_tokens
-from trainer.checkpoint import Checkpoints, Parts, RunState
+from trainer.checkpoint import CheckpointContents, Checkpoints, RunState
 from trainer.topology import Topology
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
@@ -47,8 +47,8 @@ def checkpoints_in(folder: Path, topology: Topology = ALONE, asynchronous: bool 
     return Checkpoints(folder, RecoveryConfig(keep=1, asynchronous=asynchronous), topology)
 
 
-def parts_of(engine) -> Parts:
-    return Parts({"model": engine})
+def parts_of(engine) -> CheckpointContents:
+    return CheckpointContents({"model": engine})
 
 
 def train_step(engine, topology: Topology, step: int) -> None:
@@ -125,7 +125,7 @@ class Deaths:
             now, deaths = deaths[:AT_ONCE], deaths[AT_ONCE:]
             runs = {death: self._start(death) for death in now}
             for (rank, _), processes in runs.items():
-                assert wait([processes[rank].sentinel], PATIENCE_S)
+                assert wait([processes[rank].sentinel], DEADLINE_S)
                 processes[rank].join()
                 assert processes[rank].exitcode == -signal.SIGKILL
                 for process in processes:
@@ -184,7 +184,7 @@ def train_while_writing(topology: Topology, model_dir: Path, folder: Path) -> di
 
     def hold(event: str, path: Path) -> None:
         if path.name.endswith(".distcp"):
-            assert may_write.wait(PATIENCE_S)
+            assert may_write.wait(DEADLINE_S)
         if event == "os.mkdir" and may_write.is_set():
             seen.setdefault("before the next", sorted(entry.name for entry in root.iterdir()))
 
@@ -224,7 +224,7 @@ def hold_the_copy(topology: Topology, model_dir: Path, folder: Path) -> tuple[An
     engine = open_engine(model_dir, topology=topology)
     checkpoints = checkpoints_in(folder, topology)
     may_write = threading.Event()
-    watch(folder, lambda event, path: path.suffix != ".distcp" or may_write.wait(PATIENCE_S))
+    watch(folder, lambda event, path: path.suffix != ".distcp" or may_write.wait(DEADLINE_S))
     held = []
     for step in (1, 2):  # the second copy goes into the memory of the first
         may_write.clear()

@@ -1,4 +1,4 @@
-"""What a user writes: an interface and a backend, from `examples/`, each of at most 40 lines."""
+"""What a user writes: an interface and a backend, from `examples/`, each of at most 60 lines."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from headway.contracts.config.experiment import GRPOExperiment
 from headway.contracts.config.model import TrainedModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
 from headway.contracts.config.trainer import TrainerConfig
 from headway.contracts.errors import ConfigError, UnknownName
 from headway.contracts.registry import Registry
+from headway.runtime.config import load_config
 from headway.runtime.modules import import_modules
 from tests.numeric.engines import random_batch, token_loss, tokens_in_loss
 from tests.numeric.policies import ALONE, batch_of, experiment, open_models
+from trainer.algorithms.advantage_registry import ADVANTAGE_ESTIMATORS
+from trainer.algorithms.policy_loss_registry import POLICY_LOSSES
 from trainer.api import MicroBatchSpec
 from trainer.backends.base import BACKENDS
 from trainer.interfaces.base import INTERFACES, register_interface
@@ -43,9 +47,47 @@ def imported(folder: str, name: str, registry: Registry):
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("file", ["custom_interface/batch_baseline.py", "custom_backend/calm.py"])
+@pytest.fixture(scope="module")
+def soft_clip():
+    yield from imported("custom_loss", "soft_clip", POLICY_LOSSES)
+    del ADVANTAGE_ESTIMATORS._targets["rank"]
+
+
+@pytest.mark.parametrize("file", [*EXAMPLES.glob("custom_*/*.py")], ids=lambda file: file.name)
 def test_it_is_short(file):
-    assert len((EXAMPLES / file).read_text().splitlines()) <= 40
+    assert len(file.read_text().splitlines()) <= 60
+
+
+def test_the_policy_learns_by_the_users_loss_and_estimator(llama_dir, soft_clip):
+    config = load_config(
+        GRPOExperiment, ["--config", str(EXAMPLES / "custom_loss" / "grpo.yaml")]
+    ).algorithm
+    section = config.model_dump(exclude_unset=True)
+    models = open_models(experiment(llama_dir, "grpo", algorithm=section))
+    seen = []
+    train_batch = models.policy.train_engine.train_batch
+    models.policy.train_engine.train_batch = lambda b, *args: (
+        seen.append(b) or train_batch(b, *args)
+    )
+    rows = batch_of(0)
+    gains = []
+    for step in range(4):  # the same rollouts again and again: what is rewarded grows likelier
+        metrics = models.learner.train_step(rows, version=0, step=step)
+        gains.append(metrics["loss"])
+        assert metrics["grad_norm"] > 0.0
+        models.step_lr_schedulers(step)
+    assert gains[-1] < gains[0]
+    rewards = {}
+    for row in rows:
+        rewards.setdefault(row.rollout_id, []).append(row.reward)
+    got = sorted({round(v, 5) for b in seen for v in b["advantages"].unique().tolist()})
+    expected = {0.0}
+    for own in rewards.values():
+        for mine in own:
+            order = sum((mine > other) - (mine < other) for other in own)
+            expected.add(round(order / max(len(own) - 1, 1), 5))
+    assert got == pytest.approx(sorted(expected))
+    models.destroy()
 
 
 def call(**changes):
@@ -62,10 +104,12 @@ def test_the_policy_learns_by_the_advantages_of_the_users_interface(llama_dir, b
     config = experiment(llama_dir, "grpo", algorithm={"decoupled": False}, dataflow=call())
     models = open_models(config)
     seen = []
-    train_batch = models.policy._engine.train_batch
-    models.policy._engine.train_batch = lambda b, *args: seen.append(b) or train_batch(b, *args)
+    train_batch = models.policy.train_engine.train_batch
+    models.policy.train_engine.train_batch = lambda b, *args: (
+        seen.append(b) or train_batch(b, *args)
+    )
     rows = batch_of(0)
-    figures = models.learner.train_step(rows, version=0)
+    metrics = models.learner.train_step(rows, version=0)
     (batch,) = seen
     rewards = [row.reward - 0.125 * int(row.loss_mask.sum()) for row in rows]
     mean = sum(rewards) / len(rewards)
@@ -77,7 +121,7 @@ def test_the_policy_learns_by_the_advantages_of_the_users_interface(llama_dir, b
         expected = torch.where(mask, torch.tensor(reward - mean), 0.0)
         torch.testing.assert_close(piece, expected.float())
         assert int(mask.sum()) == int(row.loss_mask[1:].sum())
-    assert figures["grad_norm"] > 0.0
+    assert metrics["grad_norm"] > 0.0
     models.destroy()
 
 

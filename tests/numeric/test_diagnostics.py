@@ -1,4 +1,4 @@
-"""Figures of the distance between two policies."""
+"""Metrics of the distance between two policies."""
 
 from __future__ import annotations
 

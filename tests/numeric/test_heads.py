@@ -126,6 +126,38 @@ def test_no_logits_exist_while_a_language_model_trains(llama_dir):
     assert called
 
 
+class RoundedOtherwise(torch.nn.Linear):
+    """A product whose kernel depends on the number of dimensions, as it may on a GPU."""
+
+    def forward(self, input):
+        logits = super().forward(input)
+        return logits if input.ndim == 2 else logits.nextafter(torch.full_like(logits, torch.inf))
+
+
+def test_a_last_bit_makes_no_model_odd(llama_dir):
+    model = open_engine(llama_dir)._model
+    model.model.lm_head.__class__ = RoundedOtherwise
+    model.try_head(torch.device("cpu"))
+    assert model._is_plain
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cap_is_seen_where_logits_are_too_small_to_feel_it(tmp_path, dtype):
+    torch.manual_seed(0)
+    sizes = SIZES | {"initializer_range": 0.002}
+    NanoChatForCausalLM(NanoChatConfig(**sizes, final_logit_softcapping=50.0)).save_pretrained(
+        tmp_path
+    )
+    assert not open_engine(tmp_path, dtype=dtype)._model._is_plain
+
+
+def test_values_of_halves_are_not_rounded_to_halves(llama_dir):
+    engine = open_engine(llama_dir, head="value", dtype="bfloat16")
+    values = engine.forward(random_batch(0), SPEC)
+    assert values.dtype == torch.float32
+    assert (values != values.bfloat16()).float().mean() > 0.9
+
+
 def test_a_language_model_has_no_values(any_model):
     with pytest.raises(ConfigError, match=r"model\.head=value"):
         open_engine(any_model).forward(

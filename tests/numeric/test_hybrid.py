@@ -15,9 +15,9 @@ from headway.contracts.config.model import LoraConfig, ModelConfig
 from headway.contracts.errors import (
     ConfigError,
     DataError,
+    PartialWeightTransfer,
     RequestTooLong,
     StaleVersion,
-    TornHandover,
     VersionMoved,
     WrongMode,
 )
@@ -41,7 +41,7 @@ from tests.waiting import until
 from trainer.api import SaveLoadMeta
 from trainer.hybrid.backend import make_backend
 from trainer.topology import Topology
-from weight_sync.handover import Handed
+from weight_sync.weight_transfer import TransferredTensor
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # read by peft 0.21
@@ -116,7 +116,7 @@ def test_one_process_generates_with_the_trainers_own_memory(opened, folders, kin
         for name, parameter in trained.items():
             assert used[name].data_ptr() == parameter.data_ptr()
         assert watched(engine).own_bytes == 0
-        assert all(part.is_lent for part in watched(engine).handed)
+        assert all(part.is_shared_memory for part in watched(engine).handed)
     assert not any(p.numel() for p in generating.module.parameters())
 
 
@@ -205,7 +205,7 @@ def test_training_draws_as_if_nothing_had_been_generated(opened, llama_dir):
 
 def test_asleep_generation_holds_no_keys_and_values(opened, llama_dir):
     engine = opened(llama_dir, hybrid={"backend": {"max_sequences": 8, "kv_cache_bytes": KV_BYTES}})
-    cache = watched(engine)._engine._cache
+    cache = watched(engine)._engine._decode_loop.cache
     asked = requests(0)
     with engine.rollouts():
         first = engine.generate(asked)
@@ -256,10 +256,12 @@ def test_a_handover_that_fails_serves_nothing_and_can_be_done_again(opened, llam
     engine.trainer_mode()
     train(engine, 0)
     watched(engine).fails_at = 3
-    with pytest.raises(TornHandover, match="version 1 was not handed over whole: MemoryError"):
+    with pytest.raises(
+        PartialWeightTransfer, match="version 1 was not transferred whole: MemoryError"
+    ):
         engine.rollout_mode()
     assert engine.mode == "torn"
-    with pytest.raises(TornHandover, match=r"MemoryError.*call rollout_mode\(\) again"):
+    with pytest.raises(PartialWeightTransfer, match=r"MemoryError.*call rollout_mode\(\) again"):
         engine.generate(requests(0))
     with pytest.raises(WrongMode, match="in mode torn"):
         train(engine, 1)
@@ -276,7 +278,7 @@ def test_after_a_torn_handover_training_can_go_on(opened, llama_dir):
     torch.manual_seed(1)
     expected = torch.get_rng_state()
     watched(engine).fails_at = 1
-    with pytest.raises(TornHandover), engine.rollouts():
+    with pytest.raises(PartialWeightTransfer), engine.rollouts():
         raise AssertionError("it was not entered")
     assert engine.mode == "training"
     assert torch.equal(torch.get_rng_state(), expected)
@@ -288,16 +290,16 @@ def test_after_a_torn_handover_training_can_go_on(opened, llama_dir):
     [
         ({"rename": {"model.*": "engine.*"}}, "which the generating model does not have"),
         ({"skip": ("lm_head.weight",)}, r"1 parameters .* lm_head\.weight"),
-        ({"rename": {"model.norm.weight": "lm_head.weight"}}, "handed over as"),
+        ({"rename": {"model.norm.weight": "lm_head.weight"}}, "transferred as"),
         (
             {"rename": {"model.layers.0.input_layernorm.weight": "model.norm.weight"}},
-            "handed over twice",
+            "transferred twice",
         ),
     ],
 )
 def test_parameters_that_do_not_fit_are_named(opened, llama_dir, hybrid, message):
     engine = opened(llama_dir, hybrid=hybrid)
-    with pytest.raises(TornHandover, match=message):
+    with pytest.raises(PartialWeightTransfer, match=message):
         engine.rollout_mode()
 
 
@@ -345,7 +347,7 @@ def test_what_is_loaded_or_averaged_is_handed_over_whole(opened, llama_dir, tmp_
 
 def test_a_model_of_values_cannot_generate(opened, llama_dir):
     engine = opened(llama_dir, head="value")
-    with pytest.raises(TornHandover, match=r"set model\.head=lm") as caught:
+    with pytest.raises(PartialWeightTransfer, match=r"set model\.head=lm") as caught:
         engine.rollout_mode()
     assert isinstance(caught.value.__cause__, ConfigError)
 
@@ -468,7 +470,7 @@ def test_a_handover_holds_one_tensor_besides_the_copy(tmp_path):
 
 
 def failing_rank(topology: Topology, folder: Path) -> dict[str, Any]:
-    """One rank fails in the middle of a hand-over, then in generation; what each hears of it."""
+    """One rank fails in the middle of a weight transfer, then in generation; what each hears of it."""
     engine = open_hybrid(folder, topology=topology)
     engine.rollout_mode()
     engine.trainer_mode()
@@ -476,7 +478,7 @@ def failing_rank(topology: Topology, folder: Path) -> dict[str, Any]:
     heard: dict[str, Any] = {}
     watched(engine).fails_at = 4 if topology.rank == 1 else None
     for name, call in {"enter": engine.rollout_mode, "next": lambda: engine.generate([])}.items():
-        with pytest.raises(TornHandover) as caught:
+        with pytest.raises(PartialWeightTransfer) as caught:
             call()
         heard[name] = caught.value.message
     heard["own"] = watched(engine).own_bytes
@@ -514,7 +516,10 @@ async def test_sleep_ends_what_runs_and_what_comes_then_waits(llama_dir):
     weights = dict(load_reference(llama_dir).named_parameters())
 
     def parts():
-        return (Handed(name, p, is_lent=True, is_frozen=False) for name, p in weights.items())
+        return (
+            TransferredTensor(name, p, is_shared_memory=True, is_frozen=False)
+            for name, p in weights.items()
+        )
 
     await backend.start()
     backend.wake(3, parts(), None)

@@ -18,8 +18,10 @@ from transformers import DynamicCache
 
 from headway.contracts.errors import BackendError
 from headway.contracts.types import LLMResponse
+from inference_server.backends.embedded import paged_cache
+from inference_server.backends.embedded.paged_cache import PagedCache
 from tests.numeric.backends import (
-    PATIENCE_S,
+    DEADLINE_S,
     Call,
     errors,
     make_backend,
@@ -28,8 +30,15 @@ from tests.numeric.backends import (
     stage,
     stage_value,
 )
-from tests.numeric.models import CONTEXT, load_reference, reference_logprobs, save_model
-from tests.unit.inference_server.test_kv_cache import check_bookkeeping
+from tests.numeric.models import (
+    CONTEXT,
+    extend_cache,
+    load_reference,
+    reference_logprobs,
+    save_model,
+)
+from tests.numeric.paged import PagedCpu
+from tests.unit.inference_server import test_kv_cache, test_paged_cache
 from tests.waiting import until
 
 POLICIES = ["keep", "recompute", "abort", "drain"]
@@ -47,6 +56,8 @@ ACTIONS = {
     "flush": 0.5,
     "inspect": 2,
 }
+BLOCK_SIZE = 16
+"""Small blocks, so that sequences come to need more of them."""
 STEMS = [prompt_of(140, seed) for seed in range(3)]
 
 
@@ -55,6 +66,20 @@ def folders(tmp_path_factory):
     """Even versions have the first's weights, odd ones the second's; every seventh is not finite."""
     root = tmp_path_factory.mktemp("policies")
     return [save_model(root / f"v{seed}", "llama", seed=seed) for seed in range(2)]
+
+
+def cases(slabs: range, blocks: range) -> pytest.MarkDecorator:
+    """Seeds, on the CPU's slabs, and on blocks with graphs as on a GPU."""
+    pairs = [*(("slabs", seed) for seed in slabs), *(("blocks", seed) for seed in blocks)]
+    return pytest.mark.parametrize(("device", "seed"), pairs, indirect=["device"])
+
+
+@pytest.fixture
+def device(request, monkeypatch):
+    """None for slabs."""
+    monkeypatch.setattr(paged_cache, "BLOCK_SIZE", BLOCK_SIZE)
+    monkeypatch.setattr(test_paged_cache, "BLOCK_SIZE", BLOCK_SIZE)
+    return PagedCpu() if request.param == "blocks" else None
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +94,15 @@ def is_finite(version: int) -> bool:
 class Play:
     """One interleaving: the backend, and everything that was asked of it."""
 
-    def __init__(self, folders, seed: int) -> None:
+    def __init__(self, folders, seed: int, device: PagedCpu | None) -> None:
         self.rng = random.Random(seed)
         room = self.rng.choice([CONTEXT, CONTEXT + 200, 4 * CONTEXT])
         self.backend = make_backend(
             folders[0],
             max_sequences=self.rng.randint(1, 6),
             max_prefill_tokens=self.rng.choice([7, 40, 2048]),
-            kv_cache_bytes=room * 256,
+            kv_cache_bytes=(room + (BLOCK_SIZE if device else 0)) * 256,
+            device=device,
         )
         fit = self.backend.fit
         self._weights = [fit(stage(0, folder)) for folder in folders]
@@ -156,24 +182,28 @@ class Play:
 
     async def inspect(self) -> None:
         """On the engine thread, between two steps."""
-        await asyncio.wrap_future(self.backend._call(self._check_cache))
+        await asyncio.wrap_future(self.backend._decode_loop.call(self._check_cache))
 
     def _check_cache(self) -> None:
-        cache, scheduler = self.backend._cache, self.backend._scheduler
-        check_bookkeeping(cache)
+        cache, scheduler = self.backend._decode_loop.cache, self.backend._decode_loop.scheduler
+        if isinstance(cache, PagedCache):
+            test_paged_cache.check_bookkeeping(cache)
+        else:
+            test_kv_cache.check_bookkeeping(cache)
+            assert cache.used_tokens <= cache.allocated_tokens
         running = {row for row in cache if row.is_running}
         assert running == {s.row for s in scheduler.running}
         assert all(s.row.tokens is s.tokens for s in scheduler.running)
         assert all(s.row is None for s in scheduler.waiting)
         assert all(row.is_pure for row in cache if not row.is_running)
         assert len(scheduler.running) <= scheduler.max_sequences
-        assert cache.used_tokens <= cache.allocated_tokens <= cache.budget_tokens
+        assert cache.allocated_tokens <= cache.budget_tokens
 
     async def outcomes(self) -> list[object]:
         """How every request ended; every one does."""
         tasks = [call.task for call in self.calls]
         gathered = asyncio.gather(*tasks, return_exceptions=True)
-        return await asyncio.wait_for(gathered, PATIENCE_S)
+        return await asyncio.wait_for(gathered, DEADLINE_S)
 
 
 def assert_told_once(call: Call, response: LLMResponse) -> None:
@@ -204,21 +234,25 @@ def assert_kept_rows_are_of(model, cache) -> None:
     """What the next prompt may copy is what the weights now in place would compute."""
     for row in cache:
         fresh = DynamicCache()
-        ids = torch.tensor([row.tokens[: row.length]])
         with torch.no_grad():
-            model(input_ids=ids, past_key_values=fresh, use_cache=True)
+            extend_cache(model, fresh, row.tokens[: row.length])
         for layer, states in enumerate(fresh.layers):
-            for held, wanted in (
-                (row.slab.keys[layer], states.keys),
-                (row.slab.values[layer], states.values),
-            ):
-                error = (held[row.index, :, : row.length] - wanted[0]).abs().max()
+            for which, wanted in enumerate((states.keys, states.values)):
+                error = (held_of(cache, row, which, layer) - wanted[0]).abs().max()
                 assert error < 1e-3
 
 
-@pytest.mark.parametrize("seed", range(16))
-async def test_no_request_is_lost_and_no_row_leaks(folders, models, seed):
-    play = Play(folders, seed)
+def held_of(cache, row, which: int, layer: int) -> torch.Tensor:
+    """Keys (0) or values (1) of a row [kv_heads, length, head_dim]."""
+    if isinstance(cache, PagedCache):
+        blocks = cache.store[which, layer, row.blocks].flatten(0, 1)
+        return blocks[: row.length].transpose(0, 1)
+    return row.slab.store[which, layer, row.index, :, : row.length]
+
+
+@cases(range(16), range(20, 26))
+async def test_no_request_is_lost_and_no_row_leaks(folders, models, seed, device):
+    play = Play(folders, seed, device)
     backend = play.backend
     await backend.start()
     try:
@@ -226,16 +260,16 @@ async def test_no_request_is_lost_and_no_row_leaks(folders, models, seed):
             await play.act()
         await backend.resume()
         outcomes = await play.outcomes()
-        await asyncio.wait_for(asyncio.gather(*play.swaps, return_exceptions=True), PATIENCE_S)
+        await asyncio.wait_for(asyncio.gather(*play.swaps, return_exceptions=True), DEADLINE_S)
         assert backend.failure is None
         await play.inspect()
         load = backend.load()
         assert (load.running, load.queued, load.kv_tokens) == (0, 0, 0)
-        assert not any(row.is_running for row in backend._cache)
+        assert not any(row.is_running for row in backend._decode_loop.cache)
         if is_finite(backend.version):
-            assert_kept_rows_are_of(models[backend.version % 2], backend._cache)
+            assert_kept_rows_are_of(models[backend.version % 2], backend._decode_loop.cache)
         assert await backend.flush()
-        assert backend._cache.used_tokens == 0
+        assert backend._decode_loop.cache.used_tokens == 0
         for call, outcome in zip(play.calls, outcomes, strict=True):
             if isinstance(outcome, LLMResponse):
                 assert_told_once(call, outcome)
@@ -251,9 +285,9 @@ async def test_no_request_is_lost_and_no_row_leaks(folders, models, seed):
         await backend.aclose()
 
 
-@pytest.mark.parametrize("seed", range(100, 108))
-async def test_an_engine_that_dies_ends_every_request_and_swap(folders, seed, caplog):
-    play = Play(folders, seed)
+@cases(range(100, 108), range(108, 111))
+async def test_an_engine_that_dies_ends_every_request_and_swap(folders, seed, device, caplog):
+    play = Play(folders, seed, device)
     backend = play.backend
     await backend.start()
     try:
@@ -271,7 +305,7 @@ async def test_an_engine_that_dies_ends_every_request_and_swap(folders, seed, ca
                 await play.submit()
         outcomes = await play.outcomes()
         swaps = await asyncio.wait_for(
-            asyncio.gather(*play.swaps, return_exceptions=True), PATIENCE_S
+            asyncio.gather(*play.swaps, return_exceptions=True), DEADLINE_S
         )
         assert isinstance(outcomes[-1], BackendError)
         for call, outcome in zip(play.calls, outcomes, strict=True):

@@ -44,6 +44,28 @@ def test_estimates_are_bounded_and_finite(estimator):
     assert torch.isfinite(got).all()
 
 
+@pytest.mark.parametrize("estimator", FORMULAS)
+def test_far_away_the_straight_gradient_still_pulls_back_and_the_estimates_own_does_not(estimator):
+    gaps = [-25.0, -15.0, 15.0, 25.0]
+    reference = torch.zeros(4)
+    near, far = torch.tensor(gaps, requires_grad=True), torch.tensor(gaps, requires_grad=True)
+    straight = kl_estimate(far, reference, estimator, straight_through=True)
+    estimate = kl_estimate(near, reference, estimator)
+    straight.sum().backward()
+    estimate.sum().backward()
+    assert straight.tolist() == estimate.tolist()
+    assert far.grad.tolist() == gaps
+    bounded = [abs(FORMULAS[estimator](d)) > 10.0 for d in gaps]
+    assert [slope == 0.0 for slope in near.grad.tolist()] == bounded
+
+
+def test_what_is_masked_out_may_be_infinite():
+    logprobs = torch.tensor([-math.inf, -1.0], requires_grad=True)
+    terms = kl_estimate(logprobs, torch.zeros(2), straight_through=True)
+    torch.where(torch.tensor([False, True]), terms, 0.0).sum().backward()
+    assert logprobs.grad.tolist() == [0.0, -1.0]
+
+
 def categorical() -> tuple[torch.Tensor, torch.Tensor, float]:
     policy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     reference = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)

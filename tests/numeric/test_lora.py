@@ -30,7 +30,7 @@ from trainer.api import LossOutput, MicroBatchSpec, SaveLoadMeta
 from trainer.backends.lora import ADAPTER_FOLDER
 from trainer.batching.balance import partition_by_tokens
 from trainer.topology import Topology
-from weight_sync.patience import Patience
+from weight_sync.deadline import Deadline
 from weight_sync.receiver import make_receiver
 from weight_sync.transports.base import make_publisher
 
@@ -49,12 +49,12 @@ def open_lora(folder: Path, lora: LoraConfig = LORA, **options):
 
 
 def train(engine, steps, share=lambda batch: batch):
-    figures = []
+    metrics = []
     for seed in steps:
         mine = share(random_batch(seed))
-        figures.append(engine.train_batch(mine, SPEC, token_loss, tokens_in_loss))
+        metrics.append(engine.train_batch(mine, SPEC, token_loss, tokens_in_loss))
         engine.step_lr_scheduler()
-    return figures
+    return metrics
 
 
 def merged(engine) -> dict[str, torch.Tensor]:
@@ -83,9 +83,9 @@ def test_adapters_train_as_in_a_plain_loop_with_peft(llama_dir):
         for name, tensor in ours.items():
             theirs[f"base_model.model.{name}"].copy_(tensor)
     plain = plain_training(model, [random_batch(seed) for seed in range(STEPS)])
-    figures = train(engine, range(STEPS))
-    assert [f["loss"] for f in figures] == pytest.approx(plain["losses"], rel=1e-5)
-    assert [f["grad_norm"] for f in figures] == pytest.approx(plain["norms"], rel=1e-5)
+    metrics = train(engine, range(STEPS))
+    assert [f["loss"] for f in metrics] == pytest.approx(plain["losses"], rel=1e-5)
+    assert [f["grad_norm"] for f in metrics] == pytest.approx(plain["norms"], rel=1e-5)
     trained = {f"base_model.model.{name}": p for name, p in parameters_of(engine).items()}
     assert_close(trained, plain["parameters"], atol=1e-6)
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_only_adapters_and_a_scalar_head_move(llama_dir):
 def receive(root: Path, meta, folder: Path) -> dict[str, torch.Tensor]:
     shapes = {name: p.shape for name, p in load_reference(folder).named_parameters()}
     receiver = make_receiver(ReceiverConfig(allow=(str(root),)))
-    return dict(receiver.within(Patience(30.0)).stage(meta, shapes).tensors)
+    return dict(receiver.within(Deadline(30.0)).stage(meta, shapes).tensors)
 
 
 def publish(engine, publisher, version: int):
@@ -268,21 +268,21 @@ def train_rank(topology: Topology, folder: Path):
     def share(batch):
         return batch.select(partition_by_tokens(batch.lengths, topology.world_size)[topology.rank])
 
-    figures = []
+    metrics = []
     for step in range(STEPS):
         with engine.without_adapters():  # also before the first step
             assert torch.equal(logprobs(engine), base)
-        figures += train(engine, [step], share)
+        metrics += train(engine, [step], share)
     assert not torch.allclose(logprobs(engine), base)
-    return figures, merged(engine), drawn(topology, folder)
+    return metrics, merged(engine), drawn(topology, folder)
 
 
 @pytest.mark.extended
 def test_adapters_on_two_ranks_train_as_on_one_with_dropout_of_their_own(llama_dir, tmp_path):
     expected, parameters, _ = train_rank(Topology(0, 1, torch.device("cpu")), llama_dir)
     ranks = run_ranks(2, tmp_path, train_rank, llama_dir)
-    for figures, got, _ in ranks:
-        for one, two in zip(expected, figures, strict=True):
+    for metrics, got, _ in ranks:
+        for one, two in zip(expected, metrics, strict=True):
             assert two == pytest.approx(one, rel=1e-5, abs=1e-6)
         assert_close(got, parameters, atol=1e-6)
     assert not torch.equal(ranks[0][2], ranks[1][2])

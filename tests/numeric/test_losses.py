@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.contracts.config.algorithm import AlgorithmConfig
+from headway.contracts.config.policy_losses import ClipLossConfig
 from trainer.algorithms.logprobs import token_logprobs
 from trainer.algorithms.losses import policy_loss, sft_loss
 from trainer.batching.sequences import SequenceBatch
@@ -61,8 +62,9 @@ def columns(seed: int, size: int = 40) -> dict[str, torch.Tensor]:
 
 def outcome(c: dict[str, torch.Tensor], **options) -> tuple[torch.Tensor, dict]:
     config = AlgorithmConfig(
-        eps_clip=options.get("low", EPS),
-        eps_clip_higher=options.get("high"),
+        policy_loss=ClipLossConfig(
+            eps_clip=options.get("low", EPS), eps_clip_higher=options.get("high")
+        ),
         behaviour_weight_cap=options.get("cap"),
     )
     names = {

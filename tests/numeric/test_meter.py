@@ -96,10 +96,10 @@ def step_figures(topology: Topology, folder: str) -> dict[str, float]:
     spec = MicroBatchSpec(BUDGET)
     engine.forward(share, spec, post_hook=lambda out, b: out.logprobs(b["labels"]))
     engine.train_batch(share, spec, token_loss, tokens_in_loss)
-    figures = meter.take(batch.num_tokens, 1.0, TRAIN_S, 1.0)
+    metrics = meter.take(batch.num_tokens, 1.0, TRAIN_S, 1.0)
     meter.begin()
     assert meter.take(batch.num_tokens, 1.0, TRAIN_S, 1.0)["mfu"] == 0.0, "a step begins at nothing"
-    return figures
+    return metrics
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -130,9 +130,9 @@ def test_a_step_is_metered_over_all_ranks(llama_dir, tmp_path, world_size):
         "padding_share": repeated / (tokens + repeated),
         "micro_batch_fill": tokens / (world_size * passes * BUDGET),
     }
-    for figures in ranks:
-        assert 10e6 < figures.pop("peak_memory_bytes") < 10e9
-        assert figures == pytest.approx(expected)
+    for metrics in ranks:
+        assert 10e6 < metrics.pop("peak_memory_bytes") < 10e9
+        assert metrics == pytest.approx(expected)
 
 
 def test_every_model_of_an_experiment_counts_with_its_own_size(llama_dir):

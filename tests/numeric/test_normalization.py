@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.algorithms.moments import Moments
+from trainer.algorithms.masked_statistics import MaskedStatistics
 from trainer.algorithms.normalization import normalize
 from trainer.algorithms.segments import Segments
 
@@ -126,8 +126,10 @@ def test_values_that_do_not_count_may_be_anything():
     assert got[counts].tolist() == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2)], rel=1e-4)
 
 
-def test_moments_by_hand():
-    moments = Moments.of(torch.tensor([1.0, 3.0, math.nan]), torch.tensor([True, True, False]))
-    assert (moments.mean, moments.variance) == (2.0, 1.0)
-    nothing = Moments.of(torch.tensor([1.0]), torch.tensor([False]))
+def test_masked_statistics_by_hand():
+    statistics = MaskedStatistics.of(
+        torch.tensor([1.0, 3.0, math.nan]), torch.tensor([True, True, False])
+    )
+    assert (statistics.mean, statistics.variance) == (2.0, 1.0)
+    nothing = MaskedStatistics.of(torch.tensor([1.0]), torch.tensor([False]))
     assert (nothing.mean, nothing.variance) == (0.0, 0.0)

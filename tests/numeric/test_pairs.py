@@ -30,9 +30,9 @@ from trainer.backends.upload import whole
 from trainer.batching.sequences import SequenceBatch
 from trainer.data_supervised import Example, share_of
 from trainer.interfaces.dpo import DPO
-from trainer.interfaces.rw import RewardModel
+from trainer.interfaces.reward_modeling import RewardModelObjective
+from trainer.interfaces.supervised import SupervisedInterface
 from trainer.reference import Reference
-from trainer.supervised import evaluate
 from trainer.topology import Topology
 
 ALONE = Topology(0, 1, torch.device("cpu"))
@@ -52,6 +52,8 @@ KINDS: dict[str, PreferenceConfig | None] = {
     "dpo": PreferenceConfig(beta=BETA),
     "smoothed": PreferenceConfig(beta=BETA, label_smoothing=0.1),
     "ipo": PreferenceConfig(loss="ipo", beta=BETA),
+    "hinge": PreferenceConfig(loss="hinge", beta=BETA),
+    "exo_pair": PreferenceConfig(loss="exo_pair", beta=BETA, label_smoothing=0.1),
     "dpo_sft": PreferenceConfig(beta=BETA, sft_coef=0.7),
 }
 
@@ -77,7 +79,7 @@ def open_parts(
     config = KINDS[kind]
     if config is None:
         engine = open_engine(folders["policy"], optimizer=PLAIN, head="value", **how)
-        return engine, RewardModel()
+        return engine, RewardModelObjective()
     engine = open_engine(folders["policy"], optimizer=PLAIN, **how)
     other = open_engine(folders["reference"], **how)
     return engine, DPO(config, Reference(other))
@@ -111,18 +113,25 @@ def slow_dpo(config: PreferenceConfig, policy, reference, example: Example) -> d
     margin = gains[0] - gains[1]
     if config.loss == "ipo":
         loss = (margin - 1 / (2 * config.beta)) ** 2
+    elif config.loss == "hinge":
+        loss = torch.relu(1 - config.beta * margin)
+    elif config.loss == "exo_pair":
+        loss = torch.zeros_like(margin)
+        for share, sign in ((1 - config.label_smoothing, 1), (config.label_smoothing, -1)):
+            preferred = torch.sigmoid(sign * config.beta * margin)
+            loss = loss + preferred * torch.log(preferred / share)
     else:
         smooth = config.label_smoothing
         loss = -(1 - smooth) * log_sigmoid(config.beta * margin)
         loss = loss - smooth * log_sigmoid(-config.beta * margin)
-    figures = {
+    metrics = {
         "loss": loss - config.sft_coef * likelihoods[0],
         "accuracy": (margin > 0).double(),
         "margin": config.beta * margin,
         "chosen_reward": config.beta * gains[0],
         "rejected_reward": config.beta * gains[1],
     }
-    return figures | ({"sft_loss": -likelihoods[0]} if config.sft_coef else {})
+    return metrics | ({"sft_loss": -likelihoods[0]} if config.sft_coef else {})
 
 
 def slow_rw(judge, example: Example) -> dict[str, Tensor]:
@@ -162,13 +171,14 @@ def test_losses_figures_and_gradients_equal_the_slow_loop(kind, folders):
     expected = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
     expected["loss"].backward()
 
-    batch = interface.prepare(share_of(examples, ALONE), CUT)
-    judged = evaluate(engine, batch, CUT, interface)
+    share = share_of(examples, ALONE)
+    batch = interface.prepare(share, CUT)
+    judged = SupervisedInterface(interface, engine, CUT).evaluate(share)
     got = engine.train_batch(batch, CUT, interface.loss, interface.weight)
     for name, value in expected.items():
         assert got[name] == pytest.approx(value.item(), rel=1e-5, abs=2e-5)
-        assert judged[f"eval_{name}"] == pytest.approx(value.item(), rel=1e-5, abs=2e-5)
-    assert judged.keys() == {f"eval_{name}" for name in expected}
+        assert judged[name] == pytest.approx(value.item(), rel=1e-5, abs=2e-5)
+    assert judged.keys() == expected.keys()
     slow = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     fast = {name: p.grad for name, p in engine._model.model.named_parameters()}
     norm = math.sqrt(sum(g.square().sum().item() for g in slow.values()))
@@ -186,13 +196,14 @@ def train_on(
 ):
     """Figures and parameters of three steps."""
     engine, interface = open_parts(kind, folders, topology, in_float64)
-    figures = []
+    metrics = []
     for seed in range(3):
         share = share_of(random_pairs(seed, kind == "rw_margin"), topology)
         batch = interface.prepare(share, spec)
-        judged = evaluate(engine, batch, spec, interface)
-        figures.append(engine.train_batch(batch, spec, interface.loss, interface.weight) | judged)
-    return figures, {name: whole(p).clone() for name, p in engine._model.model.named_parameters()}
+        judged = SupervisedInterface(interface, engine, spec).evaluate(share)
+        figures = engine.train_batch(batch, spec, interface.loss, interface.weight)
+        metrics.append(figures | {f"eval_{name}": value for name, value in judged.items()})
+    return metrics, {name: whole(p).clone() for name, p in engine._model.model.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -262,10 +273,10 @@ def test_the_base_without_adapters_is_a_reference_like_a_second_copy(folders, tm
         results = [compare_references(ALONE, folders["policy"])]
     else:
         results = run_ranks(2, tmp_path, compare_references, folders["policy"])
-    for apart, own, moved, figures, grads in results:
+    for apart, own, moved, metrics, grads in results:
         assert torch.equal(apart, own)
         assert (moved - own).abs().max() > 1e-3
-        assert figures[0] == figures[1]
+        assert metrics[0] == metrics[1]
         assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
         assert any(gradient.any() for gradient in grads[0])
 
@@ -282,13 +293,13 @@ def compare_references(topology: Topology, folder: Path):
             reference = Reference(open_engine(folder, topology=topology))
         interface = DPO(PreferenceConfig(beta=BETA), reference)
         share = share_of(random_pairs(5, False), topology)
-        figures = []
+        metrics = []
         for _ in range(3):
             batch = interface.prepare(share, CUT)
-            figures.append(policy.train_batch(batch, CUT, interface.loss, interface.weight))
+            metrics.append(policy.train_batch(batch, CUT, interface.loss, interface.weight))
         trained = [whole(p).clone() for p in policy._model.model.parameters() if p.requires_grad]
         logprobs = reference.logprobs(share, CUT)
         own = Reference(policy).logprobs(share, CUT)
-        runs.append((logprobs, own, figures, trained))
-    (logprobs, moved, figures, trained), (apart, _, others, same) = runs
-    return apart, logprobs, moved, (figures, others), (trained, same)
+        runs.append((logprobs, own, metrics, trained))
+    (logprobs, moved, metrics, trained), (apart, _, others, same) = runs
+    return apart, logprobs, moved, (metrics, others), (trained, same)

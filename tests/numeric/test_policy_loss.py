@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from headway.contracts.config.algorithm import AlgorithmConfig
+from headway.contracts.config.policy_losses import UnclippedLossConfig
 from tests.numeric.packed import actions, random_batch
 from trainer.algorithms.losses import policy_loss, policy_loss_weight
 from trainer.batching.sequences import SequenceBatch
@@ -19,18 +20,45 @@ def average(values: list[float]) -> float:
     return math.fsum(values) / len(values)
 
 
+def slow_bound(loss, x: float, a: float) -> float:
+    """A log-ratio of GMPO, bounded where that takes the gradient of its advantage."""
+    high = loss.eps_clip if loss.eps_clip_higher is None else loss.eps_clip_higher
+    return min(x, high) if a > 0 else max(x, -loss.eps_clip)
+
+
+def slow_divergence(kind: str, p: float, q: float) -> float:
+    """Of the policies' distributions over a token and all others; q is the sampling policy's."""
+    if kind == "tv":
+        return abs(p - q)
+    other = (1 - q) * math.log((1 - q) / (1 - p)) if q < 1 and p < 1 else 0.0
+    return q * math.log(q / p) + (math.inf if q < 1 and p == 1 else other)
+
+
+def slow_dppo(loss, logprob: float, proximal: float, a: float) -> float:
+    p, q = min(math.exp(logprob), 1.0), min(math.exp(proximal), 1.0)
+    bound = loss.max_divergence_higher if a > 0 else loss.max_divergence_lower
+    is_away = p > q if a > 0 else p < q
+    if is_away and slow_divergence(loss.divergence, p, q) > bound:
+        return 0.0
+    return math.exp(logprob - proximal) * a
+
+
 def slow_objective(config: AlgorithmConfig, ratio: float, a: float, logprob: float) -> float:
-    high = config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
-    clipped = min(max(ratio, 1 - config.eps_clip), 1 + high)
-    if config.objective == "cispo":
-        return clipped * a * logprob
-    if config.objective == "sapo":
-        tau = config.sapo_temperature_positive if a > 0 else config.sapo_temperature_negative
+    loss = config.policy_loss
+    if loss.type == "sapo":
+        tau = loss.temperature_positive if a > 0 else loss.temperature_negative
         return 4 / tau / (1 + math.exp(-tau * (ratio - 1))) * a
-    if config.objective == "unclipped":
+    if loss.type in ("unclipped", "gmpo", "kl_cov"):
         return ratio * a
+    if loss.type == "reinforce":
+        return logprob * a
+    high = loss.eps_clip if loss.eps_clip_higher is None else loss.eps_clip_higher
+    clipped = min(max(ratio, 1 - loss.eps_clip), 1 + high)
+    if loss.type == "cispo":
+        return clipped * a * logprob
     value = min(ratio * a, clipped * a)
-    return max(value, config.dual_clip * a) if config.dual_clip and a < 0 else value
+    dual = loss.dual_clip if loss.type == "clip" else None
+    return max(value, dual * a) if dual and a < 0 else value
 
 
 def slow_weight(config: AlgorithmConfig, gap: float, gaps: list[float], is_near: bool) -> float:
@@ -52,12 +80,19 @@ def slow_weight(config: AlgorithmConfig, gap: float, gaps: list[float], is_near:
     return weight if is_near or config.m2_threshold is None else 0.0
 
 
-def slow_kl(estimator: str, d: float) -> float:
+def slow_kl(estimator: str, d: float, bound: float) -> float:
     estimate = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d, "abs": abs(d)}[estimator]
-    return min(max(estimate, -10.0), 10.0)
+    return min(max(estimate, -bound), bound)
 
 
-def slow_loss(config: AlgorithmConfig, batch: SequenceBatch, logprobs: list[float]) -> float:
+def slow_loss(
+    config: AlgorithmConfig,
+    batch: SequenceBatch,
+    logprobs: list[float],
+    held: list[float] | None = None,
+) -> float:
+    """Differentiable in `logprobs`; a sequence's ratio is of what is held (GSPO-token)."""
+    held = logprobs if held is None else held
     columns = {name: column.tolist() for name, column in batch.columns.items()}
     proximal, behaviour = columns["proximal_logprobs"], columns["behaviour_logprobs"]
     sequences = []
@@ -70,12 +105,36 @@ def slow_loss(config: AlgorithmConfig, batch: SequenceBatch, logprobs: list[floa
         for t, gap, step in zip(rows, gaps, steps, strict=True):
             a = columns["advantages"][t]
             if config.ratio_level == "sequence":
-                step, a = average(steps), average([columns["advantages"][i] for i in rows])
+                step = average([held[i] - proximal[i] for i in rows]) + logprobs[t] - held[t]
+            if config.policy_loss.type == "gmpo":
+                bounded = [
+                    slow_bound(config.policy_loss, held[i] - proximal[i], columns["advantages"][i])
+                    for i in rows
+                ]
+                own = slow_bound(config.policy_loss, step, a)
+                step = average(bounded) + own - bounded[rows.index(t)]
+            is_marked = columns["prepared"][t]
+            if config.policy_loss.type == "clip_cov" and is_marked:
+                step = held[t] - proximal[t]
             weight = slow_weight(config, gap, gaps, columns["near"][t])
-            loss = -weight * slow_objective(config, math.exp(step), a, logprobs[t])
-            loss -= config.entropy_coef * columns["entropy"][t]
+            if config.behaviour_weight_normalize:
+                weight *= columns["weight_factor"][t]
+            gone = average([behaviour[i] - held[i] for i in rows])
+            if config.opsm_threshold is not None and a < 0 and gone > config.opsm_threshold:
+                weight = 0.0
+            if config.policy_loss.type != "dppo":
+                objective = slow_objective(config, math.exp(step), a, logprobs[t])
+            else:
+                objective = slow_dppo(config.policy_loss, logprobs[t], proximal[t], a)
+                objective -= config.policy_loss.square_coef * step**2
+            if config.policy_loss.type == "kl_cov" and is_marked:
+                objective -= config.policy_loss.penalty_coef * abs(step)
+            loss = -weight * objective - config.entropy_coef * columns["entropy"][t]
             d = logprobs[t] - columns["reference_logprobs"][t]
-            losses.append(loss + config.kl_coef * slow_kl(config.kl_estimator, d))
+            kl = slow_kl(config.kl_estimator, d, config.kl_bound)
+            if config.kl_bias_correction:
+                kl *= math.exp(logprobs[t] - behaviour[t])
+            losses.append(loss + config.kl_coef * kl)
         sequences.append(losses)
     sums = [math.fsum(losses) for losses in sequences]
     if config.aggregation == "token_mean":
@@ -86,12 +145,16 @@ def slow_loss(config: AlgorithmConfig, batch: SequenceBatch, logprobs: list[floa
 
 
 CASES = {
-    "ppo": {"decoupled": False, "eps_clip_higher": 0.28, "dual_clip": 3.0},
+    "ppo": {"decoupled": False, "policy_loss": {"eps_clip_higher": 0.28, "dual_clip": 3.0}},
     "areal": {"behaviour_weight_cap": 1.3},
     "gspo": {"ratio_level": "sequence", "aggregation": "sequence_mean_token_mean"},
-    "cispo": {"objective": "cispo", "eps_clip": 1.0, "eps_clip_higher": 0.3},
-    "sapo": {"objective": "sapo", "decoupled": False},
-    "m2po": {"objective": "unclipped", "m2_threshold": 0.04, "behaviour_weight_cap": None},
+    "cispo": {"policy_loss": {"type": "cispo", "eps_clip": 1.0, "eps_clip_higher": 0.3}},
+    "sapo": {"policy_loss": {"type": "sapo"}, "decoupled": False},
+    "m2po": {
+        "policy_loss": {"type": "unclipped"},
+        "m2_threshold": 0.04,
+        "behaviour_weight_cap": None,
+    },
     "ice_pop": {"behaviour_weight_cap": 1.4, "behaviour_weight_floor": 0.7},
     "truncated": {"behaviour_weight_cap": 1.2, "behaviour_weight_action": "clamp"},
     "sequence_weights": {
@@ -102,6 +165,26 @@ CASES = {
     "geometric": {"rejection": {"lower": 0.8, "upper": 1.2}, "behaviour_weight_cap": None},
     "dr_grpo": {"aggregation": "sequence_mean_token_sum_norm", "aggregation_max_tokens": 16},
     "sums": {"aggregation": "sequence_mean_token_sum", "behaviour_weight_level": "geometric"},
+    "reinforce": {"policy_loss": {"type": "reinforce"}},
+    "gmpo": {
+        "policy_loss": {"type": "gmpo", "eps_clip": 0.3, "eps_clip_higher": 0.5},
+        "aggregation": "sequence_mean_token_mean",
+    },
+    "dppo": {"policy_loss": {"type": "dppo", "square_coef": 0.01}, "decoupled": False},
+    "dppo_kl": {
+        "policy_loss": {
+            "type": "dppo",
+            "divergence": "kl",
+            "max_divergence_higher": 0.02,
+            "max_divergence_lower": 0.05,
+        },
+        "decoupled": False,
+    },
+    "clip_cov": {"policy_loss": {"type": "clip_cov", "eps_clip_higher": 0.3}},
+    "kl_cov": {"policy_loss": {"type": "kl_cov", "penalty_coef": 0.7}},
+    "opsm": {"opsm_threshold": 0.1},
+    "normalized_weights": {"behaviour_weight_normalize": True, "behaviour_weight_cap": 1.3},
+    "unbiased_kl": {"kl_coef": 0.3, "kl_bias_correction": True, "kl_bound": 0.2},
     "grpo_kl": {"kl_coef": 0.3, "entropy_coef": 0.1},
     "k2": {"kl_coef": 0.3, "kl_estimator": "k2", "aggregation": "sequence_mean_token_mean"},
 }
@@ -120,6 +203,27 @@ def test_it_equals_the_slow_loop(case, seed):
     assert loss_of(config, batch).item() == pytest.approx(expected, rel=1e-10)
 
 
+def test_under_a_sequences_ratio_every_token_keeps_its_own_advantage():
+    config = AlgorithmConfig(
+        policy_loss=UnclippedLossConfig(),
+        ratio_level="sequence",
+        decoupled=False,
+        aggregation="sequence_mean_token_mean",
+    )
+    batch = random_batch(2)
+    logprobs = batch["logprobs"].clone().requires_grad_()
+    loss_of(config, batch, logprobs).backward()
+    expected = [0.0] * batch.num_tokens
+    sequences = [rows for rows in actions(batch) if rows]
+    for rows in sequences:
+        steps = [(batch["logprobs"] - batch["proximal_logprobs"])[t].item() for t in rows]
+        ratio = math.exp(average(steps))
+        for t in rows:
+            advantage = batch["advantages"][t].item()
+            expected[t] = -ratio * advantage / len(rows) / len(sequences)
+    assert logprobs.grad.tolist() == pytest.approx(expected, rel=1e-10)
+
+
 def test_an_interpolated_proximal_is_computed_on_the_way_and_has_no_gradient():
     batch = random_batch(1)
     shares = torch.linspace(0, 0.9, batch.num_tokens, dtype=torch.float64)
@@ -132,7 +236,7 @@ def test_an_interpolated_proximal_is_computed_on_the_way_and_has_no_gradient():
     gradients = []
     for config, given in (
         (AlgorithmConfig(), explicit),
-        (AlgorithmConfig(proximal="interpolate"), SequenceBatch(batch.lengths, columns)),
+        (AlgorithmConfig(proximal="loglinear"), SequenceBatch(batch.lengths, columns)),
     ):
         logprobs = batch["logprobs"].clone().requires_grad_()
         loss_of(config, given, logprobs).backward()
@@ -157,7 +261,7 @@ def test_its_gradient_equals_differences_of_the_slow_loop(case):
     start = batch["logprobs"].tolist()
     for t in range(batch.num_tokens):
         ends = [
-            slow_loss(config, batch, [*start[:t], start[t] + step, *start[t + 1 :]])
+            slow_loss(config, batch, [*start[:t], start[t] + step, *start[t + 1 :]], start)
             for step in (STEP, -STEP)
         ]
         slope = (ends[0] - ends[1]) / (2 * STEP)
@@ -255,7 +359,9 @@ def test_clip_fractions_equal_the_slow_loop(objective):
         advantage = batch["advantages"][t].item()
         low.append(ratio < 0.8 and (objective == "cispo" or advantage < 0))
         high.append(ratio > 1.3 and (objective == "cispo" or advantage > 0))
-    config = AlgorithmConfig(objective=objective, eps_clip=0.2, eps_clip_higher=0.3)
+    config = AlgorithmConfig(
+        policy_loss={"type": objective, "eps_clip": 0.2, "eps_clip_higher": 0.3}
+    )
     _, stats = policy_loss(config, batch, batch["logprobs"])
     assert min(sum(low), sum(high)) > 0
     assert stats["clip_fraction_low"].item() == pytest.approx(sum(low) / len(inside))

@@ -36,7 +36,7 @@ def logprobs_of(model, row) -> list[float]:
 @torch.no_grad()
 def values_of(models, folder, row) -> list[float]:
     """Of every state of a row, by the critic's fresh head on the stored body."""
-    head = parameters_of(models.parts.models[CRITIC])["score.weight"].double()
+    head = parameters_of(models.checkpoint_contents.models[CRITIC])["score.weight"].double()
     body = load_reference(folder).base_model
     hidden = body(input_ids=torch.tensor(row.input_ids)[None].long(), use_cache=False)
     return (hidden.last_hidden_state[0].double() @ head.T)[:, 0].tolist()
@@ -81,41 +81,41 @@ def mean_and_variance(values):
 def test_the_figures_of_a_step_are_those_of_the_slow_loops(llama_dir, other_dir, normalization):
     config = experiment(
         llama_dir,
-        algorithm={**KL, "discount": GAMMA, "gae_lambda": LAMBDA},
+        algorithm={**KL, "discount": GAMMA, "advantage": {"gae_lambda": LAMBDA}},
         critic={"normalization": normalization},
         reference={"path": str(other_dir)},
     )
     models, rows = open_models(config), batch_of(0)
     columns = slow_columns(models, llama_dir, other_dir, rows)
     current, behaviour, gains, returns, values, kl = columns
-    figures = models.learner.train_step(rows, version=0)
+    metrics = models.learner.train_step(rows, version=0)
 
     mean, variance = mean_and_variance(gains)
     advantages = [(gain - mean) / (math.sqrt(variance) + 1e-5) for gain in gains]
     in_loss = [True] * len(gains)
     loss = slow_decoupled_loss(current, current, behaviour, advantages, in_loss, cap=5.0)
-    assert figures["loss"] == pytest.approx(loss, rel=2e-3, abs=1e-4)
+    assert metrics["loss"] == pytest.approx(loss, rel=2e-3, abs=1e-4)
 
     centre, spread = mean_and_variance(returns)
     targets = returns
     if normalization != "none":
         targets = [max(-5.0, min(5.0, (r - centre) / math.sqrt(spread))) for r in returns]
     errors = [(v - target) ** 2 / 2 for v, target in zip(values, targets, strict=True)]
-    assert figures["value_loss"] == pytest.approx(math.fsum(errors) / len(errors), rel=1e-3)
+    assert metrics["value_loss"] == pytest.approx(math.fsum(errors) / len(errors), rel=1e-3)
     _, unexplained = mean_and_variance([r - v for r, v in zip(returns, values, strict=True)])
-    assert figures["explained_variance"] == pytest.approx(1 - unexplained / spread, rel=1e-3)
-    assert figures["return_mean"] == pytest.approx(centre, rel=1e-4)
-    assert figures["value_mean"] == pytest.approx(math.fsum(values) / len(values), rel=1e-4)
-    assert figures["reference_kl"] == pytest.approx(math.fsum(kl) / len(kl), rel=1e-4)
-    assert figures["kl_coef"] == KL_COEF
-    assert figures["value_clip_fraction"] == figures["clip_fraction"] == 0.0  # nothing moved yet
+    assert metrics["explained_variance"] == pytest.approx(1 - unexplained / spread, rel=1e-3)
+    assert metrics["return_mean"] == pytest.approx(centre, rel=1e-4)
+    assert metrics["value_mean"] == pytest.approx(math.fsum(values) / len(values), rel=1e-4)
+    assert metrics["reference_kl"] == pytest.approx(math.fsum(kl) / len(kl), rel=1e-4)
+    assert metrics["kl_coef"] == KL_COEF
+    assert metrics["value_clip_fraction"] == metrics["clip_fraction"] == 0.0  # nothing moved yet
 
 
 def test_values_are_denormalised_with_what_was_known_before_their_batch(llama_dir):
     """By hand: a head of zeros says the mean of the returns so far, which is 0 at first."""
     config = experiment(llama_dir, critic={"normalization": "cumulative"})
     models = open_models(config)
-    critic = bare(models.parts.models[CRITIC])
+    critic = bare(models.checkpoint_contents.models[CRITIC])
     with torch.no_grad():
         critic._model.model.score.weight.zero_()
     critic._optimizer.param_groups[0]["lr"] = 0.0
@@ -127,17 +127,17 @@ def test_values_are_denormalised_with_what_was_known_before_their_batch(llama_di
 
 def test_while_the_critic_warms_up_it_alone_learns(llama_dir):
     models = open_models(experiment(llama_dir, critic={"warmup_steps": 2}))
-    policy, critic = models.policy, models.parts.models[CRITIC]
+    policy, critic = models.policy, models.checkpoint_contents.models[CRITIC]
     before, values = parameters_of(policy), parameters_of(critic)
-    figures = train(models, range(3))
-    assert ["loss" in step for step in figures] == [False, False, True]
-    assert all(step["critic_grad_norm"] > 0.0 for step in figures)
+    metrics = train(models, range(3))
+    assert ["loss" in step for step in metrics] == [False, False, True]
+    assert all(step["critic_grad_norm"] > 0.0 for step in metrics)
     assert not torch.equal(parameters_of(critic)["score.weight"], values["score.weight"])
     again = open_models(experiment(llama_dir, critic={"warmup_steps": 2}))
     train(again, range(2))
     assert_close(parameters_of(again.policy), before, atol=0.0)
-    assert [figures[n]["critic_lr"] for n in range(3)] == pytest.approx([1e-3, 9e-4, 8e-4])
-    assert figures[2]["lr"] == pytest.approx(
+    assert [metrics[n]["critic_lr"] for n in range(3)] == pytest.approx([1e-3, 9e-4, 8e-4])
+    assert metrics[2]["lr"] == pytest.approx(
         1e-3
     )  # its schedule begins with it, and ends at its end
     assert bare(again.policy)._trainer_config.total_steps == 8
@@ -148,12 +148,12 @@ def test_an_adaptive_coefficient_is_used_and_then_moved_towards_its_target(llama
     # Far below what the reference is away; k2 is never negative.
     adaptive = KL | {"kl_estimator": "k2", "kl_target": 1e-3, "kl_horizon": 120}
     config = experiment(llama_dir, algorithm=adaptive, reference={"path": str(other_dir)})
-    figures = train(open_models(config), range(3))
+    metrics = train(open_models(config), range(3))
     factor = 1 + 0.2 * len(batch_of(0)) / 120
-    assert [step["kl_coef"] for step in figures] == pytest.approx(
+    assert [step["kl_coef"] for step in metrics] == pytest.approx(
         [KL_COEF * factor**step for step in range(3)]
     )
-    assert isinstance(open_models(config).parts.numbers["kl"], AdaptiveKL)
+    assert isinstance(open_models(config).checkpoint_contents.states["kl"], AdaptiveKL)
 
 
 def test_a_teacher_alone_is_learned_from(llama_dir, other_dir):
@@ -164,7 +164,7 @@ def test_a_teacher_alone_is_learned_from(llama_dir, other_dir):
         teacher={"path": str(other_dir)},
     )
     models, rows = open_models(config), batch_of(0)
-    figures = [models.learner.train_step(rows, version=0) for _ in range(8)]
+    metrics = [models.learner.train_step(rows, version=0) for _ in range(8)]
     policy, teacher = load_reference(llama_dir), load_reference(other_dir)
     gaps = [
         current - told
@@ -174,8 +174,8 @@ def test_a_teacher_alone_is_learned_from(llama_dir, other_dir):
         )
         if is_in
     ]
-    assert figures[0]["teacher_kl"] == pytest.approx(math.fsum(gaps) / len(gaps), rel=1e-4)
-    assert figures[-1]["teacher_kl"] < figures[0]["teacher_kl"] - 0.05
+    assert metrics[0]["teacher_kl"] == pytest.approx(math.fsum(gaps) / len(gaps), rel=1e-4)
+    assert metrics[-1]["teacher_kl"] < metrics[0]["teacher_kl"] - 0.05
 
 
 @pytest.mark.parametrize("eta", [0.25, 1.0])
@@ -187,7 +187,7 @@ def test_a_reference_follows_the_policy_by_its_share(llama_dir, eta):
         train(models, range(step, step + 1))
         policy = parameters_of(models.policy)
         expected = {n: eta * policy[n] + (1 - eta) * expected[n] for n in expected}
-    got = parameters_of(models.parts.followers[REFERENCE])
+    got = parameters_of(models.checkpoint_contents.followers[REFERENCE])
     assert_close(got, expected, atol=1e-6)
     assert any(
         (got[n] - parameters_of(open_models(config).policy)[n]).abs().max() > 1e-4 for n in got
@@ -216,8 +216,11 @@ def test_the_reference_of_an_adapter_is_the_model_below_it(llama_dir):
 
 def test_the_parts_of_a_checkpoint_are_what_learns(llama_dir):
     plain = open_models(experiment(llama_dir, "grpo"))
-    assert (list(plain.parts.models), dict(plain.parts.followers)) == ([POLICY], {})
-    assert dict(plain.parts.numbers) == {}
+    assert (list(plain.checkpoint_contents.models), dict(plain.checkpoint_contents.followers)) == (
+        [POLICY],
+        {},
+    )
+    assert dict(plain.checkpoint_contents.states) == {}
     full = open_models(
         experiment(
             llama_dir,
@@ -226,6 +229,6 @@ def test_the_parts_of_a_checkpoint_are_what_learns(llama_dir):
             reference={"ema_eta": 0.1},
         )
     )
-    assert list(full.parts.models) == [POLICY, CRITIC]
-    assert list(full.parts.followers) == [REFERENCE]
-    assert set(full.parts.numbers) == {"value_normalizer", "kl"}
+    assert list(full.checkpoint_contents.models) == [POLICY, CRITIC]
+    assert list(full.checkpoint_contents.followers) == [REFERENCE]
+    assert set(full.checkpoint_contents.states) == {"value_normalizer", "kl"}

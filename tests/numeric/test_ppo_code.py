@@ -3,6 +3,7 @@ from it, against loops in float64 and against hand tables."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,24 +15,26 @@ import torch
 from headway.contracts.config.ppo_code import PPOCodeConfig, PPOCodeExperiment
 from headway.contracts.errors import RewardError
 from headway.contracts.types import Trajectory, TrajectoryBatch, TrajectoryGroup, Turn
+from headway.launch.quickstart import task
 from tests.numeric.engines import OPTIMIZER, assert_close, bare, open_engine, parameters_of
 from tests.numeric.policies import ALONE, batch_of
 from trainer.algorithms.answer_format import answer_score
 from trainer.algorithms.averaging import move_towards
-from trainer.algorithms.judgement import judge
+from trainer.algorithms.batch_advantages import compute_advantages
 from trainer.algorithms.kl import AdaptiveKL
 from trainer.algorithms.losses import policy_loss
-from trainer.algorithms.moments import Moments
+from trainer.algorithms.masked_statistics import MaskedStatistics
+from trainer.algorithms.selection import keep_best
 from trainer.algorithms.values import value_losses
 from trainer.api import MicroBatchSpec
 from trainer.batching.checks import check_verifier
 from trainer.batching.running_scores import running_scores
-from trainer.batching.selection import keep_best
 from trainer.batching.sequences import SequenceBatch, batch_of_trajectories
 from trainer.data import PromptData
+from trainer.data_supervised import Encoder
 from trainer.interfaces.ppo_actor import PPOActor
 from trainer.interfaces.ppo_critic import PPOCritic, make_normalizer
-from trainer.prompt_filter import PromptFilter
+from trainer.prompt_filter import PromptFilter, filled_prompts, make_prompt_filter
 
 SHOWN: set[str] = set()
 """Fields that a test here is about."""
@@ -83,7 +86,7 @@ def judged(**ppo) -> tuple[SequenceBatch, dict[str, float]]:
     asked |= {"reference_logprobs"} if config.ppo.kl_ctl > 0 else set()
     asked |= set() if config.critic is None else {"values"}
     batch = batch_of_trajectories(rows).with_columns(**{n: columns[n] for n in asked})
-    return judge(config.algorithm, batch, version=0, kl_coef=config.algorithm.kl_coef)
+    return compute_advantages(config.algorithm, batch, version=0, kl_coef=config.algorithm.kl_coef)
 
 
 def clip(x: float, bound: float) -> float:
@@ -161,7 +164,7 @@ def kept(values, mask) -> list[float]:
 
 
 def check_against_loops(**ppo) -> None:
-    batch, figures = judged(**ppo)
+    batch, metrics = judged(**ppo)
     advantages, returns, mask, kls = slow_judgement(**ppo)
     assert batch["loss_mask"].tolist() == mask
     got = kept(batch["advantages"].tolist(), mask)
@@ -170,7 +173,7 @@ def check_against_loops(**ppo) -> None:
         got = kept(batch["returns"].tolist(), mask)
         assert got == pytest.approx(kept(returns, mask), rel=1e-4, abs=1e-4)
     if ppo.get("kl_ctl", 0.1) > 0:
-        assert figures["reference_kl"] == pytest.approx(math.fsum(kls) / len(kls), abs=1e-5)
+        assert metrics["reference_kl"] == pytest.approx(math.fsum(kls) / len(kls), abs=1e-5)
 
 
 RAW = {"adv_norm": False}
@@ -252,7 +255,7 @@ def test_a_sequence_that_ended_is_worth_nothing_behind_its_end():
     batch = batch_of_trajectories([row(0, "stop"), row(1, "length")])
     batch = batch.with_columns(values=torch.tensor([0.5, 7.0, 0.5, 7.0]))
     config = experiment(kl_ctl=0.0, discount=0.5, **RAW).algorithm
-    got, _ = judge(config, batch, version=0, kl_coef=0.0)
+    got, _ = compute_advantages(config, batch, version=0, kl_coef=0.0)
     assert got["advantages"].tolist() == [1 - 0.5, 0.0, 1 + 0.5 * 7 - 0.5, 0.0]
     assert got["returns"].tolist() == [1.0, 0.0, 1 + 0.5 * 7, 0.0]
 
@@ -261,7 +264,7 @@ def test_a_sequence_that_ended_is_worth_nothing_behind_its_end():
 def test_equal_returns_of_a_group_do_not_blow_up(norm):
     rows = [replace(row, reward=1.0) for row in batch_of(0)]
     config = experiment(disable_value=True, kl_ctl=0.0, **norm).algorithm
-    got, _ = judge(config, batch_of_trajectories(rows), version=0, kl_coef=0.0)
+    got, _ = compute_advantages(config, batch_of_trajectories(rows), version=0, kl_coef=0.0)
     assert got["advantages"].abs().max() < 1e-6
 
 
@@ -273,7 +276,7 @@ def test_an_answer_is_scored_once_on_its_last_action():
     for row, column in zip(rows, earned, strict=True):
         assert column[:-2].abs().max() == 0.0  # with lambda 0 an action gets what it earns itself
         assert column[-2] == row.reward
-    with pytest.raises(ValueError, match="sparse"):
+    with pytest.raises(ValueError, match="rw_type=dense scores every token by a model"):
         experiment(rw_type="dense")
 
 
@@ -289,7 +292,7 @@ def test_turns_that_were_scored_are_dense_rewards():
     batch = batch_of_trajectories(pair).with_columns(dense_scores=running_scores(pair))
     options = {"disable_value": True, "kl_ctl": 0.0, "gae_lambda": 0.0, **RAW}
     config = experiment(use_dense_reward=True, **options).algorithm
-    got, _ = judge(config, batch, version=0, kl_coef=0.0)
+    got, _ = compute_advantages(config, batch, version=0, kl_coef=0.0)
     expected = torch.zeros(batch.num_tokens)
     expected[start] = 0.25  # the action of the turn's last token
     expected[first.num_tokens - 2] = -1.5
@@ -380,7 +383,9 @@ def training_batch(config: PPOCodeExperiment) -> SequenceBatch:
         normalized_values=columns["values"],
         reference_logprobs=columns["reference_logprobs"],
     )
-    return judge(config.algorithm, batch, version=0, kl_coef=config.algorithm.kl_coef)[0]
+    return compute_advantages(config.algorithm, batch, version=0, kl_coef=config.algorithm.kl_coef)[
+        0
+    ]
 
 
 def steps_of(engine) -> int:
@@ -402,8 +407,8 @@ def test_a_stopped_step_moves_weights_by_momentum_alone(llama_dir):
         return PPOActor(engine, ALONE, config, SPEC, 1.0).train_step(batch)
 
     before = parameters_of(engine)
-    figures = step(1e-6)
-    assert (figures["stopped_fraction"], figures["grad_norm"], steps_of(engine)) == (1.0, 0.0, 1)
+    metrics = step(1e-6)
+    assert (metrics["stopped_fraction"], metrics["grad_norm"], steps_of(engine)) == (1.0, 0.0, 1)
     assert_close(parameters_of(engine), before, atol=0.0)
     assert "stopped_fraction" not in step(None)
     moving = parameters_of(engine)
@@ -497,7 +502,7 @@ def test_values_are_in_units_of_the_returns_so_far(options, beta, eps):
     for _ in range(4):
         returns = 3 + 2 * torch.randn(9, generator=generator, dtype=torch.float64)
         mask = torch.rand(9, generator=generator) < 0.7
-        normalizer.update(Moments.of(returns, mask))
+        normalizer.update(MaskedStatistics.of(returns, mask))
         seen.append(returns[mask].tolist())
         mean, std = slow_statistics(seen, beta, eps)
         assert (normalizer.mean, normalizer.std) == pytest.approx((mean, std), rel=1e-6)
@@ -610,6 +615,52 @@ def test_prompts_that_are_too_easy_leave_at_the_end_of_an_epoch(tmp_path, option
     assert rows.active == [0, 1, 2, 3, 4]
     rows.take(5, 1)
     assert [row for row in range(5) if row not in rows.active] == left
+
+
+@shows("rm_output_scaling", "reward_source")
+def test_the_scale_of_a_reward_model_is_the_verifiers_unless_it_is_given():
+    """More by numbers in `test_reward_role`."""
+    options = {"reward_source": "model", "reward_output_scaling": 2.0}
+    model = {"reward_model": {"path": "r"}}
+    assert experiment(model, **options).ppo.model_output_scaling == 2.0
+    assert experiment(model, rm_output_scaling=3.0, **options).ppo.model_output_scaling == 3.0
+    assert experiment().ppo.reward_source == "verifier"
+
+
+@shows("force_no_logits_mask")
+def test_logprobs_are_over_the_tokens_that_could_be_drawn_unless_told_otherwise():
+    """By numbers in `test_sampling_mask`."""
+    assert experiment().algorithm.sampling_mask == "replay"
+    assert experiment(force_no_logits_mask=True).algorithm.sampling_mask == "ignore"
+
+
+def test_prompts_are_filled_in_front_by_their_last_token(tmp_path):
+    assert filled_prompts([[5, 6], [7], [1, 2, 3]], 3) == [[6, 5, 6], [7, 7, 7], [1, 2, 3]]
+    task.write_model(tmp_path, {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1})
+    rows = [{"prompt": "12"}, {"prompt": "345"}, {"prompt": "1234567"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    sections = {
+        "model": {"path": str(tmp_path)},
+        "data": {"path": str(tmp_path / "rows.jsonl"), "shuffle": False},
+    }
+    plain, filled = (
+        {"max_prompt_tokens": 5, "fill_to_max_length": is_filled} for is_filled in (0, 1)
+    )
+    for rollout in (plain, filled):
+        config = experiment(sections | {"rollout": rollout})
+        data = PromptData(config.data)
+        kept = make_prompt_filter(config, data)
+        assert kept.active == [0, 1], "longer ones are left out"
+        prompts = [data.prompt(at, 1) for at in kept.active]
+        if rollout is plain:
+            assert [prompt.text for prompt in prompts] == ["12", "345"]
+            continue
+        encoded = Encoder(str(tmp_path)).prompts(data, chat=False)
+        for prompt, ids in zip(prompts, encoded, strict=False):
+            assert prompt.input_ids == (ids[-1],) * (5 - len(ids)) + tuple(ids)
+            assert prompt.data["prompt"] in ("12", "345"), "the verifier reads the row as it is"
+    with pytest.raises(ValueError, match=r"rollout\.max_prompt_tokens"):
+        experiment({"rollout": {"fill_to_max_length": True}})
 
 
 def test_every_field_is_shown_by_numbers():

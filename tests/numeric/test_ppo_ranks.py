@@ -41,7 +41,7 @@ FULL: dict[str, Any] = {
         "kl_estimator": "k2",
         "kl_target": 0.05,
         "kl_horizon": 100,
-        "gae_lambda": 0.9,
+        "advantage": {"gae_lambda": 0.9},
         "m2_threshold": 2.0,
         "num_minibatches": 2,
         "distillation_coef": 0.3,
@@ -85,7 +85,7 @@ def config_of(kind: str, folder: Path, teacher: Path, in_float64: bool = False):
 def all_parameters(models) -> dict[str, torch.Tensor]:
     return {
         f"{name}.{key}": tensor
-        for name, engine, _ in models.parts.folders
+        for name, engine, _ in models.checkpoint_contents.folders
         for key, tensor in parameters_of(engine).items()
     }
 
@@ -101,15 +101,15 @@ def run_rank(
     """Figures, parameters and numbers after some steps; then saved, and everything is left."""
     with float64_norms(in_float64):
         models = open_models(config_of(kind, folder, teacher, in_float64), topology)
-        figures = train(models, range(STEPS))
+        metrics = train(models, range(STEPS))
     parameters = all_parameters(models)
-    numbers = {name: part.state_dict() for name, part in models.parts.numbers.items()}
+    numbers = {name: part.state_dict() for name, part in models.checkpoint_contents.states.items()}
     checkpoints = Checkpoints(saved, RecoveryConfig(), topology)
-    checkpoints.save(models.parts, RunState("run", step=STEPS))
+    checkpoints.save(models.checkpoint_contents, RunState("run", step=STEPS))
     checkpoints.finish()
     models.destroy()  # several engines, one process group
     assert not dist.is_initialized()
-    return figures, parameters, numbers
+    return metrics, parameters, numbers
 
 
 @pytest.mark.extended
@@ -122,8 +122,8 @@ def test_every_rank_of_any_number_has_the_numbers_of_one(
     one = run_rank(ALONE, *folders, tmp_path / "one")
     expected, parameters, numbers = one
     ranks = run_ranks(world_size, tmp_path / "ranks", run_rank, *folders, tmp_path / "many")
-    for figures, got, learned in ranks:
-        for alone, together in zip(expected, figures, strict=True):
+    for metrics, got, learned in ranks:
+        for alone, together in zip(expected, metrics, strict=True):
             assert_same_figures(together, alone, **LOOSE)
         assert_close(got, parameters, atol=1e-6, mean=1e-8)
         assert learned.keys() == numbers.keys()
@@ -132,7 +132,7 @@ def test_every_rank_of_any_number_has_the_numbers_of_one(
     # What they saved together loads into one process.
     resumed = open_models(config_of(*folders))
     checkpoints = Checkpoints(tmp_path / "many", RecoveryConfig(), ALONE)
-    assert checkpoints.load_newest(resumed.parts) == RunState("run", step=STEPS)
+    assert checkpoints.load_newest(resumed.checkpoint_contents) == RunState("run", step=STEPS)
     assert_close(all_parameters(resumed), ranks[0][1], atol=0.0)
 
 
@@ -141,8 +141,8 @@ def test_in_float64_every_rank_has_the_numbers_of_one(llama_dir, teacher_dir, tm
     folders = ("grpo", llama_dir, teacher_dir)
     expected, parameters, _ = run_rank(ALONE, *folders, tmp_path / "one", True)
     ranks = run_ranks(4, tmp_path / "ranks", run_rank, *folders, tmp_path / "many", True)
-    for figures, got, _ in ranks:
-        for alone, together in zip(expected, figures, strict=True):
+    for metrics, got, _ in ranks:
+        for alone, together in zip(expected, metrics, strict=True):
             assert together == pytest.approx(alone, rel=IN_FLOAT64, abs=IN_FLOAT64)
         assert_close(got, parameters, atol=IN_FLOAT64)
 
@@ -157,9 +157,9 @@ def test_a_resumed_run_of_all_models_equals_an_uninterrupted_one_bit_for_bit(
     first = open_models(config)
     train(first, range(2))
     checkpoints = Checkpoints(tmp_path, RecoveryConfig(), ALONE)
-    checkpoints.save(first.parts, RunState("run", step=2))
+    checkpoints.save(first.checkpoint_contents, RunState("run", step=2))
     resumed = open_models(config)
-    assert checkpoints.load_newest(resumed.parts) == RunState("run", step=2)
+    assert checkpoints.load_newest(resumed.checkpoint_contents) == RunState("run", step=2)
     for models in (first, resumed):  # saving did not disturb the run that saved
         assert train(models, range(2, 4)) == expected[2:]
         assert_close(all_parameters(models), all_parameters(uninterrupted), atol=0.0)
@@ -172,9 +172,9 @@ def test_a_checkpoint_of_an_experiment_with_other_models_is_refused_and_changes_
     other = open_models(config_of(stored, llama_dir, teacher_dir))
     train(other, range(1))
     checkpoints = Checkpoints(tmp_path, RecoveryConfig(), ALONE)
-    checkpoints.save(other.parts, RunState("run", step=1))
+    checkpoints.save(other.checkpoint_contents, RunState("run", step=1))
     models = open_models(config_of(wanted, llama_dir, teacher_dir))
     before = all_parameters(models)
     with pytest.raises(ConfigError, match="does not fit the experiment: it holds"):
-        checkpoints.load_newest(models.parts)
+        checkpoints.load_newest(models.checkpoint_contents)
     assert_close(all_parameters(models), before, atol=0.0)

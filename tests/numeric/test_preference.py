@@ -12,6 +12,8 @@ from trainer.algorithms.distillation import distillation_advantages, distillatio
 from trainer.algorithms.preference import (
     bradley_terry_loss,
     dpo_loss,
+    exo_pair_loss,
+    hinge_loss,
     ipo_loss,
     pair_margins,
     sequence_gains,
@@ -23,6 +25,12 @@ BETA = 0.3
 
 def log_sigmoid(x: float) -> float:
     return -math.log1p(math.exp(-x))
+
+
+def slow_exo(x: float, smoothing: float) -> float:
+    """KL of two distributions over which answer of a pair is the better one."""
+    right, wrong = math.exp(log_sigmoid(x)), math.exp(log_sigmoid(-x))
+    return right * math.log(right / (1 - smoothing)) + wrong * math.log(wrong / smoothing)
 
 
 def slow_margins(batch) -> list[float]:
@@ -42,6 +50,20 @@ def margins_of(batch, logprobs=None) -> torch.Tensor:
     )
 
 
+def test_hinge_and_exo_by_hand():
+    """A margin of 2 at beta 0.3 lacks 0.4; at a margin of 0, KL((1/2, 1/2) || (0.9, 0.1)) is 0.5108."""
+    assert hinge_loss(torch.tensor([2.0, 9.0]), 0.3).item() == pytest.approx(0.2)
+    got = exo_pair_loss(torch.zeros(1), 0.3, 0.1)
+    assert got.item() == pytest.approx(math.log(0.5 / 0.3), abs=1e-6)
+
+
+def test_exo_is_least_where_the_policy_prefers_as_the_label_says():
+    margins = torch.linspace(-20.0, 20.0, 4001, dtype=torch.float64)
+    losses = torch.stack([exo_pair_loss(m[None], 0.3, 0.1) for m in margins])
+    assert margins[losses.argmin()].item() == pytest.approx(math.log(9.0) / 0.3, abs=0.02)
+    assert losses.min().item() == pytest.approx(0.0, abs=1e-6)
+
+
 LOSSES = {
     "dpo": (
         lambda m: dpo_loss(m, BETA),
@@ -54,6 +76,14 @@ LOSSES = {
     "ipo": (
         lambda m: ipo_loss(m, BETA),
         lambda h: (h - 1 / (2 * BETA)) ** 2,
+    ),
+    "hinge": (
+        lambda m: hinge_loss(m, BETA),
+        lambda h: max(0.0, 1 - BETA * h),
+    ),
+    "exo_pair": (
+        lambda m: exo_pair_loss(m, BETA, 0.1),
+        lambda h: slow_exo(BETA * h, 0.1),
     ),
 }
 

@@ -20,7 +20,7 @@ from tests.numeric.engines import (
 )
 from tests.numeric.models import save_model, write_char_tokenizer
 from trainer.api import MicroBatchSpec, SaveLoadMeta
-from trainer.checkpoint import Checkpoints, Parts, RunState
+from trainer.checkpoint import CheckpointContents, Checkpoints, RunState
 from trainer.topology import Topology
 
 TOPOLOGY = Topology(0, 1, torch.device("cpu"))
@@ -30,8 +30,8 @@ def checkpoints_in(folder: Path, keep: int = 2, asynchronous: bool = False) -> C
     return Checkpoints(folder, RecoveryConfig(keep=keep, asynchronous=asynchronous), TOPOLOGY)
 
 
-def parts_of(engine) -> Parts:
-    return Parts({"model": engine})
+def parts_of(engine) -> CheckpointContents:
+    return CheckpointContents({"model": engine})
 
 
 def train(engine, steps):

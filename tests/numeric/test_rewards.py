@@ -11,6 +11,7 @@ from tests.numeric.packed import LENGTHS, actions, random_batch, segments_of, sp
 from trainer.algorithms.rewards import (
     best_samples,
     dense_token_rewards,
+    length_bonus,
     overlong_penalty,
     shape_rewards,
     token_rewards,
@@ -67,6 +68,17 @@ def test_dense_rewards_equal_the_slow_loop(delta):
                 expected[t] = after - before if delta else after
     got = dense_token_rewards(scores, mask, clip=3.0, delta=delta)
     assert got.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_length_bonus_falls_from_the_shortest_to_the_longest_of_a_group():
+    """Lengths 10, 20, 30 and 40: 0.5 - 0, 1/3, 2/3 and 1; a wrong answer gains nothing. The fifth is a
+    further branch, beyond the longest that counts; the last group has one length."""
+    lengths = torch.tensor([10, 20, 30, 40, 90, 7, 7])
+    is_right = torch.tensor([True, False, True, False, True, True, False])
+    counts = torch.tensor([True, True, True, True, False, True, True])
+    groups = Segments.of_names(torch.tensor([4, 4, 4, 4, 4, 2, 2]))
+    got = length_bonus(lengths, is_right, groups, counts)
+    assert got.tolist() == pytest.approx([0.5, 0.0, -1 / 6, -0.5, -0.5, 0.0, 0.0])
 
 
 def test_of_equal_samples_the_longer_is_kept_and_then_the_earlier():

@@ -151,7 +151,7 @@ async def test_an_interrupted_score_says_which_positions_are_missing(folder, pre
 
         def stop_after_one_chunk(module, args, kwargs):
             chunks.append(kwargs["input_ids"].shape[1])
-            backend._order(lambda: setattr(backend, "_is_paused", True))
+            backend._decode_loop.call(lambda: backend._decode_loop.pause("in_place"))
 
         hook = backend._model.module.register_forward_pre_hook(
             stop_after_one_chunk, with_kwargs=True

@@ -60,16 +60,16 @@ def train_in(
 ) -> dict[str, Any]:
     trainer = TRAINER.model_copy(update={"shard_size": shard_size})
     engine = open_engine(folder, topology=topology, trainer=trainer, in_float64=in_float64)
-    figures, logprobs = [], []
+    metrics, logprobs = [], []
     for seed in range(STEPS):
         mine = share_of(random_batch(seed), topology)
         stats = engine.train_batch(mine, SPEC, token_loss, tokens_in_loss)
         engine.step_lr_scheduler()
         loss = engine.eval_batch(mine, SPEC, token_loss, tokens_in_loss)
-        figures.append(stats | {"eval": float(loss)})
+        metrics.append(stats | {"eval": float(loss)})
         logprobs.append(engine.forward(mine, SPEC, post_hook=label_logprobs, aggregate_fn=list))
     parameters = parameters_of(engine)
-    return {"figures": figures, "parameters": parameters, "logprobs": logprobs}
+    return {"metrics": metrics, "parameters": parameters, "logprobs": logprobs}
 
 
 def share_of(batch, topology: Topology):
@@ -117,7 +117,7 @@ def test_every_mesh_trains_as_one_process_does(mesh, one_process, kind):
     expected = one_process[kind, False]
     for rank in mesh:
         got = rank[kind, False]
-        for one, all_ranks in zip(expected["figures"], got["figures"], strict=True):
+        for one, all_ranks in zip(expected["metrics"], got["metrics"], strict=True):
             assert_same_figures(all_ranks, one, grad_norm=GRAD_NORM)
             assert one["grad_norm"] > 0.01
         assert_close(got["parameters"], expected["parameters"], atol=1e-6)
@@ -128,7 +128,7 @@ def test_in_float64_every_mesh_has_the_numbers_of_one_process(mesh, one_process,
     expected = one_process[kind, True]
     for rank in mesh:
         got = rank[kind, True]
-        for one, all_ranks in zip(expected["figures"], got["figures"], strict=True):
+        for one, all_ranks in zip(expected["metrics"], got["metrics"], strict=True):
             assert all_ranks == pytest.approx(one, rel=IN_FLOAT64, abs=IN_FLOAT64)
         assert {p.dtype for p in got["parameters"].values()} == {torch.float64}
         assert_close(got["parameters"], expected["parameters"], atol=IN_FLOAT64)
@@ -138,7 +138,7 @@ def test_in_float64_every_mesh_has_the_numbers_of_one_process(mesh, one_process,
 def test_one_process_in_float32_is_as_far_from_float64_as_ranks_are_from_it(one_process, kind):
     """What `GRAD_NORM` is made of: the rounding of one process alone."""
     rounded, exact = one_process[kind, False], one_process[kind, True]
-    for got, expected in zip(rounded["figures"], exact["figures"], strict=True):
+    for got, expected in zip(rounded["metrics"], exact["metrics"], strict=True):
         assert_same_figures(got, expected, grad_norm=GRAD_NORM)
     parameters = {name: p.double() for name, p in rounded["parameters"].items()}
     assert_close(parameters, exact["parameters"], atol=1e-6)
@@ -223,10 +223,10 @@ def train_on_one_broken_loss(topology: Topology, folder: Path) -> dict[str, Any]
         return LossOutput(token_loss(output, batch).loss * factor)
 
     mine = share_of(random_batch(0), topology)
-    figures = engine.train_batch(mine, SPEC, broken, tokens_in_loss)
+    metrics = engine.train_batch(mine, SPEC, broken, tokens_in_loss)
     after = parameters_of(engine)
     good = engine.train_batch(mine, SPEC, token_loss, tokens_in_loss)
-    return {"before": before, "after": after, "skipped": figures, "good": good}
+    return {"before": before, "after": after, "skipped": metrics, "good": good}
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(folders, tmp_path):
@@ -282,12 +282,12 @@ def train_in_bfloat16(topology: Topology, folder: Path) -> dict[str, Any]:
     trainer = TRAINER.model_copy(update={"compute_dtype": "bfloat16"})
     engine = open_engine(folder, topology=topology, trainer=trainer, gradient_checkpointing=True)
     mine = share_of(random_batch(0), topology)
-    figures = engine.train_batch(mine, SPEC, token_loss, tokens_in_loss)
+    metrics = engine.train_batch(mine, SPEC, token_loss, tokens_in_loss)
     kept = {p.dtype for p in engine._model.parameters()}
     kept |= {p.grad.dtype for p in engine._model.parameters()}
     parameters = parameters_of(engine)
     engine.destroy()
-    return {"figures": figures, "types": kept, "parameters": parameters}
+    return {"metrics": metrics, "types": kept, "parameters": parameters}
 
 
 def test_in_bfloat16_ranks_sum_gradients_in_float32(folders, tmp_path):
@@ -296,7 +296,7 @@ def test_in_bfloat16_ranks_sum_gradients_in_float32(folders, tmp_path):
         assert rank["types"] == {torch.float32}
         # A micro-batch rounds its gradients; which sequences share one differs.
         for name in ("loss", "grad_norm"):
-            assert rank["figures"][name] == pytest.approx(expected["figures"][name], rel=0.02)
+            assert rank["metrics"][name] == pytest.approx(expected["metrics"][name], rel=0.02)
         assert_close(rank["parameters"], expected["parameters"], atol=2e-3)
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from headway.rollout.tokenizer import TextTokenizer
+from headway.text.tokenizer import TextTokenizer
 from tests.numeric.backends import Heard, generate_all, prompt_of, request, serving
 from tests.numeric.models import VOCAB_SIZE, save_model, write_char_tokenizer
 

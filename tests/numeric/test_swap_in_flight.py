@@ -9,8 +9,14 @@ import torch
 from transformers import DynamicCache
 
 from headway.contracts.errors import BackendError
-from tests.numeric.backends import PATIENCE_S, prompt_of, request, serving, stage, stage_value
-from tests.numeric.models import CONTEXT, load_reference, reference_logprobs, save_model
+from tests.numeric.backends import DEADLINE_S, prompt_of, request, serving, stage, stage_value
+from tests.numeric.models import (
+    CONTEXT,
+    extend_cache,
+    load_reference,
+    reference_logprobs,
+    save_model,
+)
 from tests.waiting import until
 
 NUM_TOKENS = 200
@@ -29,11 +35,8 @@ def replay(models, prompt, response):
     cache = DynamicCache()
     fed, logprobs = prompt, []
     for token, version in zip(response.output_tokens, response.output_versions, strict=True):
-        output = models[version](
-            input_ids=torch.tensor([fed]), past_key_values=cache, use_cache=True
-        )
-        cache = output.past_key_values
-        logprobs.append(torch.log_softmax(output.logits[0, -1].double(), dim=-1)[token])
+        logits = extend_cache(models[version], cache, fed)
+        logprobs.append(torch.log_softmax(logits[-1].double(), dim=-1)[token])
         fed = [token]
     return torch.stack(logprobs)
 
@@ -48,7 +51,7 @@ async def swap_while_generating(policies, requests):
             await until(lambda seen=seen: backend.load().generated_tokens >= seen + 20)
             in_flight.append(await backend.swap(update))
             assert backend.version == update.version
-        responses = await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_S)
+        responses = await asyncio.wait_for(asyncio.gather(*tasks), DEADLINE_S)
     return responses, in_flight
 
 

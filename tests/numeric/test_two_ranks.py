@@ -25,12 +25,12 @@ from tests.numeric.engines import (
 from tests.numeric.models import save_model
 from trainer.api import SaveLoadMeta
 from weight_sync.channel import StagedWeights
-from weight_sync.patience import Patience
+from weight_sync.deadline import Deadline
 from weight_sync.receiver import make_receiver
 from weight_sync.store import version_name
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 100
+DEADLINE_S = 100
 
 
 class Runs(NamedTuple):
@@ -55,7 +55,7 @@ def two_ranks_root(tmp_path_factory):
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -76,7 +76,7 @@ def staged(out: Path, model_dir: Path) -> StagedWeights:
     shapes = {name: p.shape for name, p in parameters_of(open_engine(model_dir)).items()}
     meta = WeightUpdateMeta(rank_program.VERSION, str(root / version_name(rank_program.VERSION)))
     receiver = make_receiver(ReceiverConfig(allow=(str(root),)))
-    return receiver.within(Patience(PATIENCE_S)).stage(meta, shapes)
+    return receiver.within(Deadline(DEADLINE_S)).stage(meta, shapes)
 
 
 def test_loss_gradient_norm_and_figures_are_those_of_one_process(runs):

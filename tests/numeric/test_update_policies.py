@@ -12,7 +12,7 @@ from headway.contracts.errors import BackendError, SyncError
 from headway.contracts.http.weights import WeightCommitRequest, WeightPrepareRequest
 from inference_server.version_gate import VersionGate
 from tests.numeric.backends import (
-    PATIENCE_S,
+    DEADLINE_S,
     Call,
     errors,
     generate_all,
@@ -57,7 +57,7 @@ class Shelf:
         self._folders = folders
         self.kept = []
 
-    def within(self, patience):
+    def within(self, deadline):
         return self
 
     def stage(self, meta, expected):
@@ -81,7 +81,7 @@ async def publish(gate, folders, version, policy):
     update = gate.update(
         lambda _: version, lambda _: backend.fit(stage(version, folders[version])), policy
     )
-    return await asyncio.wait_for(update, PATIENCE_S)
+    return await asyncio.wait_for(update, DEADLINE_S)
 
 
 def long(name, seed, length=10, count=300):
@@ -129,7 +129,7 @@ async def test_recompute_gives_the_logprobs_of_a_fresh_prefill(folders, models):
         assert [version for version, _, _ in response.version_runs] == [0, 1, 2]
         assert len(response.output_tokens) == 300
         assert response.num_recomputes == 2
-    assert (gate.updates, gate.updates_in_flight) == (2, 2)
+    assert (gate.served.updates, gate.served.updates_in_flight) == (2, 2)
 
 
 async def test_recompute_under_little_memory_loses_nothing(folders, models):
@@ -188,7 +188,7 @@ async def test_drain_ends_running_ones_under_the_old_version_and_starts_waiting_
         for call in calls:
             await call.heard.until(10)
         commit = asyncio.create_task(publish(gate, folders, 1, None))
-        await until(lambda: backend._scheduler.is_draining)
+        await until(lambda: backend._decode_loop.scheduler.is_draining)
         late = start(backend, *(long(f"new{i}", i + 5, count=50) for i in range(4)))
         assert backend.version == 0
         assert await commit == 0
@@ -209,7 +209,7 @@ async def test_a_commit_goes_on_to_drain_when_its_caller_is_gone(folders):
         await running.heard.until(5)
         await gate.prepare(prepared(1, 1))
         commit = asyncio.create_task(gate.commit(committed(1, 1, "drain")))
-        await until(lambda: backend._scheduler.is_draining)
+        await until(lambda: backend._decode_loop.scheduler.is_draining)
         [late] = start(backend, long("late", 2, count=5))
         commit.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -218,7 +218,7 @@ async def test_a_commit_goes_on_to_drain_when_its_caller_is_gone(folders):
         assert (await running.response()).version_runs == [(0, 0, 200)]
         assert (await again).version == 1
         assert (await late.response()).version_runs == [(1, 0, 5)]
-        assert gate.updates == 1
+        assert gate.served.updates == 1
 
 
 async def test_a_swap_whose_caller_gives_up_lets_waiting_ones_start(folders):
@@ -227,7 +227,7 @@ async def test_a_swap_whose_caller_gives_up_lets_waiting_ones_start(folders):
         await running.heard.until(5)
         update = backend.fit(stage(1, folders[1]))
         swap = asyncio.create_task(backend.swap(update, "drain"))
-        await until(lambda: backend._scheduler.is_draining)
+        await until(lambda: backend._decode_loop.scheduler.is_draining)
         [late] = start(backend, long("late", 2, count=5))
         await running.heard.until(len(running.heard.tokens) + 30)
         assert late.heard.tokens == []
@@ -236,7 +236,7 @@ async def test_a_swap_whose_caller_gives_up_lets_waiting_ones_start(folders):
             await swap
         assert (await late.response()).version_runs == [(0, 0, 5)]
         assert not running.task.done()
-        assert not backend._scheduler.is_draining
+        assert not backend._decode_loop.scheduler.is_draining
         assert await backend.swap(update, "keep") == 1
         response = await running.response()
     assert [version for version, _, _ in response.version_runs] == [0, 1]
@@ -265,12 +265,12 @@ async def test_a_rollback_under_running_requests_is_sampled_and_stamped_as_such(
 
 async def test_nobody_writes_to_a_version_that_is_held(folders):
     async with serving(folders[0]) as backend:
-        shelf = Shelf(folders)
-        gate = VersionGate(backend, shelf)
+        peer_store = Shelf(folders)
+        gate = VersionGate(backend, peer_store)
         for epoch, version in enumerate((1, 2), start=1):
             await gate.prepare(prepared(epoch, version))
             await gate.commit(committed(epoch, version))
-        first, second = shelf.kept
+        first, second = peer_store.kept
         parameters = backend._model._parameters
         assert all(parameters[n].data_ptr() == t.data_ptr() for n, t in second.tensors.items())
         name = "model.embed_tokens.weight"
@@ -416,7 +416,7 @@ async def test_two_swaps_in_line_take_effect_in_their_order(folders, models, fir
             asyncio.create_task(backend.swap(update, policy))
             for update, policy in zip(updates, (first, second), strict=True)
         ]
-        done = await asyncio.wait_for(asyncio.gather(*swaps), PATIENCE_S)
+        done = await asyncio.wait_for(asyncio.gather(*swaps), DEADLINE_S)
         responses = [await call.response() for call in calls]
         late = await waiting[0].response()
     assert backend.version == 2

@@ -23,7 +23,7 @@ from tests.numeric.models import load_reference, save_model
 from tests.numeric.ranks import run_ranks
 from trainer.api import LossOutput, MicroBatchSpec, SaveLoadMeta
 from trainer.batching.balance import partition_by_tokens
-from trainer.interfaces.rw import score_sequences
+from trainer.interfaces.reward_modeling import score_sequences
 from trainer.topology import Topology
 
 SPEC = MicroBatchSpec(25)
@@ -45,12 +45,12 @@ def value_loss(output, batch) -> LossOutput:
 
 
 def train(engine, steps, share=lambda batch: batch):
-    figures = []
+    metrics = []
     for seed in steps:
         mine = share(random_batch(seed))
-        figures.append(engine.train_batch(mine, SPEC, value_loss, tokens_in_loss))
+        metrics.append(engine.train_batch(mine, SPEC, value_loss, tokens_in_loss))
         engine.step_lr_scheduler()
-    return figures
+    return metrics
 
 
 def test_values_are_the_head_on_each_sequence_alone(model_dir):
@@ -138,14 +138,14 @@ def train_rank(topology: Topology, folder: Path):
     def share(batch):
         return batch.select(partition_by_tokens(batch.lengths, topology.world_size)[topology.rank])
 
-    figures = train(engine, range(STEPS), share)
-    return figures, parameters_of(engine)
+    metrics = train(engine, range(STEPS), share)
+    return metrics, parameters_of(engine)
 
 
 @pytest.mark.extended
 def test_a_critic_on_two_ranks_trains_as_on_one(llama_dir, tmp_path):
     expected, parameters = train_rank(Topology(0, 1, torch.device("cpu")), llama_dir)
-    for figures, got in run_ranks(2, tmp_path, train_rank, llama_dir):
-        for one, two in zip(expected, figures, strict=True):
+    for metrics, got in run_ranks(2, tmp_path, train_rank, llama_dir):
+        for one, two in zip(expected, metrics, strict=True):
             assert_same_figures(two, one, grad_norm=GRAD_NORM)
         assert_close(got, parameters, atol=1e-6)

@@ -10,15 +10,16 @@ import torch
 from headway.contracts.config.model import LoraConfig, TrainedModelConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.trainer import TrainerConfig
-from headway.contracts.config.workers import GenerationConfig
+from headway.contracts.config.workers import GenerationConfig, WorkerRewardConfig
 from headway.contracts.errors import ConfigError, DataError
 from tests.numeric.engines import TOTAL_STEPS, WIDE, assert_close
 from tests.numeric.models import load_reference, reference_logprobs
 from tests.numeric.worker_rows import random_rows, stored_weights, workers_config
 from trainer.algorithms.advantages import group_advantages
-from trainer.workers.judgement import judge_rows
-from trainer.workers.proto import DataProto
-from trainer.workers.roles import ActorRolloutRefWorker, CriticWorker, RewardWorker
+from trainer.workers.data_proto import DataProto
+from trainer.workers.reward_worker import RewardWorker
+from trainer.workers.roles import ActorRolloutRefWorker, CriticWorker
+from trainer.workers.row_advantages import row_advantages
 
 LORA = LoraConfig(rank=2, alpha=4, target_modules=("q_proj", "v_proj"))
 
@@ -43,8 +44,8 @@ def test_roles_refuse_what_is_not_theirs(llama_dir: Path):
         ready(config, "ref").update_actor([batch])
     with pytest.raises(ConfigError, match="compute_values came before init_model"):
         CriticWorker(config).compute_values(batch)
-    with pytest.raises(ConfigError, match="set reward_model"):
-        RewardWorker(workers_config(llama_dir, reward_model=None)).init_model()
+    with pytest.raises(ConfigError, match=r"set reward\.rule or \.model"):
+        RewardWorker(workers_config(llama_dir, reward=WorkerRewardConfig())).init_model()
 
 
 def test_bad_batches_are_named(llama_dir: Path):
@@ -52,22 +53,22 @@ def test_bad_batches_are_named(llama_dir: Path):
     with pytest.raises(DataError, match=r"compute_log_prob wants meta\['temperature'\]"):
         actor.compute_log_prob(DataProto(batch.tensors))
     for missing in ("old_log_probs", "advantages", "rollout_log_probs"):
-        _, rest = batch.pop([missing])
+        rest = batch.select(sorted(batch.columns - {missing}))
         with pytest.raises(DataError, match=f"update_actor wants {missing} besides"):
             actor.update_actor([rest])
     with pytest.raises(DataError, match="no objects 'uid'"):
-        judge_rows(WIDE, DataProto(batch.tensors))
+        row_advantages(WIDE, DataProto(batch.tensors))
 
 
 def test_an_update_does_not_depend_on_the_micro_batches(llama_dir: Path, tmp_path: Path):
-    figures, weights = [], []
+    metrics, weights = [], []
     for budget in (20, 1000):
         trainer = TrainerConfig(total_steps=TOTAL_STEPS, max_tokens_per_mb=budget)
         actor = ready(workers_config(llama_dir, trainer=trainer))
-        figures.append(actor.update_actor([random_rows(6)]))
+        metrics.append(actor.update_actor([random_rows(6)]))
         actor.export_model(str(tmp_path / str(budget)))
         weights.append(stored_weights(tmp_path / str(budget)))
-    assert figures[0] == pytest.approx(figures[1], rel=1e-5, abs=1e-6)
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-5, abs=1e-6)
     assert_close(weights[0], weights[1], atol=1e-6)
 
 
@@ -102,12 +103,12 @@ def test_checkpoints_of_actor_and_critic_come_back(llama_dir: Path, tmp_path: Pa
     judged = batch.union(critic.compute_values(batch))
     actor.update_actor([batch])
     critic.update_critic([judged])
-    for worker in (actor, critic):
-        worker.save_checkpoint(str(tmp_path))
+    for name, worker in (("actor", actor), ("critic", critic)):
+        worker.save_checkpoint(str(tmp_path / name))
     again, critic_again = ready(config), CriticWorker(config)
     critic_again.init_model()
-    for worker in (again, critic_again):
-        worker.load_checkpoint(str(tmp_path))
+    for name, worker in (("actor", again), ("critic", critic_again)):
+        worker.load_checkpoint(str(tmp_path / name))
     expected, got = actor.compute_log_prob(batch), again.compute_log_prob(batch)
     assert torch.equal(got["old_log_probs"], expected["old_log_probs"])
     expected, got = critic.compute_values(batch), critic_again.compute_values(batch)
@@ -183,7 +184,7 @@ def test_rows_are_judged_as_sequences_are():
         entropys=torch.zeros(6, 9),
         uid=["a", "b", "a", "a", "c", "c"],
     )
-    judged, _ = judge_rows(WIDE, batch)
+    judged, _ = row_advantages(WIDE, batch)
     groups = torch.tensor([0, 1, 0, 0, 2, 2])
     expected = group_advantages(batch["scores"], groups)[:, None] * batch["response_mask"]
     torch.testing.assert_close(judged["advantages"], expected)

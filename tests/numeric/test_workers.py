@@ -24,12 +24,13 @@ from tests.numeric.worker_rows import (
     workers_config,
 )
 from tests.processes import FORKS
+from trainer.workers.data_proto import DataProto
 from trainer.workers.group import WorkerGroup
-from trainer.workers.padded import to_sequences
-from trainer.workers.proto import DataProto
-from trainer.workers.roles import ActorRolloutRefWorker, CriticWorker, RewardWorker
+from trainer.workers.padding import to_sequences
+from trainer.workers.reward_worker import RewardWorker
+from trainer.workers.roles import ActorRolloutRefWorker, CriticWorker
 
-PATIENCE_S = 100.0
+DEADLINE_S = 100.0
 SIZES = (8, 7, 3, 1)
 """Rows that four workers can share equally, and that they cannot."""
 ATOL = 1e-6
@@ -38,12 +39,12 @@ SETUPS = ("two", "four", "rows of two", "ray")
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 
 
-class Played(NamedTuple):
+class RolloutOutcome(NamedTuple):
     """What a setup made of the same batches."""
 
     said: dict[tuple[str, int], dict[str, Tensor]]
     """By method and number of rows."""
-    figures: dict[str, dict[str, float]]
+    metrics: dict[str, dict[str, float]]
     """Of updates."""
     weights: dict[str, Tensor]
     """After the actor's."""
@@ -52,12 +53,12 @@ class Played(NamedTuple):
 @pytest.fixture(scope="module")
 def play(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Callable[[str], Played]]:
+) -> Iterator[Callable[[str], RolloutOutcome]]:
     """What a setup makes of the batches; each is played once."""
     folder = save_model(tmp_path_factory.mktemp("model"), "llama")
-    done: dict[str, Played] = {}
+    done: dict[str, RolloutOutcome] = {}
 
-    def of(setup: str) -> Played:
+    def of(setup: str) -> RolloutOutcome:
         if setup not in done:
             out = tmp_path_factory.mktemp("out")
             if setup == "ray":
@@ -78,17 +79,17 @@ def ray_cluster() -> Iterator[None]:
 
 def _open(setup: str, worker: type, *args: Any) -> WorkerGroup:
     if setup == "ray":
-        return WorkerGroup.of_ray_actors(worker, 2, *args, timeout_s=PATIENCE_S)
+        return WorkerGroup.of_ray_actors(worker, 2, *args, timeout_s=DEADLINE_S)
     world_size = {"one": 1, "two": 2, "four": 4, "rows of two": 4}[setup]
     return WorkerGroup.of_processes(
-        worker, world_size, *args, start_method=FORKS.get_start_method(), timeout_s=PATIENCE_S
+        worker, world_size, *args, start_method=FORKS.get_start_method(), timeout_s=DEADLINE_S
     )
 
 
-def _play(setup: str, folder: Path, out: Path) -> Played:
+def _play(setup: str, folder: Path, out: Path) -> RolloutOutcome:
     config = workers_config(folder, shard_size=2 if setup == "rows of two" else None)
     said: dict[tuple[str, int], dict[str, Tensor]] = {}
-    figures: dict[str, dict[str, float]] = {}
+    metrics: dict[str, dict[str, float]] = {}
 
     def ask(group: WorkerGroup, method: str, batch: DataProto) -> DataProto:
         before = content_of(batch)
@@ -110,7 +111,7 @@ def _play(setup: str, folder: Path, out: Path) -> Played:
         ask(actor, "generate_sequences", _prompts())
         batch = random_rows(7, seed=7).with_meta(mini_batch_size=3, epochs=2, shuffle_seed=5)
         before = content_of(batch)
-        figures["actor"] = actor.update_actor(batch)
+        metrics["actor"] = actor.update_actor(batch)
         assert content_of(batch) == before
         actor.export_model(str(out / "exported"))
     with ExitStack() as stack:
@@ -120,13 +121,13 @@ def _play(setup: str, folder: Path, out: Path) -> Played:
             ask(critic, "compute_values", random_rows(size, seed=size))
         batch = random_rows(7, seed=7)
         batch = batch.union(critic.compute_values(batch)).with_meta(mini_batch_size=3, epochs=2)
-        figures["critic"] = critic.update_critic(batch)
+        metrics["critic"] = critic.update_critic(batch)
         ask(critic, "compute_values", random_rows(5, seed=5))
     with ExitStack() as stack:
         reward = stack.enter_context(_open(setup, RewardWorker, config))
         reward.init_model()
         ask(reward, "compute_rm_score", random_rows(7, seed=7))
-    return Played(said, figures, stored_weights(out / "exported"))
+    return RolloutOutcome(said, metrics, stored_weights(out / "exported"))
 
 
 def _prompts() -> DataProto:
@@ -154,8 +155,8 @@ def test_what_models_say_does_not_depend_on_the_workers(setup, play):
 def test_updates_do_not_depend_on_the_workers(setup, play):
     one, several = play("one"), play(setup)
     assert_close(several.weights, one.weights, atol=ATOL)
-    for role, expected in one.figures.items():
-        assert several.figures[role] == pytest.approx(expected, rel=1e-5, abs=1e-6), role
+    for role, expected in one.metrics.items():
+        assert several.metrics[role] == pytest.approx(expected, rel=1e-5, abs=1e-6), role
 
 
 def test_logprobs_are_those_of_the_model_alone(play, tmp_path):
@@ -181,8 +182,8 @@ def test_an_update_is_that_of_a_plain_loop(tmp_path):
     expected = plain_training(model, [to_sequences(batch)])
     with _open("two", ActorRolloutRefWorker, workers_config(folder), "actor") as actor:
         actor.init_model()
-        figures = actor.update_actor(batch)
+        metrics = actor.update_actor(batch)
         actor.export_model(str(tmp_path / "out"))
-    assert figures["loss"] == pytest.approx(expected["losses"][0], abs=1e-6)
-    assert figures["grad_norm"] == pytest.approx(expected["norms"][0], rel=1e-5)
+    assert metrics["loss"] == pytest.approx(expected["losses"][0], abs=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(expected["norms"][0], rel=1e-5)
     assert_close(stored_weights(tmp_path / "out"), copy.copy(expected["parameters"]), atol=ATOL)

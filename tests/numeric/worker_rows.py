@@ -12,11 +12,11 @@ from torch import Tensor
 from headway.contracts.config.critic import CriticConfig, ValueModelConfig
 from headway.contracts.config.model import TrainedModelConfig
 from headway.contracts.config.trainer import TrainerConfig
-from headway.contracts.config.workers import WorkersConfig
+from headway.contracts.config.workers import GenerationConfig, WorkerRewardConfig, WorkersConfig
 from tests.numeric.engines import OPTIMIZER, TOTAL_STEPS, WIDE
 from tests.numeric.models import VOCAB_SIZE
-from trainer.workers.padded import sequence_columns
-from trainer.workers.proto import DataProto
+from trainer.workers.data_proto import DataProto
+from trainer.workers.padding import sequence_columns
 
 PROMPT, RESPONSE = 6, 9
 TEMPERATURE = 0.8
@@ -33,7 +33,8 @@ def workers_config(
         "trainer": TrainerConfig(**options, shard_size=shard_size),
         "algorithm": WIDE,
         "critic": CriticConfig(optimizer=OPTIMIZER, normalization="exponential"),
-        "reward_model": ValueModelConfig(path=str(folder), seed=3),
+        "reward": WorkerRewardConfig(model=ValueModelConfig(path=str(folder), seed=3)),
+        "generation": GenerationConfig(engine="forward"),
     }
     return WorkersConfig(**(defaults | sections))
 

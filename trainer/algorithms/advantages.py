@@ -17,8 +17,9 @@ def group_advantages(
     eps: float = 1e-6,
     counts: Tensor | None = None,
     unbiased: bool = True,
+    center: Level = "group",
 ) -> Tensor:
-    """Centre rewards within each prompt group, and scale them by a spread.
+    """Centre rewards within each prompt group, or the batch, and scale them by a spread.
 
     Args:
         rewards: [N] float, one per trajectory, after shaping.
@@ -31,6 +32,7 @@ def group_advantages(
         counts: [N] bool, true where a trajectory is part of its group's mean and spread: one of each
             sample, whose further branches repeat its reward. None counts all.
         unbiased: the standard deviation divides by n - 1 (TRL, verl, AReaL), else by n.
+        center: take off the mean of the group, or of the batch (AReaL's `mean_level`).
     Returns:
         [N] float32. A group with equal rewards, and one of a single sample, gives zeros, not NaN.
     Raises:
@@ -50,9 +52,7 @@ def group_advantages(
     counting = torch.ones_like(rewards, dtype=torch.bool) if counts is None else counts
     if (groups.sizes(counting) == 0).any():
         raise ValueError("of a group no trajectory counts; one of each sample is wanted")
-    return normalize(
-        rewards, counting, groups, "group", scale, leave_one_out, unbiased, eps
-    ).float()
+    return normalize(rewards, counting, groups, center, scale, leave_one_out, unbiased, eps).float()
 
 
 def generalized_advantages(
@@ -66,9 +66,9 @@ def generalized_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over the actions of packed sequences.
 
-    Rows outside of the mask (prompts, what tools and users said) are no steps: the next value is that of
-    the next action. After the last action the value is 0, or, where a sequence was cut off, that of its
-    last row (a real flag; AReaL takes whether a row is as long as the longest of its batch).
+    Rows outside of the mask (prompts, text of tools and users) are no steps: the next value is that of
+    the next action. After the last action the value is 0, or, where a sequence was truncated, that of its
+    last row (a real flag; AReaL tests whether a row is as long as the longest of its batch).
 
     Args:
         rewards: [T], on the actions.
@@ -98,7 +98,7 @@ def generalized_advantages(
 def discounted_returns(
     rewards: Tensor, loss_mask: Tensor, sequences: Segments, discount: float = 1.0
 ) -> Tensor:
-    """What each action still earns: `sum over later actions of discount^k · reward`.
+    """Return for each action what is still to come: `sum over later actions of discount^k · reward`.
 
     Whitened over the batch it is the advantage of REINFORCE++ (arXiv:2501.03262), with the KL penalty
     among the rewards.

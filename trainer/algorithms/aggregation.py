@@ -2,7 +2,7 @@
 
 A micro-batch's loss is `sum(coefficient · value) / weight`. Engines average micro-batches and ranks by
 that weight, so the result is that of the whole mini-batch, however it was cut. Tokens are summed in
-float64: in float32 their order, which the cut decides, would show.
+float64: in float32 their order, which depends on the split, would be visible.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def aggregate(
     """One number of the tokens in the loss.
 
     Args:
-        values: [T]; what stands outside of the mask, finite or not, reaches neither loss nor gradient.
+        values: [T]; values outside of the mask, finite or not, reach neither loss nor gradient.
         loss_mask: [T] bool.
         mode: `token_mean` (DAPO, arXiv:2503.14476): every token counts the same.
             `sequence_mean_token_mean` (GRPO, arXiv:2402.03300): every sequence counts the same.
@@ -73,5 +73,5 @@ def aggregation_weight(
 
 
 def mean_mode(mode: AggregationMode) -> AggregationMode:
-    """The mean that has the weight of `mode`; for figures that are shares."""
+    """The mean that has the weight of `mode`; for metrics that are shares."""
     return "token_mean" if mode == "token_mean" else "sequence_mean_token_mean"

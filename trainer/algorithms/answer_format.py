@@ -1,4 +1,4 @@
-"""What a verified answer scores: right, wrong, or wrong in the form that was asked for."""
+"""Scores of verified answers: right, wrong, or wrong in the form that was asked for."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import re
 from headway.contracts.config.ppo_code import WRONG_SCORE
 
 FORMED_SCORE = -0.8
-"""Of a wrong answer in the right form."""
+"""Score of a wrong answer in the right form."""
 FORM = ["<think>", "</think>", "<answer>", "</answer>"]
 _TAG = re.compile(r"</?(?:think|answer)>")
 
 
 def is_well_formed(text: str) -> bool:
-    """Whether text is `<think>…</think><answer>…</answer>`, and nothing but space beside it.
+    """True if the text is `<think>…</think><answer>…</answer>` with nothing but space around it.
 
-    What stands within the two may be anything, `a < b` or other tags too, but these four tags. The first
+    The text in the two may be anything except these four tags; `a < b` or other tags, too. The first
     one may be missing: a chat template may have written it as the end of the prompt.
     """
     whole = text if text.lstrip().startswith(FORM[0]) else FORM[0] + text
@@ -26,12 +26,12 @@ def is_well_formed(text: str) -> bool:
 
 
 def answer_score(score: float, text: str, check_xml_format: bool = False) -> float:
-    """What an answer scores, before bias and scaling.
+    """Return the score of an answer, before bias and scaling.
 
     Args:
-        score: of the verifier: 1 is right, 0 is wrong; what lies between stays.
+        score: of the verifier: 1 is right, 0 is wrong; values between stay.
         text: of the completion, without special tokens.
-        check_xml_format: a wrong answer that is `is_well_formed` scores more than another one.
+        check_xml_format: a wrong answer that `is_well_formed` accepts scores more than another one.
     """
     if score != 0.0:
         return score

@@ -1,4 +1,4 @@
-"""Which prompts are too easy to go on with."""
+"""Curriculum: prompts that have become too easy are left out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def easy_prompts(
     """The prompts to leave out from the next epoch on.
 
     Args:
-        active: prompt ids that are in play.
+        active: ids of the active prompts.
         scores: mean score of each prompt's last group; a prompt without one stays.
         threshold: a prompt goes if its score is above this.
         max_share: at most this share of `active` goes, rounded down; the highest first, the earlier among

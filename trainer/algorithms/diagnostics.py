@@ -1,4 +1,4 @@
-"""How far the behaviour policy is from the proximal one, in figures."""
+"""Metrics of the distance between the behaviour policy and the proximal one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Mismatch:
     @staticmethod
     @torch.no_grad()
     def of(proximal_logprobs: Tensor, behaviour_logprobs: Tensor, loss_mask: Tensor) -> Mismatch:
-        """Of a batch's tokens [T]."""
+        """Sum over a batch's tokens; the tensors are [T]."""
         logs = log_ratios(proximal_logprobs, behaviour_logprobs, loss_mask)[loss_mask].double()
         weights = bounded_exp(logs)
         return Mismatch(

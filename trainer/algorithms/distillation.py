@@ -1,4 +1,4 @@
-"""On-policy distillation: learn from a teacher's logprobs of one's own samples."""
+"""On-policy distillation: learn from a teacher's logprobs of the policy's own samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def distillation_advantages(logprobs: Tensor, teacher_logprobs: Tensor) -> Tenso
 def distillation_losses(
     logprobs: Tensor, behaviour_logprobs: Tensor, teacher_logprobs: Tensor, loss_mask: Tensor
 ) -> Tensor:
-    """Per token `-(policy / behaviour) · (teacher - policy)`, the second factor without gradient.
+    """Return `-(policy / behaviour) · (teacher - policy)` per token, the second factor without
+    gradient.
 
     Its gradient is that of KL(policy || teacher). (AReaL, when it also learns from rewards, adds the mean
     of `logprob - teacher`, whose gradient has expectation zero and only adds noise.)

@@ -11,6 +11,8 @@ KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
 MAX_EXPONENT = 20.0
 """Bound on a log-ratio before it is exponentiated: e^20 is still finite and exact enough in float32."""
+MAX_DISTANCE = 1e4
+"""Bound on a gradient of k2, in nats: it only keeps infinite logprobs of masked tokens out of it."""
 
 
 def kl_estimate(
@@ -20,22 +22,24 @@ def kl_estimate(
     bound: float = 10.0,
     straight_through: bool = False,
 ) -> Tensor:
-    """Per token, of KL(policy || reference) under tokens that the policy sampled.
+    """Estimate KL(policy || reference) per token, under tokens that the policy sampled.
 
     With d = logprob - reference: k1 = d (unbiased), k2 = d²/2 (small variance; its gradient is that of
     the KL), k3 = e^-d - 1 + d (unbiased, never negative), abs = |d|.
 
     Args:
         logprobs, reference_logprobs: [T]; differentiable in the first.
-        bound: on the absolute estimate; beyond it there is no gradient.
-        straight_through: the estimate's value with the gradient of k2. As a loss k1 has a gradient of
-            expectation zero, and that of k3 belongs to the reverse direction.
+        bound: on the absolute estimate; beyond it the estimate has no gradient.
+        straight_through: the estimate's bounded value with the gradient of k2, which is d at any
+            distance: a policy that went far from its reference is pulled back, too (verl's `k3+`). As a
+            loss k1 has a gradient of expectation zero, and that of k3 belongs to the reverse direction.
     Returns:
         [T]; not masked.
     Source:
         J. Schulman, "Approximating KL Divergence" (2020); the gradients: arXiv:2506.09477.
     """
-    difference = (logprobs - reference_logprobs).clamp(-MAX_EXPONENT, MAX_EXPONENT)
+    distance = logprobs - reference_logprobs
+    difference = distance.clamp(-MAX_EXPONENT, MAX_EXPONENT)
     if estimator == "k1":
         estimate = difference
     elif estimator == "k2":
@@ -47,8 +51,9 @@ def kl_estimate(
     estimate = estimate.clamp(-bound, bound)
     if not straight_through:
         return estimate
-    carrier = difference.square() / 2
-    return carrier + (estimate - carrier).detach()
+    carrier = distance.clamp(-MAX_DISTANCE, MAX_DISTANCE)
+    # The second term is 0 to the bit, and its gradient is that of carrier²/2.
+    return estimate.detach() + carrier.detach() * (carrier - carrier.detach())
 
 
 @dataclass(slots=True)
@@ -58,14 +63,14 @@ class FixedKL:
     coef: float
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """Nothing to learn."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, float]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """What `state_dict` gave."""
+        """Restore the values that `state_dict` returned."""
         self.coef = state["coef"]
 
 
@@ -87,7 +92,7 @@ class AdaptiveKL:
     """Sequences over which an error of 20 % or more moves the coefficient by about 20 %."""
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """After a batch.
+        """Adapt the coefficient after a batch.
 
         Args:
             kl: mean estimate over all of the batch's actions nats per token.
@@ -97,9 +102,9 @@ class AdaptiveKL:
         self.coef *= 1.0 + error * num_sequences / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """For a checkpoint; target and horizon are configuration."""
+        """Return the state for a checkpoint; target and horizon are configuration."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """What `state_dict` gave."""
+        """Restore the values that `state_dict` returned."""
         self.coef = state["coef"]

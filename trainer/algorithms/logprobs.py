@@ -2,6 +2,7 @@
 
 `token_logprobs` is the plain formula on logits. `chunked_logprobs` gives the same from hidden states and
 the head's weight, tile by tile, so that no `[T, V]` tensor exists in the forward or the backward pass.
+With a sampling mask, distributions are renormalised over the tokens that could be drawn.
 """
 
 from __future__ import annotations
@@ -13,11 +14,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainer.batching.sampling_mask import PackedSamplingMask
+
 VOCABULARY_TILE = 4096
 """Columns of a tile of logits. On a CPU, 512 to 4096 cost the same and 16384 nearly twice as much."""
+CHUNK_TOKENS = 1024
+"""Rows of a tile on a CPU."""
+GPU_VOCABULARY_TILE = 8192
+GPU_CHUNK_TOKENS = 16384
+"""Rows of a tile on a GPU, which has 512 MiB at most: a few dozen launches per tile, and few tiles."""
 
 
-def token_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
+def token_logprobs(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    sampling_mask: PackedSamplingMask | None = None,
+) -> Tensor:
     """Log-probability of each label under the temperature-scaled distribution.
 
     Args:
@@ -25,13 +38,24 @@ def token_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> 
         labels: [T] int64.
         temperature: the one that the tokens were sampled with; 0 (greedy) counts as 1, as the
             generation servers do.
+        sampling_mask: of the T positions; None leaves every token.
     Returns:
         [T] float32, differentiable.
     """
+    scaled = scaled_logits(logits, temperature, sampling_mask)
+    return -torch.nn.functional.cross_entropy(scaled, labels, reduction="none")
+
+
+def scaled_logits(
+    logits: Tensor, temperature: float, sampling_mask: PackedSamplingMask | None
+) -> Tensor:
+    """[T, V] float32 logits of the distribution that tokens were drawn from; see `token_logprobs`."""
     scaled = logits.float()
     if temperature not in (0.0, 1.0):
         scaled = scaled / temperature
-    return -torch.nn.functional.cross_entropy(scaled, labels, reduction="none")
+    if sampling_mask is not None:
+        scaled = sampling_mask.cut_(scaled.clone(), *(slice(0, size) for size in scaled.shape))
+    return scaled
 
 
 def chunked_logprobs(
@@ -39,28 +63,32 @@ def chunked_logprobs(
     weight: Tensor,
     labels: Tensor,
     temperature: float = 1.0,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
     bias: Tensor | None = None,
     with_entropy: bool = False,
     kept_bytes: int = 0,
+    sampling_mask: PackedSamplingMask | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each label, and entropy, without the logits.
 
-    Beside inputs, outputs and gradients it holds a few tiles of `chunk_tokens` x `VOCABULARY_TILE`
-    logits. The backward pass computes them again, which costs one more product with the weight, save
-    those that `kept_bytes` has room for. Sums are in float32 whatever the inputs' type; the gradient
-    of the weight is rounded to the weight's type once per call, after all tokens. What autograd adds
-    to it (other micro-batches, a tied embedding) it adds in that type.
+    Beside inputs, outputs and gradients it holds a few tiles of logits: `chunk_tokens` rows of
+    `VOCABULARY_TILE` columns, on a GPU of `GPU_VOCABULARY_TILE`. The backward pass computes them
+    again, which costs one more product with the weight, except those that fit into `kept_bytes`.
+    Sums are in float32 whatever the inputs' type; the gradient of the weight is rounded to the
+    weight's type once per call, after all tokens. What autograd adds to it (other micro-batches, a
+    tied embedding) it adds in that type.
 
     Args:
         hidden: [T, H], what the head would be applied to.
         weight: [V, H], whole, on the device of `hidden`; its storage must live until the backward pass.
         labels: [T] int64. One outside the vocabulary gives NaN: an error would wait for the device.
         temperature: as in `token_logprobs`.
-        chunk_tokens: rows of a tile; larger is faster up to some size and takes more memory.
+        chunk_tokens: rows of a tile; larger is faster up to some size and takes more memory. None
+            takes `CHUNK_TOKENS` or `GPU_CHUNK_TOKENS`.
         bias: [V].
         with_entropy: also the entropy of the temperature-scaled distribution, in nats.
         kept_bytes: logits that may stay in memory until the backward pass.
+        sampling_mask: as in `token_logprobs`.
     Returns:
         logprobs [T] and entropy [T] (or None) in float32 (float64 for float64 inputs), once
         differentiable in `hidden`, `weight` and `bias`.
@@ -74,12 +102,14 @@ def chunked_logprobs(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {tuple(bias.shape)}, wanted [V] = ({weight.shape[0]},)")
+    if chunk_tokens is None:
+        chunk_tokens = GPU_CHUNK_TOKENS if hidden.is_cuda else CHUNK_TOKENS
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}, wanted at least 1")
     scale = 1.0 if temperature == 0.0 else 1.0 / temperature
     room = kept_bytes if torch.is_grad_enabled() else 0
     return _ChunkedLogprobs.apply(
-        hidden, weight, bias, labels, scale, chunk_tokens, with_entropy, room
+        hidden, weight, bias, labels, scale, chunk_tokens, with_entropy, room, sampling_mask
     )
 
 
@@ -87,7 +117,13 @@ class _Head:
     """The scaled logits of hidden states, in tiles of some rows (tokens) and columns (vocabulary)."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, chunk_tokens: int
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        chunk_tokens: int,
+        sampling_mask: PackedSamplingMask | None,
     ) -> None:
         self.dtype = torch.promote_types(hidden.dtype, weight.dtype)
         self.sum_dtype = torch.promote_types(self.dtype, torch.float32)
@@ -96,10 +132,12 @@ class _Head:
         self.hidden = hidden.to(self.dtype)
         self._weight, self._bias, self._scale = weight, bias, scale
         self._chunk_tokens = chunk_tokens
+        self._sampling_mask = sampling_mask
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
         """Parts of the vocabulary and their weights [v, H]."""
-        for columns in _slices(self._weight.shape[0], VOCABULARY_TILE):
+        width = GPU_VOCABULARY_TILE if self.hidden.is_cuda else VOCABULARY_TILE
+        for columns in _slices(self._weight.shape[0], width):
             yield columns, self._weight[columns].to(self.dtype)
 
     def chunks(self) -> Iterator[slice]:
@@ -111,7 +149,11 @@ class _Head:
         logits = _product(self.hidden[rows], tile_weight.t())
         if self._bias is not None:
             logits += self._bias[columns]
-        return logits if self._scale == 1.0 else logits.mul_(self._scale)
+        if self._scale != 1.0:
+            logits.mul_(self._scale)
+        if self._sampling_mask is not None:
+            self._sampling_mask.cut_(logits, rows, columns)
+        return logits
 
     def sums(self, like: Tensor) -> Tensor:
         """Zeros in the shape of `like` and the type of sums."""
@@ -132,8 +174,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk_tokens: int,
         with_entropy: bool,
         room: int,
+        sampling_mask: PackedSamplingMask | None,
     ) -> tuple[Tensor, Tensor | None]:
-        head = _Head(hidden, weight, bias, scale, chunk_tokens)
+        head = _Head(hidden, weight, bias, scale, chunk_tokens, sampling_mask)
         # Of the distribution over the columns seen so far.
         entropies = head.sums(labels)
         log_norms = torch.full_like(entropies, torch.finfo(entropies.dtype).min)
@@ -157,7 +200,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     entropies[rows] = seen - torch.einsum("tv,tv->t", log_p.exp(), log_p)
                 log_norms[rows] = after
         ctx.save_for_backward(hidden, weight, bias, labels, log_norms, entropies, *kept)
-        ctx.scale, ctx.chunk_tokens = scale, chunk_tokens
+        ctx.scale, ctx.chunk_tokens, ctx.sampling_mask = scale, chunk_tokens, sampling_mask
         ctx.set_materialize_grads(False)
         return label_logits - log_norms, entropies if with_entropy else None
 
@@ -171,7 +214,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         of_logprobs, of_entropies = (
             None if of is None else (of * ctx.scale)[:, None] for of in (of_logprobs, of_entropies)
         )
-        head = _Head(hidden, weight, bias, ctx.scale, ctx.chunk_tokens)
+        head = _Head(hidden, weight, bias, ctx.scale, ctx.chunk_tokens, ctx.sampling_mask)
         known = iter(kept)
         hidden_grad = head.sums(hidden) if for_hidden else None
         weight_grad = torch.empty_like(weight) if for_weight else None
@@ -201,7 +244,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 bias_grad[columns] = tile_bias_grad
         if hidden_grad is not None:
             hidden_grad = hidden_grad.to(hidden.dtype)
-        return hidden_grad, weight_grad, bias_grad, None, None, None, None, None
+        return hidden_grad, weight_grad, bias_grad, None, None, None, None, None, None
 
 
 def _slopes(

@@ -1,6 +1,8 @@
-"""The losses of a step, put together from their parts as the configuration says."""
+"""The losses of a step, composed as configured."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,16 +15,21 @@ from trainer.algorithms.aggregation import (
     masked_mean,
     mean_mode,
 )
-from trainer.algorithms.corrections import accepted, behaviour_weights, interpolated_proximal
-from trainer.algorithms.early_stop import is_too_far
+from trainer.algorithms.early_stop import is_too_far, mean_over_ranks
+from trainer.algorithms.importance_weights import (
+    accepted,
+    behaviour_weights,
+    interpolated_proximal,
+    is_off_policy,
+)
 from trainer.algorithms.kl import kl_estimate
-from trainer.algorithms.objectives import cispo_objective, clipped_objective, sapo_objective
-from trainer.algorithms.ratios import RatioLevel, at_level, bounded_exp, log_ratios
+from trainer.algorithms.policy_loss_registry import PREPARED, PolicyTokens, chosen_policy_loss
+from trainer.algorithms.ratios import at_level, bounded_exp, log_ratios
 from trainer.algorithms.segments import Segments
 from trainer.batching.sequences import SequenceBatch
 
 SQUARE_WEIGHT = "behaviour_weight_square"
-"""A figure that `effective_sample_size` is made of."""
+"""A metric from which `effective_sample_size` is computed."""
 
 
 def sft_loss(logprobs: Tensor, loss_mask: Tensor) -> Tensor:
@@ -42,66 +49,60 @@ def policy_loss(
     batch: SequenceBatch,
     logprobs: Tensor,
     entropy: Tensor | None = None,
+    over_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Of a micro-batch: minus the weighted objective, minus the entropy bonus, plus the KL penalty.
+    """Return a micro-batch's loss: the weighted loss of `policy_loss`, minus the entropy bonus, plus the
+    KL penalty.
 
-    With `objective=clip` and `decoupled` it is AReaL (arXiv:2505.24298) eq. 5; with proximal = behaviour,
-    PPO (arXiv:1707.06347).
+    With `policy_loss.type=clip` and `decoupled` it is AReaL (arXiv:2505.24298) eq. 5; with proximal =
+    behaviour, PPO (arXiv:1707.06347).
 
     Args:
         batch: columns `loss_mask`, `advantages`, `behaviour_logprobs`; `proximal_logprobs` (see
-            `is_judged_by_update`; without `decoupled` the behaviour's stand in), or
+            `is_proximal_from_update`; without `decoupled` the behaviour's stand in), or
             `proximal_shares` where `proximal` is interpolated;
             `reference_logprobs` where the KL is in the loss; `near` (of `within_second_moment` over the
-            batch) where `m2_threshold` is set.
+            batch) where `m2_threshold` is set; `prepared` where the policy loss has a `prepare`;
+            `weight_factor` where `behaviour_weight_normalize` is set.
         logprobs: [T] under the current policy, differentiable.
         entropy: [T] of the current policy, differentiable; wanted where `entropy_coef` > 0, elsewhere
-            only a figure.
+            only a metric.
+        over_ranks: the sum over all ranks of a small tensor, which every rank asks for once per
+            micro-batch: they stop early together. None decides alone.
     Returns:
         loss [] and means over the same tokens, in float64: `clip_fraction` (of these `clip_fraction_low`
         with a ratio below 1 and `clip_fraction_high` above), `behaviour_weight` (proximal / behaviour,
         unbounded), `capped_fraction` (tokens without weight, or with a bounded one), `behaviour_kl` (k3
         estimate of KL(behaviour || proximal)), `ratio` (policy / proximal, or its sequence's) and
         `update_kl` (k3 estimate of KL(proximal || policy)); `entropy` where it is given, and
-        `reference_kl` where it is in the loss; those of `_first_figures` where `is_judged_by_update`;
+        `reference_kl` where it is in the loss; those of `_first_metrics` where `is_proximal_from_update`;
         where one stops early, `stopped_fraction`, whose loss is 0 and has no gradient. Averaged by
         `policy_loss_weight` all are exact over micro-batches and ranks.
     """
     mask = batch["loss_mask"]
     sequences = Segments.of_lengths(batch.lengths, mask.device)
-    # What stands outside of the mask may be infinite, and is nobody's gradient.
+    # Values outside of the mask may be infinite, and must give no gradient.
     logprobs = torch.where(mask, logprobs, 0.0)
-    behaviour = batch["behaviour_logprobs"]
-    is_first = is_judged_by_update(config, batch)
+    is_first = is_proximal_from_update(config, batch)
     batch = batch.with_columns(proximal_logprobs=_proximal(config, batch, logprobs))
-    objective, is_clipped, ratio = _objective(config, batch, logprobs, sequences)
-    log_weight = log_ratios(batch["proximal_logprobs"], behaviour, mask)
-    weights, is_within = _weights(config, batch, log_weight, sequences)
-    log_update = log_ratios(logprobs.detach(), batch["proximal_logprobs"], mask)
-    penalties, penalty_figures = _penalties(config, batch, logprobs, entropy)
-    losses = -weights * objective + penalties
-    figures = penalty_figures | {
-        "clip_fraction": is_clipped.float(),
-        "clip_fraction_low": (is_clipped & (ratio < 1)).float(),
-        "clip_fraction_high": (is_clipped & (ratio > 1)).float(),
-        "behaviour_weight": bounded_exp(log_weight),
-        "capped_fraction": (~is_within).float(),
-        "behaviour_kl": bounded_exp(log_weight) - 1.0 - log_weight,
-        "ratio": ratio,
-        "update_kl": bounded_exp(log_update) - 1.0 - log_update,
-    }
-    loss = aggregate(losses, mask, sequences, config.aggregation, config.aggregation_max_tokens)
+    tokens = _tokens(config, batch, logprobs, sequences)
+    loss, args = chosen_policy_loss(config.policy_loss)
+    token_losses, is_clipped = loss.compute(args, tokens)
+    log_weight = log_ratios(batch["proximal_logprobs"], batch["behaviour_logprobs"], mask)
+    weights, is_within = _weights(config, batch, log_weight, tokens)
+    penalties, metrics = _penalties(config, batch, logprobs, entropy)
+    metrics |= _metrics(tokens, is_clipped, log_weight, is_within)
+    losses = weights * token_losses + penalties
+    total = aggregate(losses, mask, sequences, config.aggregation, config.aggregation_max_tokens)
     with torch.no_grad():
         mode = mean_mode(config.aggregation)
-        stats = {name: aggregate(v, mask, sequences, mode) for name, v in figures.items()}
+        stats = {name: aggregate(v, mask, sequences, mode) for name, v in metrics.items()}
         if is_first:
-            stats |= _first_figures(log_weight, mask, sequences, mode)
-    max_ratio, max_kl = config.early_stop_ratio, config.early_stop_kl
-    if max_ratio is not None or max_kl is not None:
-        is_stopped = is_too_far(stats["ratio"], stats["update_kl"], max_ratio, max_kl)
-        loss = torch.where(is_stopped, 0.0, loss)
-        stats["stopped_fraction"] = is_stopped.to(loss.dtype)
-    return loss, stats
+            stats |= _first_metrics(log_weight, mask, sequences, mode)
+    if config.early_stop_ratio is None and config.early_stop_kl is None:
+        return total, stats
+    weight = _counted(config, mask, sequences) * (not batch.is_repeat)
+    return _unless_stopped(config, total, stats, weight, over_ranks)
 
 
 def policy_loss_weight(config: AlgorithmConfig, batch: SequenceBatch) -> float:
@@ -111,9 +112,17 @@ def policy_loss_weight(config: AlgorithmConfig, batch: SequenceBatch) -> float:
     return aggregation_weight(mask, sequences, config.aggregation)
 
 
-def is_judged_by_update(config: AlgorithmConfig, batch: SequenceBatch) -> bool:
-    """Whether the current logprobs are the proximal ones, too: a version's only update tells them, and
-    nobody was asked before."""
+def _counted(config: AlgorithmConfig, mask: Tensor, sequences: Segments) -> Tensor:
+    """[] the same, without waiting for the device."""
+    if config.aggregation == "token_mean":
+        return mask.sum()
+    return (sequences.sizes(mask) > 0).sum()
+
+
+def is_proximal_from_update(config: AlgorithmConfig, batch: SequenceBatch) -> bool:
+    """True if the current logprobs serve as the proximal ones, too: a version has a single update, and
+    no pass computed them before it.
+    """
     is_asked = config.has_proximal_pass or "proximal_logprobs" in batch.columns
     return config.decoupled and config.proximal == "recompute" and not is_asked
 
@@ -121,19 +130,21 @@ def is_judged_by_update(config: AlgorithmConfig, batch: SequenceBatch) -> bool:
 def _proximal(config: AlgorithmConfig, batch: SequenceBatch, logprobs: Tensor) -> Tensor:
     """[T] logprobs before the first update."""
     behaviour = batch["behaviour_logprobs"]
-    if config.proximal == "interpolate":
-        return interpolated_proximal(logprobs, behaviour, batch["proximal_shares"])
-    if is_judged_by_update(config, batch):
+    if config.proximal != "recompute":
+        shares, line = batch["proximal_shares"], config.proximal
+        return interpolated_proximal(logprobs, behaviour, shares, line)
+    if is_proximal_from_update(config, batch):
         return logprobs.detach()
     is_behaviour = not config.decoupled and "proximal_logprobs" not in batch.columns
     return behaviour if is_behaviour else batch["proximal_logprobs"]
 
 
-def _first_figures(
+def _first_metrics(
     log_weight: Tensor, mask: Tensor, sequences: Segments, mode: AggregationMode
 ) -> dict[str, Tensor]:
-    """What `diagnostics.Mismatch` tells where the policy was asked before: means of |log w| and of w²,
-    and the largest |log w|."""
+    """Return the metrics of `diagnostics.Mismatch` where no pass over the policy came first: means of
+    |log w| and of w², and the largest |log w|.
+    """
     distance = torch.where(mask, log_weight.abs(), 0.0)
     square = bounded_exp(log_weight).double().square()
     return {
@@ -143,34 +154,86 @@ def _first_figures(
     }
 
 
-def _objective(
+def _tokens(
     config: AlgorithmConfig, batch: SequenceBatch, logprobs: Tensor, sequences: Segments
-) -> tuple[Tensor, Tensor, Tensor]:
-    """[T], whether each token was clipped, and its ratio, or its sequence's."""
+) -> PolicyTokens:
+    """Return what the policy loss sees.
+
+    With `ratio_level: sequence` the ratio has the value of the sequence's, and its gradient is that of
+    the token's own logprob: GSPO-token (arXiv:2507.18071, 4.3). That is GSPO where all tokens of a
+    sequence have one advantage; where they do not (a critic, a KL in the reward, a discount), each keeps
+    its own.
+    """
     mask = batch["loss_mask"]
-    advantages = torch.where(mask, batch["advantages"], 0.0)
-    level: RatioLevel = "geometric" if config.ratio_level == "sequence" else "token"
-    logs = at_level(log_ratios(logprobs, batch["proximal_logprobs"], mask), mask, sequences, level)
+    proximal = batch["proximal_logprobs"]
+    logs = log_ratios(logprobs, proximal, mask)
     if config.ratio_level == "sequence":
-        means = sequences.means(advantages, mask)[sequences.index]
-        advantages = torch.where(mask, means.to(advantages.dtype), 0.0)
-    ratio = bounded_exp(logs)
-    low, high = config.eps_clip, config.eps_clip_higher
-    if config.objective == "clip":
-        return *clipped_objective(ratio, advantages, low, high, config.dual_clip), ratio
-    if config.objective == "cispo":
-        return *cispo_objective(ratio, logprobs, advantages, low, high), ratio
-    nothing = torch.zeros_like(mask)
-    if config.objective == "sapo":
-        positive, negative = config.sapo_temperature_positive, config.sapo_temperature_negative
-        return sapo_objective(ratio, advantages, positive, negative), nothing, ratio
-    return ratio * advantages, nothing, ratio
+        own = logs - logs.detach()
+        logs = at_level(logs.detach(), mask, sequences, "geometric") + own
+    return PolicyTokens(
+        logprobs=logprobs,
+        log_ratios=logs,
+        ratio=bounded_exp(logs),
+        proximal_logprobs=torch.where(mask, proximal, 0.0),
+        advantages=torch.where(mask, batch["advantages"], 0.0),
+        loss_mask=mask,
+        sequences=sequences,
+        prepared=batch.columns.get(PREPARED),
+    )
+
+
+def _metrics(
+    tokens: PolicyTokens, is_clipped: Tensor, log_weight: Tensor, is_within: Tensor
+) -> dict[str, Tensor]:
+    """[T] of each metric."""
+    ratio, mask = tokens.ratio, tokens.loss_mask
+    log_update = log_ratios(tokens.logprobs.detach(), tokens.proximal_logprobs, mask)
+    return {
+        "clip_fraction": is_clipped.float(),
+        "clip_fraction_low": (is_clipped & (ratio < 1)).float(),
+        "clip_fraction_high": (is_clipped & (ratio > 1)).float(),
+        "behaviour_weight": bounded_exp(log_weight),
+        "capped_fraction": (~is_within).float(),
+        "behaviour_kl": bounded_exp(log_weight) - 1.0 - log_weight,
+        "ratio": ratio,
+        "update_kl": bounded_exp(log_update) - 1.0 - log_update,
+    }
+
+
+def _unless_stopped(
+    config: AlgorithmConfig,
+    loss: Tensor,
+    stats: dict[str, Tensor],
+    weight: Tensor,
+    over_ranks: Callable[[Tensor], Tensor] | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return loss and metrics; of a micro-batch that stops early, a loss of 0 without gradient."""
+    means = torch.stack([stats["ratio"], stats["update_kl"]])
+    if over_ranks is not None:
+        means = mean_over_ranks(means, weight, over_ranks)
+    is_stopped = is_too_far(means[0], means[1], config.early_stop_ratio, config.early_stop_kl)
+    stopped = {"stopped_fraction": is_stopped.to(loss.dtype)}
+    return torch.where(is_stopped, 0.0, loss), stats | stopped
 
 
 def _weights(
-    config: AlgorithmConfig, batch: SequenceBatch, log_weight: Tensor, sequences: Segments
+    config: AlgorithmConfig, batch: SequenceBatch, log_weight: Tensor, tokens: PolicyTokens
 ) -> tuple[Tensor, Tensor]:
     """[T] of the behaviour policy, and whether each was left as it was."""
+    mask, sequences = tokens.loss_mask, tokens.sequences
+    weights, is_within = _behaviour_weights(config, batch, log_weight, sequences)
+    if config.opsm_threshold is not None:
+        gone = log_ratios(batch["behaviour_logprobs"], tokens.logprobs.detach(), mask)
+        rule = (tokens.advantages, mask, sequences, config.opsm_threshold)
+        is_gone = is_off_policy(gone, *rule)
+        return torch.where(is_gone, 0.0, weights), is_within & ~is_gone
+    return weights, is_within
+
+
+def _behaviour_weights(
+    config: AlgorithmConfig, batch: SequenceBatch, log_weight: Tensor, sequences: Segments
+) -> tuple[Tensor, Tensor]:
+    """The same, of proximal / behaviour alone."""
     mask = batch["loss_mask"]
     if not config.decoupled:
         return torch.ones_like(log_weight), torch.ones_like(mask)
@@ -183,6 +246,8 @@ def _weights(
         config.behaviour_weight_cap,
         config.behaviour_weight_action,
     )
+    if config.behaviour_weight_normalize:
+        weights = weights * batch["weight_factor"]
     is_near = torch.ones_like(mask)
     if config.rejection is not None:
         rule = config.rejection
@@ -205,18 +270,25 @@ def _penalties(
     config: AlgorithmConfig, batch: SequenceBatch, logprobs: Tensor, entropy: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """[T] to be added to the losses, and what they are made of."""
-    mask, figures = batch["loss_mask"], {}
+    mask, metrics = batch["loss_mask"], {}
     penalties = torch.zeros_like(logprobs)
     if entropy is not None:
-        figures["entropy"] = torch.where(mask, entropy, 0.0)
+        metrics["entropy"] = torch.where(mask, entropy, 0.0)
     elif config.entropy_coef > 0:
         raise ValueError("entropy_coef is above 0 and no entropy was handed in")
     if config.entropy_coef > 0:
-        penalties = penalties - config.entropy_coef * figures["entropy"]
+        penalties = penalties - config.entropy_coef * metrics["entropy"]
     if config.kl_coef > 0 and config.kl_in == "loss":
         reference = torch.where(mask, batch["reference_logprobs"], 0.0)
-        figures["reference_kl"] = kl_estimate(
-            logprobs, reference, config.kl_estimator, straight_through=config.kl_straight_through
+        metrics["reference_kl"] = kl_estimate(
+            logprobs,
+            reference,
+            config.kl_estimator,
+            config.kl_bound,
+            straight_through=config.kl_straight_through,
         )
-        penalties = penalties + config.kl_coef * figures["reference_kl"]
-    return penalties, figures
+        if config.kl_bias_correction:
+            ratio = bounded_exp(log_ratios(logprobs, batch["behaviour_logprobs"], mask))
+            metrics["reference_kl"] = ratio * metrics["reference_kl"]
+        penalties = penalties + config.kl_coef * metrics["reference_kl"]
+    return penalties, metrics

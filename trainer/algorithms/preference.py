@@ -5,10 +5,13 @@ A micro-batch must hold whole pairs; its weight is their number. Each returns th
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from headway.contracts.config.preference import PreferenceConfig
 from trainer.algorithms.segments import Segments
 
 
@@ -23,8 +26,8 @@ def pair_margins(values: Tensor) -> Tensor:
     return values[0::2] - values[1::2]
 
 
-def pair_figures(rewards: Tensor) -> dict[str, Tensor]:
-    """What is watched of [2P] rewards of sequences, means over pairs.
+def pair_metrics(rewards: Tensor) -> dict[str, Tensor]:
+    """Return metrics of [2P] rewards of sequences, as means over pairs.
 
     Returns:
         `accuracy` (share of pairs whose chosen answer has the higher reward), `margin`, `chosen_reward`
@@ -81,8 +84,50 @@ def ipo_loss(margins: Tensor, beta: float = 0.1) -> Tensor:
     return (margins - 1.0 / (2.0 * beta)).square().mean()
 
 
+def hinge_loss(margins: Tensor, beta: float = 0.1) -> Tensor:
+    """`max(0, 1 - beta · margin)`: a pair whose margin is large enough has no gradient.
+
+    Args:
+        margins: [P], `pair_margins` of `sequence_gains`.
+    Source:
+        SLiC-HF (arXiv:2305.10425) on DPO's margin, as RSO (arXiv:2309.06657) has it, and TRL's
+        `loss_type="hinge"`.
+    """
+    return (1.0 - beta * margins).clamp(min=0.0).mean()
+
+
+def exo_pair_loss(margins: Tensor, beta: float, label_smoothing: float) -> Tensor:
+    """KL(policy's preference || smoothed label): the pair's probabilities are sigmoid(±beta · margin).
+
+    DPO is the same with the KL the other way round.
+
+    Args:
+        margins: [P], `pair_margins` of `sequence_gains`.
+        label_smoothing: above 0, share of labels held to be wrong; at 0 the KL is infinite.
+    Source:
+        EXO (arXiv:2402.00856); TRL's `loss_type="exo_pair"`.
+    """
+    agree, differ = logsigmoid(beta * margins), logsigmoid(-beta * margins)
+    right, wrong = math.log1p(-label_smoothing), math.log(label_smoothing)
+    return (agree.exp() * (agree - right) + differ.exp() * (differ - wrong)).mean()
+
+
+def preference_loss(config: PreferenceConfig, margins: Tensor) -> Tensor:
+    """Return the mean over pairs of the loss that a configuration chooses.
+
+    Args:
+        margins: [P], `pair_margins` of `sequence_gains`.
+    """
+    beta, smoothing = config.beta, config.label_smoothing
+    if config.loss == "dpo":
+        return dpo_loss(margins, beta, smoothing)
+    if config.loss == "exo_pair":
+        return exo_pair_loss(margins, beta, smoothing)
+    return (ipo_loss if config.loss == "ipo" else hinge_loss)(margins, beta)
+
+
 def sequence_scores(values: Tensor, sequences: Segments) -> Tensor:
-    """[N] the value at the last row of each sequence: what a scalar head says of the whole.
+    """Return [N] the value at the last row of each sequence: a scalar head's score of the whole.
 
     Args:
         values: [T], differentiable.

@@ -35,6 +35,28 @@ def overlong_penalty(
     return -factor * over.clamp(0.0, 1.0)
 
 
+def length_bonus(num_tokens: Tensor, is_right: Tensor, groups: Segments, counts: Tensor) -> Tensor:
+    """0.5 for the shortest of a group, falling to -0.5 for the longest; a wrong response gains nothing.
+
+    Args:
+        num_tokens: [N] sampled tokens of each trajectory.
+        is_right: [N] bool.
+        groups: siblings among the trajectories.
+        counts: [N] bool, true where a trajectory is part of its group's shortest and longest.
+    Returns:
+        [N] float32, to be added to the score; 0 in groups whose responses are all of one length.
+    Source:
+        Length penalty, Kimi k1.5 (arXiv:2501.12599) 2.3.3.
+    """
+    lengths = num_tokens.double()
+    longest = groups.maxima(lengths, counts)[groups.index]
+    shortest = -groups.maxima(-lengths, counts)[groups.index]
+    spread = longest - shortest
+    place = (0.5 - (lengths - shortest) / spread.clamp(min=1.0)).clamp(-0.5, 0.5)
+    bonus = torch.where(is_right, place, place.clamp(max=0.0))
+    return torch.where(spread > 0, bonus, 0.0).float()
+
+
 def token_rewards(
     rewards: Tensor,
     loss_mask: Tensor,

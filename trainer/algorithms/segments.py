@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainer.transfer import to_device
+
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Which part of a packed column belongs to which sequence (or, for [N], to which group)."""
+    """Assignment of the elements of a packed column to sequences (or, for [N], to groups)."""
 
     index: Tensor  # [T] int64, the part of each element
     count: int
@@ -19,11 +21,10 @@ class Segments:
     @staticmethod
     def of_lengths(lengths: Sequence[int], device: torch.device | None = None) -> Segments:
         """Sequences of these lengths, one after the other."""
-        parts = torch.arange(len(lengths), device=device)
-        repeats = torch.tensor(lengths, device=device, dtype=torch.int64)
-        return Segments(
-            torch.repeat_interleave(parts, repeats, output_size=sum(lengths)), len(lengths)
-        )
+        parts = torch.arange(len(lengths))
+        repeats = torch.tensor(lengths, dtype=torch.int64)
+        index = torch.repeat_interleave(parts, repeats, output_size=sum(lengths))
+        return Segments(index if device is None else to_device(index, device), len(lengths))
 
     @staticmethod
     def of_names(names: Tensor) -> Segments:

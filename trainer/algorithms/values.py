@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.algorithms.moments import Moments
+from trainer.algorithms.masked_statistics import MaskedStatistics
 
 
 def value_losses(
@@ -17,7 +17,8 @@ def value_losses(
     eps_clip: float | None = 0.5,
     huber_delta: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Per token `max(loss(v, R), loss(clip(v), R))`; clip(v) stays within `eps_clip` of the old value.
+    """Return `max(loss(v, R), loss(clip(v), R))` per token; clip(v) stays within `eps_clip` of the old
+    value.
 
     The larger of the two: a step that clipping would have spared is not rewarded. (The smaller one, or
     clipping the error, makes the critic blind on one side.)
@@ -36,7 +37,8 @@ def value_losses(
     plain = _error_losses(values - returns, huber_delta)
     if eps_clip is None:
         return plain, torch.zeros_like(values, dtype=torch.bool)
-    moved = old_values + (values - old_values).clamp(-eps_clip, eps_clip)
+    # Not old + clamp(difference): its rounding would make values within the range look clipped.
+    moved = values.clamp(old_values - eps_clip, old_values + eps_clip)
     clipped = _error_losses(moved - returns, huber_delta)
     return torch.maximum(plain, clipped), clipped > plain
 
@@ -49,7 +51,7 @@ def _error_losses(errors: Tensor, huber_delta: float | None) -> Tensor:
     return torch.where(size <= huber_delta, squares, huber_delta * (size - huber_delta / 2))
 
 
-def explained_variance(errors: Moments, returns: Moments) -> float:
+def explained_variance(errors: MaskedStatistics, returns: MaskedStatistics) -> float:
     """`1 - Var(return - value) / Var(return)`: 1 is perfect, 0 as good as a constant.
 
     Args:
@@ -69,7 +71,7 @@ class ValueNormalizer:
 
     With `decay` an exponential average, debiased as Adam's; without, the mean of all seen so far. Before
     the first update the mean is 0, and the std `initial_std`. (AReaL starts from a std of 0.1, because
-    its floor applies to no data as well, so that the first values are a tenth of what the critic said.)
+    its floor applies to no data as well, so that the first values are a tenth of the critic's.)
 
     Source:
         PopArt's statistics (arXiv:1602.07714) 2.1, as used by MAPPO (arXiv:2103.01955).
@@ -81,15 +83,15 @@ class ValueNormalizer:
     """Bound on a normalised target."""
     min_variance: float = 0.01
     initial_std: float = 1.0
-    """Before the first update."""
+    """Standard deviation before the first update."""
     min_weight: float = 0.0
-    """Of the exponential average: what it is divided by is no less."""
+    """Lower bound of the divisor of the exponential average."""
     _mean: float = 0.0
     _square: float = 0.0
     _weight: float = 0.0
     """Sum of what the two averages hold: 1 - decay^n, or the count."""
 
-    def update(self, returns: Moments) -> None:
+    def update(self, returns: MaskedStatistics) -> None:
         """Take in a batch; call it after the batch's own values were denormalised.
 
         Args:
@@ -129,14 +131,14 @@ class ValueNormalizer:
         return ((returns - self.mean) / self.std).clamp(-self.clip, self.clip)
 
     def denormalize(self, values: Tensor) -> Tensor:
-        """What the critic says, in units of the rewards."""
+        """Convert the critic's values to units of the rewards."""
         return values * self.std + self.mean
 
     def state_dict(self) -> dict[str, float]:
-        """For a checkpoint; decay and bounds are configuration."""
+        """Return the state for a checkpoint; decay and bounds are configuration."""
         return {"mean": self._mean, "square": self._square, "weight": self._weight}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """What `state_dict` gave."""
+        """Restore the values that `state_dict` returned."""
         self._mean, self._square = state["mean"], state["square"]
         self._weight = state["weight"]

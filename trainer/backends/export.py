@@ -44,8 +44,20 @@ def write_model(model: Any, weights: Mapping[str, Tensor], source: Path, folder:
         source: the directory that the model was loaded from.
         folder: written to; it may be `source`.
     """
-    model.save_pretrained(folder, state_dict=dict(weights))
+    with _writing_on_this_rank(model):
+        model.save_pretrained(folder, state_dict=dict(weights))
     for name in TOKENIZER_FILES:
         file = source / name
         if file.is_file() and file.resolve() != (folder / name).resolve():
             shutil.copy2(file, folder / name)
+
+
+@contextmanager
+def _writing_on_this_rank(model: Any) -> Iterator[None]:
+    """Let transformers write here: it leaves that to the first of all ranks, which may not hold the
+    model."""
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    try:
+        yield
+    finally:
+        del model.should_save_on_this_rank

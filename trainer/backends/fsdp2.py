@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from headway.contracts.config.model import TrainedModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
-from headway.contracts.config.trainer import TrainerConfig
+from headway.contracts.config.trainer import TokenNormalizeScope, TrainerConfig
 from headway.contracts.errors import ConfigError
 from headway.contracts.types import FinetuneSpec, WeightUpdateMeta
 from trainer.algorithms.averaging import move_towards
@@ -33,7 +34,7 @@ from trainer.api import (
     TrainEngine,
 )
 from trainer.backends.export import whole_directory, write_model
-from trainer.backends.gradients import clip_gradients
+from trainer.backends.gradients import clip_gradients, sum_of_squares
 from trainer.backends.loading import (
     SCORE,
     Weights,
@@ -43,19 +44,26 @@ from trainer.backends.loading import (
     load_trained_model,
 )
 from trainer.backends.lora import ADAPTER_FOLDER, Lora, add_lora, base_name, plain_name
+from trainer.backends.loss_scale import LossScale, scale_back
+from trainer.backends.offload import move_optimizer, move_parameters
+from trainer.backends.optimizer import make_optimizer
 from trainer.backends.packed_model import PackedModel
 from trainer.backends.schedule import lr_factor
-from trainer.backends.sharding import Sharding
+from trainer.backends.sharding import Sharding, allow_tf32, has_bfloat16
 from trainer.backends.state import TrainState
 from trainer.backends.state_writer import StateWriter, completed
 from trainer.backends.upload import Upload, whole
 from trainer.batching.packing import pack_by_tokens
 from trainer.batching.sequences import SequenceBatch
 from trainer.topology import Topology
+from trainer.transfer import finish_copies, to_device, to_host
 from weight_sync.channel import WeightPublisher
 from weight_sync.manifest import Adapter
 
 log = logging.getLogger(__name__)
+
+SQUARES = "grad_squares"
+"""Among sums of metrics: of the gradient's elements."""
 
 
 class FSDP2Engine:
@@ -81,33 +89,40 @@ class FSDP2Engine:
         Raises:
             ConfigError: no such model, or one that these ranks cannot hold as configured.
         """
-        self._sharding = Sharding(self._trainer_config, self._topology)
+        held = getattr(torch, self._model_config.dtype)
+        self._sharding = Sharding(self._trainer_config, self._topology, held)
         self._topology.join(alone=self._sharding.is_used)
+        if self._sharding.compute_dtype == torch.float32 and has_bfloat16(self._topology.device):
+            allow_tf32()
         self._load()
         config = self._optimizer_config
-        self._optimizer = torch.optim.AdamW(
-            [p for p in self._model.parameters() if p.requires_grad],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        self._optimizer = make_optimizer(config, trained)
+        is_scaled = self._sharding.compute_dtype == torch.float16 != held
+        self._loss_scale = LossScale(config) if is_scaled else None
         factor = lr_factor(config, self._trainer_config.total_steps)
         self._scheduler = LambdaLR(self._optimizer, factor)
         model = self._model.model
-        self._upload = Upload(model, self._lora, self._sharding, self._topology, self._publisher)
+        self._upload = Upload(
+            model,
+            self._lora,
+            self._sharding,
+            self._topology,
+            self._publisher,
+            goes_behind=self._topology.device.type == "cuda",
+        )
         self._upload.publish_base()
         self._writer = StateWriter(self._topology)
+        self._on_device = {"parameters": True, "optimizer": True}
 
     @property
     def topology(self) -> Topology:
-        """Of the ranks that every call meets on."""
+        """Ranks that take part in every collective call."""
         return self._topology
 
     @property
     def adapter(self) -> Adapter | None:
-        """Of what `weights` names as an adapter's; None where all is the model's own."""
+        """Adapter whose parameters `weights` names; None where all are the model's own."""
         return None if self._lora is None else self._lora.adapter
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -132,21 +147,31 @@ class FSDP2Engine:
         mb_spec: MicroBatchSpec,
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
+        token_normalize_scope: TokenNormalizeScope = "global",
     ) -> dict[str, float]:
+        """See `TrainEngine`; in float16 the loss is scaled, and the gradients are scaled back.
+
+        Raises:
+            ConfigError: `optimizer.type` is empty.
+        """
+        if self._optimizer_config.type == "empty":
+            raise ConfigError("optimizer.type=empty trains nothing; set optimizer.type=adam")
         self._optimizer.zero_grad(set_to_none=True)
         with self._dropping():
-            stats = self._run_losses(input_, mb_spec, loss_fn, loss_weight_fn, is_training=True)
-        grad_norm = clip_gradients(
-            self._model.parameters(),
-            self._optimizer_config.max_grad_norm,
-            self._sharding.sum_of_shards,
-        )
+            stats = self._run_losses(
+                input_, mb_spec, loss_fn, loss_weight_fn, token_normalize_scope, is_training=True
+            )
+        if self._loss_scale is not None:
+            stats |= scale_back(self._model.parameters(), self._loss_scale, stats["grad_norm"])
+        grad_norm = stats["grad_norm"]
+        max_norm = self._optimizer_config.max_grad_norm
+        clip_gradients(self._model.parameters(), max_norm, grad_norm)
+        self._writer.finish_snapshot()
         if math.isfinite(grad_norm):
             self._optimizer.step()
         else:
             log.warning("step skipped: the gradient is not finite", extra={"grad_norm": grad_norm})
         stats |= {
-            "grad_norm": grad_norm,
             "skipped_steps": float(not math.isfinite(grad_norm)),
             "lr": float(self._scheduler.get_last_lr()[0]),
         }
@@ -158,6 +183,7 @@ class FSDP2Engine:
         mb_spec: MicroBatchSpec,
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
+        token_normalize_scope: TokenNormalizeScope = "global",
     ) -> Tensor | None:
         def each(output: ModelOutput, batch: SequenceBatch) -> LossOutput:
             loss = loss_fn(output, batch).loss
@@ -165,7 +191,9 @@ class FSDP2Engine:
             return LossOutput(loss.sum(), {f"{n:04}": part for n, part in enumerate(parts)})
 
         with torch.no_grad():
-            stats = self._run_losses(input_, mb_spec, each, loss_weight_fn, is_training=False)
+            stats = self._run_losses(
+                input_, mb_spec, each, loss_weight_fn, token_normalize_scope, is_training=False
+            )
         self._sharding.after_pass(self._model)
         whole_loss = stats.pop("loss")
         means = [stats[name] for name in sorted(stats)]
@@ -187,27 +215,31 @@ class FSDP2Engine:
             for indices, on_host in self._micro_batches(input_, bins):
                 micro_batch = on_host.to(self._topology.device)
                 output = self._model(lambda out, batch=micro_batch: hook(out, batch), micro_batch)
-                pieces = torch.split(output.cpu(), [seqlens[i] for i in indices])
+                pieces = torch.split(to_host(output), [seqlens[i] for i in indices])
                 for index, piece in zip(indices, pieces, strict=True):
                     results[index] = piece
+        finish_copies(self._topology.device)
         self._sharding.after_pass(self._model)
         return aggregate_fn(results)
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._lora is None else self._lora.silenced()
+        return nullcontext() if self._lora is None else self._lora.disabled()
 
     def move_towards(self, source: TrainEngine, eta: float) -> None:
         if not isinstance(source, FSDP2Engine):
             raise ConfigError(f"parameters of a {type(source).__name__} are not those of FSDP2")
+        self._writer.finish_snapshot()
         move_towards(self._model.parameters(), source._model.parameters(), eta)
 
-    def upload_weights(self, meta: WeightUpdateMeta | None) -> None:
+    def upload_weights(self, meta: WeightUpdateMeta | None) -> Future[None] | None:
         """Publish one full tensor at a time, or an adapter alone; only rank 0 writes.
 
+        From a GPU into a store the tensors are copied to the host, and go out behind what comes next.
+
         Raises:
-            SyncError: the publication failed; on every rank.
+            SyncError: the publication failed; on every rank, unless it goes out behind.
         """
-        self._upload.publish(meta)
+        return self._upload.publish(meta)
 
     def step_lr_scheduler(self) -> None:
         self._scheduler.step()
@@ -223,17 +255,42 @@ class FSDP2Engine:
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "hf":
             raise ConfigError("a Hugging Face directory is loaded by model.path, not by load()")
+        self._writer.finish_snapshot()
         state = self._state()
         state.load(meta.path, meta.with_optim)
-        self._upload.restore(state.notes)
+        self._upload.restore({name: state.notes[name] for name in self._upload.notes})
+        if self._loss_scale is not None:
+            self._loss_scale.restore(state.notes)
+
+    def place_on_device(self, parameters: bool, optimizer: bool) -> None:
+        """Move parameters and optimizer to this rank's device, or to the CPU's memory.
+
+        Args:
+            parameters, optimizer: true on the device.
+        """
+        wanted = {"parameters": parameters, "optimizer": optimizer}
+        moving = {name for name, is_on in wanted.items() if is_on != self._on_device[name]}
+        if not moving or self._topology.device.type == "cpu":
+            return
+        self._writer.finish_snapshot()
+        cpu, device = torch.device("cpu"), self._topology.device
+        if "parameters" in moving:
+            move_parameters(self._model, device if parameters else cpu)
+        if "optimizer" in moving:
+            move_optimizer(self._optimizer, device if optimizer else cpu)
+        if not parameters or not optimizer:
+            torch.cuda.empty_cache()
+        self._on_device = wanted
 
     def destroy(self) -> None:
         self._topology.leave()
 
     def _state(self) -> TrainState:
         is_single = self._topology.world_size == 1
-        model, notes = self._model.model, self._upload.notes
-        return TrainState(model, self._optimizer, self._scheduler, is_single, notes)
+        scale = {} if self._loss_scale is None else self._loss_scale.notes
+        model, notes = self._model.model, self._upload.notes | scale
+        group = self._topology.group
+        return TrainState(model, self._optimizer, self._scheduler, is_single, notes, group)
 
     def _load(self) -> None:
         """The model, its parts where they belong."""
@@ -242,6 +299,10 @@ class FSDP2Engine:
         self._lora = self._add_lora(model)
         kept = self._trainer_config.kept_logits_bytes
         self._model = PackedModel(model, config, kept)
+        if self._trainer_config.compile:
+            self._model.compile_layers()
+        elif self._topology.device.type == "cpu":
+            self._model.fuse_layers()
         self._sharding.place(self._model)
         if is_sharded:
             fill(model, partial(self._weights, model), self._topology)
@@ -249,7 +310,7 @@ class FSDP2Engine:
         self._sharding.after_pass(self._model)
 
     def _weights(self, model: Any) -> Weights:
-        """What the parameters begin with, by their names among adapters."""
+        """Return the initial values of the parameters, by their names among adapters."""
         bare = build_without_parameters(self._model_config)
         stored = find_trained_weights(self._model_config, bare)
         names = [name for name, _ in model.named_parameters()]
@@ -267,12 +328,15 @@ class FSDP2Engine:
         return add_lora(model, config.lora, config.seed, also_trained)
 
     def _dropping(self) -> AbstractContextManager[None]:
-        """Dropout of adapters, drawn anew for every step and rank, and alike by a resumed run."""
+        """Dropout of adapters, drawn again for every step and rank, and equally by a resumed run."""
         if self._lora is None or self._lora.dropout == 0.0:
             return nullcontext()
-        steps = max((int(s["step"]) for s in self._optimizer.state.values()), default=0)
+        done = [state["step"] for state in self._optimizer.state.values()]
+        steps = int(torch.stack(done).max()) if done else 0
         seed = self._trainer_config.seed
-        return self._lora.dropping((seed << 48) + (steps << 16) + self._topology.rank)
+        return self._lora.with_dropout(
+            (seed << 48) + (steps << 16) + self._topology.data_parallel.rank
+        )
 
     def _run_losses(
         self,
@@ -280,34 +344,65 @@ class FSDP2Engine:
         mb_spec: MicroBatchSpec,
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
+        scope: TokenNormalizeScope,
         is_training: bool,
     ) -> dict[str, float]:
-        """Loss and figures as means over the weight of all ranks, or the largest (`…_max`); gradients of
-        exactly that mean."""
-        world = self._topology.world_size
-        (total_weight,) = self._topology.sum([loss_weight_fn(input_)])
+        """Loss and metrics as means over the weight that `scope` names, or the largest (`…_max`);
+        gradients of exactly that mean, and their norm `grad_norm`. It waits for the device once."""
+        total_weight = self._total_weight(loss_weight_fn(input_), scope)
+        # FSDP divides the sum over all ranks, replicas included, by their number.
+        scale = self._topology.world_size / max(total_weight, 1e-9)
+        if self._loss_scale is not None:
+            scale *= self._loss_scale.value
         # On the device: a micro-batch does not wait for the last one's.
         sums: dict[str, Tensor] = {}
         largest: dict[str, Tensor] = {}
         bins = _bins(input_, mb_spec)
         num_passes = self._topology.max(len(bins))
         for number, (_, on_host) in enumerate(self._micro_batches(input_, bins)):
-            # Ranks with fewer bins repeat one at weight 0, so that all meet in FSDP's collectives.
+            # Ranks with fewer bins repeat one at weight 0, so that all take part in FSDP's collectives.
             weight = loss_weight_fn(on_host) if number < len(bins) else 0.0
             loss, stats = self._losses(loss_fn, on_host.to(self._topology.device))
             if is_training:
                 self._sharding.before_backward(self._model, is_last=number == num_passes - 1)
-                # FSDP divides the sum over all ranks, replicas included, by their number.
-                (loss * (weight * world / max(total_weight, 1e-9))).backward()
+                (loss * (weight * scale)).backward()
             for name, value in {"loss": loss, **stats}.items():
                 precise = value.detach().double()
                 if name.endswith("_max"):
                     largest[name] = torch.maximum(largest.get(name, precise), precise)
                 else:
                     sums[name] = sums.get(name, 0.0) + precise * weight
-        totals = _on_all_ranks(sums, self._topology.sum)
-        means = {name: total / max(total_weight, 1e-9) for name, total in totals.items()}
-        return means | _on_all_ranks(largest, self._topology.maxima)
+        if scope == "dp":  # each rank's own mean; the sum of its shares is that over all ranks
+            sums = {name: value / max(total_weight, 1e-9) for name, value in sums.items()}
+            total_weight = 1.0
+        if is_training:
+            squares = sum_of_squares(self._model.parameters())
+            sums[SQUARES] = to_device(squares, self._topology.device)  # they may be offloaded
+        return self._metrics(sums, largest, total_weight)
+
+    def _total_weight(self, own: float, scope: TokenNormalizeScope) -> float:
+        """Return what the weights of this rank are divided by; collective."""
+        ranks = self._topology.data_parallel
+        return own * ranks.world_size if scope == "dp" else ranks.sum([own])[0]
+
+    def _metrics(
+        self, sums: Mapping[str, Tensor], largest: Mapping[str, Tensor], total_weight: float
+    ) -> dict[str, float]:
+        """Reduce this rank's metrics to those of all ranks; collective."""
+        summed, compared = sorted(sums), sorted(largest)
+        tensors = [*(sums[name] for name in summed), *(largest[name] for name in compared)]
+        values = torch.stack(tensors).tolist() if tensors else []
+        totals = dict(
+            zip(summed, self._topology.data_parallel.sum(values[: len(sums)]), strict=True)
+        )
+        squares = totals.pop(SQUARES, None)
+        metrics = {name: total / max(total_weight, 1e-9) for name, total in totals.items()}
+        if compared:
+            maxima = self._topology.maxima(values[len(sums) :])
+            metrics |= dict(zip(compared, maxima, strict=True))
+        if squares is not None:
+            metrics["grad_norm"] = math.sqrt(squares / self._sharding.num_copies)
+        return metrics
 
     def _losses(
         self, loss_fn: LossFn, micro_batch: SequenceBatch
@@ -325,7 +420,8 @@ class FSDP2Engine:
         """The bins of this rank, padded with repeats to the largest number of any rank."""
         for number in range(self._topology.max(len(bins))):
             indices = bins[min(number, len(bins) - 1)]
-            yield indices, input_.select(indices)
+            micro_batch = input_.select(indices)
+            yield indices, replace(micro_batch, is_repeat=number >= len(bins))
 
     def _whole_output(self, output: ModelOutput, batch: SequenceBatch) -> Tensor:
         return output.logits() if self._model_config.head == "lm" else output.values()
@@ -346,18 +442,6 @@ class FSDP2Engine:
                 self._lora.write(adapter, place / ADAPTER_FOLDER)
 
 
-def _on_all_ranks(
-    figures: Mapping[str, Tensor], reduce: Callable[[list[float]], list[float]]
-) -> dict[str, float]:
-    """Numbers of this rank -> those of all; collective, unless there are none."""
-    if not figures:
-        return {}
-    names = sorted(figures)
-    values = torch.stack([figures[name] for name in names]).tolist()
-    return dict(zip(names, reduce(values), strict=True))
-
-
 def _bins(input_: SequenceBatch, mb_spec: MicroBatchSpec) -> list[list[int]]:
-    return pack_by_tokens(
-        input_.lengths, mb_spec.max_tokens_per_mb, granularity=mb_spec.granularity
-    )
+    limit, count = mb_spec.max_tokens_per_mb, mb_spec.n_mbs
+    return pack_by_tokens(input_.lengths, limit, count, mb_spec.granularity)

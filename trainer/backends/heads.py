@@ -1,4 +1,4 @@
-"""What a model's head makes of hidden states: the `ModelOutput`s of the torch backends."""
+"""`ModelOutput`s of the torch backends: the outputs of a model's head on hidden states."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import torch
 from torch import Tensor
 
 from headway.contracts.errors import ConfigError
-from trainer.algorithms.logprobs import chunked_logprobs, token_logprobs
+from trainer.algorithms.logprobs import chunked_logprobs, scaled_logits, token_logprobs
+from trainer.batching.sequences import SequenceBatch
 
 
 @dataclass(frozen=True, slots=True)
 class LanguageOutput:
-    """Of a head that is one matrix: logits exist for a chunk of tokens at a time."""
+    """Output of a head that is one matrix: logits exist for a chunk of tokens at a time."""
 
     hidden: Tensor  # [T, H]
     head: torch.nn.Module
     """A linear layer of [V, H]."""
+    batch: SequenceBatch
+    """Batch that the hidden states belong to."""
     kept_bytes: int = 0
-    """Of `chunked_logprobs`."""
+    """Passed on to `chunked_logprobs`."""
 
     def logprobs(
         self, labels: Tensor, temperature: float = 1.0, mask: Tensor | None = None
@@ -43,10 +46,11 @@ class LanguageOutput:
     def _judge(
         self, labels: Tensor, temperature: float, mask: Tensor | None, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        hidden, rows = self.hidden, None
+        hidden, rows, sampling_mask = self.hidden, None, self.batch.sampling_mask
         if mask is not None:
-            rows = mask.nonzero().squeeze(1)
+            rows = self.batch.positions(mask)
             hidden, labels = hidden.index_select(0, rows), labels[rows]
+            sampling_mask = None if sampling_mask is None else sampling_mask.rows(rows)
         logprobs, entropy = chunked_logprobs(
             hidden,
             self.head.weight,  # type: ignore[arg-type] # a parameter
@@ -55,6 +59,7 @@ class LanguageOutput:
             bias=getattr(self.head, "bias", None),
             with_entropy=with_entropy,
             kept_bytes=self.kept_bytes,
+            sampling_mask=sampling_mask,
         )
         if rows is not None:
             logprobs = self._spread(logprobs, rows)
@@ -68,19 +73,22 @@ class LanguageOutput:
 
 @dataclass(frozen=True, slots=True)
 class LogitsOutput:
-    """Of a model that scales or caps what its head gives: whole logits."""
+    """Output of a model that scales or caps its head's output: whole logits."""
 
     whole: Tensor  # [T, V]
+    batch: SequenceBatch
+    """Batch that the logits belong to."""
 
     def logprobs(
         self, labels: Tensor, temperature: float = 1.0, mask: Tensor | None = None
     ) -> Tensor:
-        return _masked(token_logprobs(self.whole, labels, temperature), mask)
+        logprobs = token_logprobs(self.whole, labels, temperature, self.batch.sampling_mask)
+        return _masked(logprobs, mask)
 
     def logprobs_and_entropy(
         self, labels: Tensor, temperature: float = 1.0, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        scaled = self.whole.float() / (temperature or 1.0)
+        scaled = scaled_logits(self.whole, temperature, self.batch.sampling_mask)
         table = torch.log_softmax(scaled, dim=-1)
         entropy = -(table.exp() * table).sum(-1)
         return self.logprobs(labels, temperature, mask), _masked(entropy, mask)
@@ -94,10 +102,10 @@ class LogitsOutput:
 
 @dataclass(frozen=True, slots=True)
 class ValueOutput:
-    """Of a head with one number per position."""
+    """Output of a head with one number per position."""
 
     hidden: Tensor  # [T, H]
-    head: torch.nn.Module
+    head: torch.nn.Linear
     """A linear layer of [1, H]."""
 
     def logprobs(
@@ -114,8 +122,13 @@ class ValueOutput:
         raise _no_tokens()
 
     def values(self) -> Tensor:
-        values: Tensor = self.head(self.hidden)
-        return values[:, 0].to(torch.promote_types(values.dtype, torch.float32))
+        # A product of halves would round values to 8 bits.
+        dtype = torch.promote_types(self.hidden.dtype, torch.float32)
+        weight, bias = self.head.weight, self.head.bias
+        values = torch.nn.functional.linear(
+            self.hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        )
+        return values[:, 0]
 
 
 def _masked(values: Tensor, mask: Tensor | None) -> Tensor:

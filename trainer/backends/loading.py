@@ -1,7 +1,7 @@
-"""The model that a trainer starts from, with the head that it is asked for: whole, or part by part.
+"""The model that a trainer starts from, with the head that it is asked for: whole, or shard by shard.
 
-Sharded, a model is built without parameters (they are on the meta device), cut, and filled one tensor at
-a time from the first rank: no rank ever holds all of it.
+A sharded model is built without parameters (they are on the meta device), split, and filled one tensor
+at a time from the first rank: no rank ever holds all of it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from headway.contracts.config.model import TrainedModelConfig
 from headway.contracts.errors import ConfigError
 from trainer.backends.stored_weights import find_weights, list_tensors
 from trainer.topology import Topology
-from weight_sync.model_dir import hollow_model, load_model, parameters_on_meta, read_model
+from weight_sync.model_dir import load_model, model_without_weights, parameters_on_meta, read_model
 
 SCORE = "score"
 """The head of a sequence classification model; with one label, its weight is [1, H]."""
 
 Weights = Mapping[str, Callable[[], Tensor]]
-"""How to get each parameter, whole, on the CPU."""
+"""Name of each parameter -> function that reads it, whole, on the CPU."""
 
 
 def load_trained_model(config: TrainedModelConfig) -> Any:
@@ -61,7 +61,7 @@ def build_without_parameters(config: TrainedModelConfig) -> Any:
         ConfigError: the directory is missing, or describes no such model.
     """
     if config.head == "lm":
-        return hollow_model(config)
+        return model_without_weights(config)
     unread = config.model_copy(update={"init_from_scratch": True})
     with torch.random.fork_rng([]), parameters_on_meta():
         model, _ = read_model(unread, AutoModelForSequenceClassification, num_labels=1)
@@ -70,7 +70,7 @@ def build_without_parameters(config: TrainedModelConfig) -> Any:
 
 
 def find_trained_weights(config: TrainedModelConfig, model: Any) -> Weights:
-    """What `load_trained_model` would fill a model with.
+    """Return the weights that `load_trained_model` would load.
 
     Read one at a time where the files name what the model has; else transformers, which knows older
     names and formats, reads them all.
@@ -110,17 +110,23 @@ def fill(model: torch.nn.Module, find: Callable[[], Weights], topology: Topology
         raise failure or ConfigError("the first rank could not load the model; see its log")
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
-        if weights is None:  # one that is never touched stands for it
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype)
-        else:
-            whole = weights[name]().to(parameter.dtype)
+        whole = stand_in(parameter) if weights is None else weights[name]().to(parameter.dtype)
         parts = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
         with torch.no_grad():
             parameter.to_local().copy_(parts.to_local())
 
 
+def stand_in(parameter: DTensor) -> Tensor:
+    """Return the argument for `distribute_tensor` on a rank without values of a whole parameter:
+    memory that is never touched, on the device of its shards. On another device it would be copied
+    there.
+    """
+    device = parameter.device_mesh.device_type
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+
+
 def materialize(model: torch.nn.Module, device: torch.device) -> None:
-    """Room for parameters that are on the meta device; buffers stay as and where they are."""
+    """Allocate parameters that are on the meta device; buffers stay as and where they are."""
     buffers = dict(model.named_buffers())
     model.to_empty(device=device)
     for name, buffer in buffers.items():

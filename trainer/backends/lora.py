@@ -35,7 +35,7 @@ _BASE = ".base_layer."
 _LORA = ".lora_"
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 ADAPTER_NAME = "default"
-"""What `peft` calls the one that it puts in."""
+"""Default name of an adapter in `peft`."""
 ADAPTER_FOLDER = "adapter"
 """Below an exported model."""
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -102,8 +102,8 @@ class Lora:
         (folder / CONFIG_NAME).write_text(adapter_config(self.adapter, self.modules))
 
     @contextmanager
-    def silenced(self) -> Iterator[None]:
-        """Without what the adapters add, to the bit.
+    def disabled(self) -> Iterator[None]:
+        """Turn the adapters off during the block; exact to the bit.
 
         By their scale: `peft` disables adapters by freezing them, and FSDP would keep that of its first
         pass.
@@ -118,8 +118,8 @@ class Lora:
                 layer.set_scale(ADAPTER_NAME, 1.0)
 
     @contextmanager
-    def dropping(self, seed: int) -> Iterator[None]:
-        """With the adapters' dropout, drawn from a seed; elsewhere they drop nothing.
+    def with_dropout(self, seed: int) -> Iterator[None]:
+        """Turn the adapters' dropout on during the block, drawn from a seed; elsewhere they drop nothing.
 
         Logprobs that are compared with one another come from passes without.
         """
@@ -137,12 +137,12 @@ class Lora:
 
 
 def base_name(name: str) -> str:
-    """Of a parameter, before adapters were put in."""
+    """Return the name that a parameter had before adapters were added."""
     return name.replace(_BASE, ".")
 
 
 def plain_name(name: str) -> str:
-    """Of any parameter, also of an adapter's, without `peft`'s words for where it put it."""
+    """Return the name of any parameter, also of an adapter's, without the words that `peft` adds."""
     return base_name(name).replace(_A, LORA_A).replace(_B, LORA_B)
 
 

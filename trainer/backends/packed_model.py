@@ -9,21 +9,39 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headway.contracts.config.model import TrainedModelConfig
 from trainer.api import ModelOutput
+from trainer.backends.fused_layers import fuse_layers
 from trainer.backends.heads import LanguageOutput, LogitsOutput, ValueOutput
 from trainer.backends.loading import SCORE
-from trainer.backends.packed_attention import NAME, PackedLayout, can_pack, register
+from trainer.backends.packed_attention import (
+    NAME,
+    UNCOMPILED_NAME,
+    PackedLayout,
+    can_pack,
+    register,
+    register_uncompiled,
+)
 from trainer.batching.sequences import SequenceBatch
+from trainer.transfer import to_device
+from weight_sync.model_size import decoder_layers
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+COMPILER = "inductor"
+MARK = 1000.0
+"""Larger than any cap of logits."""
+ROUNDINGS = 64
+"""Roundings of the largest value by which two equal computations may differ."""
 
 
 class PackedModel(torch.nn.Module):
@@ -32,7 +50,7 @@ class PackedModel(torch.nn.Module):
     def __init__(self, model: Any, config: TrainedModelConfig, kept_logits_bytes: int = 0) -> None:
         super().__init__()
         self.model = model
-        """What transformers made, with its names of the parameters."""
+        """Model as transformers built it, with its parameter names."""
         self._is_packed = config.attn_implementation == "sdpa" and can_pack(model)
         if self._is_packed:
             register()
@@ -53,31 +71,73 @@ class PackedModel(torch.nn.Module):
         """
         inputs = self._inputs(batch)
         if not self._is_plain:
-            return task(LogitsOutput(self.model(**inputs).logits[0]))
+            return task(LogitsOutput(self.model(**inputs).logits[0], batch))
         hidden = self.model.base_model(**inputs).last_hidden_state[0]
         if self._is_language:
-            return task(LanguageOutput(hidden, self._head, self._kept_logits_bytes))
-        return task(ValueOutput(hidden, self._head))
+            return task(LanguageOutput(hidden, self._head, batch, self._kept_logits_bytes))
+        return task(ValueOutput(hidden, cast(torch.nn.Linear, self._head)))
 
     @torch.no_grad()
     def try_head(self, device: torch.device) -> None:
-        """Learn whether logits are what the head makes of the body's output, by trying: some models
-        scale or cap them, each in its own words. Collective, once parameters have their values."""
+        """Learn whether logits are what one matrix makes of the body's output, by trying: some models
+        scale or cap them, each in its own words. Collective, once parameters have their values.
+
+        The head is made to give marks, so that no rounding and no small logit can hide or feign a change:
+        the marks come out to the bit, and went in as the body's output.
+        """
         if not self._is_language:
             return
-        size, vocabulary = 4, len(next(self._head.parameters()))
+        head = self._head
+        seen: list[tuple[Tensor, Tensor]] = []
+
+        def give_marks(_: torch.nn.Module, inputs: tuple[Tensor, ...], logits: Tensor) -> Tensor:
+            marks = torch.linspace(-MARK, MARK, logits.numel(), device=device)
+            seen.append((inputs[0], marks.to(logits.dtype).view_as(logits)))
+            return seen[0][1]
+
+        size, vocabulary = 4, len(next(head.parameters()))
         probe = SequenceBatch((size,), {"input_ids": torch.arange(size) % vocabulary}).to(device)
-        plain = self(lambda output: output.logits(), probe)
+        hidden = self(lambda output: cast(LanguageOutput, output).hidden, probe)
         self._is_plain = False
-        self._is_plain = torch.equal(plain, self(lambda output: output.logits(), probe))
+        handle = head.register_forward_hook(give_marks)
+        try:
+            logits = self(lambda output: output.logits(), probe)
+        finally:
+            handle.remove()
+        self._is_plain = (
+            isinstance(head, torch.nn.Linear)
+            and len(seen) == 1
+            and torch.equal(logits, seen[0][1].view_as(logits).to(logits.dtype))
+            and _is_close(seen[0][0].view_as(hidden), hidden)
+        )
         if not self._is_plain:
             log.info("this model changes what its head gives; whole logits are computed")
+
+    def fuse_layers(self) -> None:
+        """Have layers compute in fewer passes over memory, where that is known to be the same; before
+        they are sharded."""
+        if self._is_packed:
+            fuse_layers(self.decoder_layers)
+
+    def compile_layers(self) -> None:
+        """Compile the repeated blocks, but neither what hooks and wraps them nor their attention."""
+        if self._is_packed:
+            register_uncompiled()
+            self.model.set_attn_implementation(UNCOMPILED_NAME)
+        for layer in self.decoder_layers:
+            if getattr(layer, "gradient_checkpointing", False):
+                # Its `forward` decides on recomputing; what it recomputes is compiled.
+                recomputed: Any = layer
+                recomputed._gradient_checkpointing_func = _compiling(
+                    recomputed._gradient_checkpointing_func
+                )
+            else:
+                layer.forward = _compiled(layer.forward)
 
     @property
     def decoder_layers(self) -> list[torch.nn.Module]:
         """The repeated blocks, which are the units of sharding."""
-        stacks = [list(m) for m in self.modules() if isinstance(m, torch.nn.ModuleList)]
-        return max(stacks, key=len, default=[])
+        return decoder_layers(self)
 
     @property
     def _head(self) -> torch.nn.Module:
@@ -89,12 +149,33 @@ class PackedModel(torch.nn.Module):
         device = batch["input_ids"].device
         inputs = {
             "input_ids": batch["input_ids"][None],
-            "position_ids": batch.position_ids[None].to(device),
+            "position_ids": to_device(batch.position_ids, device)[None],
             "use_cache": False,
         }
         if self._is_packed:
-            inputs["packed_layout"] = PackedLayout.of(batch.lengths, device)
+            inputs["packed_layout"] = PackedLayout(batch.lengths, device)
         return inputs
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    """True if the outputs are equal except for the order of sums."""
+    bound = ROUNDINGS * torch.finfo(other.dtype).eps * float(other.abs().max())
+    return float((one - other).abs().max()) <= bound
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True, backend=COMPILER)
+
+
+def _compiling(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """A checkpoint of transformers whose block is compiled."""
+    known: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def run(block: partial[Any], *args: Any) -> Any:
+        compiled = known.setdefault(block.func, _compiled(block.func))
+        return checkpoint(partial(compiled, *block.args, **block.keywords), *args)
+
+    return run
 
 
 def _recompute_activations(model: Any) -> None:

@@ -10,7 +10,7 @@ from headway.contracts.config.optimizer import OptimizerConfig
 
 def lr_factor(config: OptimizerConfig, total_steps: int) -> Callable[[int], float]:
     """Factor on the peak learning rate at a step: linear warm-up, then the shape down to the floor."""
-    floor, warmup = config.min_lr_ratio, config.warmup_steps
+    floor, warmup = config.min_lr_ratio, config.warmup_of(total_steps)
 
     def factor(step: int) -> float:
         if step < warmup:

@@ -1,4 +1,4 @@
-"""Where the parameters lie: rows of ranks, each with one whole copy (FSDP2, HybridShard).
+"""Sharding of the parameters over rows of ranks, each with one whole copy (FSDP2, HybridShard).
 
     ranks 0..7, trainer.shard_size 4        shard (within a row: gather, reduce-scatter)
                                             0 1 2 3
@@ -10,7 +10,11 @@ is as long as a machine has devices keeps gathering within the machine.
 
 from __future__ import annotations
 
+import logging
+
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -26,15 +30,26 @@ from trainer.backends.loading import materialize
 from trainer.backends.packed_model import PackedModel
 from trainer.topology import Topology
 
+log = logging.getLogger(__name__)
+
 
 class Sharding:
-    """How FSDP2 holds a model."""
+    """Sharding of a model by FSDP2."""
 
-    def __init__(self, config: TrainerConfig, topology: Topology) -> None:
+    def __init__(self, config: TrainerConfig, topology: Topology, held: torch.dtype) -> None:
         """
+        Args:
+            held: type of the parameters in memory.
         Raises:
-            ConfigError: the ranks make no whole rows, or nothing can be offloaded from this device.
+            ConfigError: the ranks make no whole rows or share sequences, or nothing can be offloaded
+                from this device.
         """
+        num_shares = topology.data_parallel.world_size
+        if num_shares != topology.world_size:
+            raise ConfigError(
+                f"{topology.world_size} ranks have {num_shares} shares of a batch; FSDP2 wants one for "
+                "each rank: it has no tensor or pipeline parallel ranks"
+            )
         world, size = topology.world_size, config.shard_size or topology.world_size
         if world % size:
             raise ConfigError(
@@ -49,27 +64,33 @@ class Sharding:
         self._config = config
         self._topology = topology
         self._shape = (world // size, size)
+        self._compute_dtype = compute_dtype(config.compute_dtype, held, topology.device)
+        """None is that of the parameters."""
+        self._held = held
 
     @property
     def is_used(self) -> bool:
         """One rank alone needs FSDP only for its precision or for offloading."""
-        config = self._config
-        return (
-            self._topology.world_size > 1 or config.compute_dtype is not None or config.cpu_offload
-        )
+        is_cast = self._compute_dtype is not None
+        return self._topology.world_size > 1 or is_cast or self._config.cpu_offload
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Type that passes run in."""
+        return self._compute_dtype or self._held
 
     @property
     def is_first_row(self) -> bool:
-        """Whether this rank's row has the copy that goes out."""
+        """True if this rank's row has the copy that is published and saved."""
         return self._topology.rank < self._shape[1]
 
     def place(self, model: PackedModel) -> None:
-        """Bring a whole model from the CPU to its device; or make room for the parts of one that is
+        """Bring a whole model from the CPU to its device; or allocate the parts of one that is
         sharded, whose parameters are on the meta device."""
         if not self.is_used:
             model.to(self._topology.device)
             return
-        mesh, precision = self._mesh(), self._precision(next(model.parameters()).dtype)
+        mesh, precision = self._mesh(), self._precision()
         offload = CPUOffloadPolicy() if self._config.cpu_offload else OffloadPolicy()
         for module in (*model.decoder_layers, model):
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
@@ -77,17 +98,19 @@ class Sharding:
         materialize(model, torch.device("cpu") if is_offloaded else self._topology.device)
 
     def before_backward(self, model: PackedModel, is_last: bool) -> None:
-        """Rows meet once per step: earlier micro-batches are summed within the row."""
+        """Reduce between rows once per step: earlier micro-batches are summed within the row."""
         if isinstance(model, FSDPModule) and self._shape[0] > 1:
             model.set_requires_all_reduce(is_last)
 
-    def sum_of_shards(self, value: float) -> float:
-        """Over the ranks of a row; all rows hold the same, and count once."""
-        return self._topology.sum([value])[0] / self._shape[0]
+    @property
+    def num_copies(self) -> int:
+        """Rows of ranks, each with one copy of the parameters: what all ranks sum of their shards is so
+        many times that of one copy."""
+        return self._shape[0]
 
     def after_pass(self, model: PackedModel) -> None:
         """Free what a pass without gradients leaves gathered: the root's parameters, kept by FSDP for
-        a backward pass. Whoever reads parameters then finds shards again."""
+        a backward pass. Parameters are shards again afterwards."""
         if isinstance(model, FSDPModule):
             model.reshard()
 
@@ -99,11 +122,47 @@ class Sharding:
             return DeviceMesh.from_group(group, device, mesh_dim_names=("shard",))
         if rows == 1:
             return init_device_mesh(device, (size,), mesh_dim_names=("shard",))
-        return init_device_mesh(device, self._shape, mesh_dim_names=("replicate", "shard"))
+        ranks = torch.arange(rows * size).view(rows, size)
+        return DeviceMesh.from_group(
+            [self._subgroup(ranks.T), self._subgroup(ranks)],
+            device,
+            mesh=ranks,
+            mesh_dim_names=("replicate", "shard"),
+        )
 
-    def _precision(self, held: torch.dtype) -> MixedPrecisionPolicy:
+    def _subgroup(self, ranks: Tensor) -> dist.ProcessGroup:
+        """The group of this rank among the rows of `ranks`; it waits as long as that of all."""
+        timeout = self._topology.timeout
+        group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
+        return group
+
+    def _precision(self) -> MixedPrecisionPolicy:
         """Gradients are summed in at least float32 whatever they were computed in."""
-        name = self._config.compute_dtype
-        compute = None if name is None else getattr(torch, name)
-        reduced = torch.promote_types(held, torch.float32)
-        return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduced)
+        reduced = torch.promote_types(self._held, torch.float32)
+        return MixedPrecisionPolicy(param_dtype=self._compute_dtype, reduce_dtype=reduced)
+
+
+def compute_dtype(asked: str, held: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """Return the type that passes run in; None is that of the parameters.
+
+    Args:
+        asked: `trainer.compute_dtype`.
+        held: type of the parameters in memory.
+    """
+    if asked != "auto":
+        return getattr(torch, asked)
+    return torch.bfloat16 if held == torch.float32 and has_bfloat16(device) else None
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """True if products of bfloat16 are faster on this device than those of float32."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def allow_tf32() -> None:
+    """Let this process multiply float32 matrices on the GPU's tensor cores, with 10 bits of mantissa."""
+    torch.set_float32_matmul_precision("high")
+    log.warning(
+        "passes run in float32, their products in TF32: bfloat16 is about twice as fast; set "
+        "trainer.compute_dtype=bfloat16"
+    )

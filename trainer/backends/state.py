@@ -7,6 +7,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,7 +23,7 @@ from trainer.backends.stored_state import check_stored, damaged
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """What training changes."""
+    """State that training changes."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -31,6 +32,8 @@ class TrainState:
     """One process, which needs no group."""
     notes: dict[str, Any]
     """Plain values that are saved beside; `load` replaces them."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that hold it; None is the default group."""
 
     def tree(self, with_optim: bool) -> dict[str, Any]:
         """The parameters that are trained, and what belongs to them; collective.
@@ -54,14 +57,14 @@ class TrainState:
 
         Raises:
             ConfigError: it is missing, or of another model; nothing was loaded.
-            StateError: it is damaged; nothing was loaded if files are missing or cut off.
+            StateError: it is damaged; nothing was loaded if files are missing or truncated.
         """
         state = self.tree(with_optim)
         check_stored(path, state)
         if self.is_single:
             accept_no_group()
         try:
-            load_state(state, checkpoint_id=path, no_dist=self.is_single)
+            load_state(state, checkpoint_id=path, process_group=self.group, no_dist=self.is_single)
         except (CheckpointException, OSError, RuntimeError, ValueError, UnpicklingError) as error:
             raise damaged(path, reason(error)) from error
         set_state_dict(

@@ -23,7 +23,7 @@ def check_stored(path: str, wanted: Mapping[str, Any]) -> None:
         wanted: `model`, and what else is loaded.
     Raises:
         ConfigError: there is none, or it is of another model.
-        StateError: files of it are missing or cut off.
+        StateError: files of it are missing or truncated.
     """
     if not Path(path).is_dir():
         raise ConfigError(f"there is no checkpoint at {path}; name a directory that holds one")

@@ -21,7 +21,8 @@ ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 def find_weights(
     model: Any, folder: Path, optional: set[str]
 ) -> dict[str, Callable[[], Tensor]] | None:
-    """How to read each parameter of a model; None if the files name or shape them otherwise.
+    """Return a function that reads each parameter of a model; None if the files name or shape them
+    otherwise.
 
     Args:
         optional: names that may be missing.
@@ -81,7 +82,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _read(file: Path, key: str) -> Tensor:
-    # Opened anew each time: pages of a mapped file that is closed count no more.
+    # Opened again each time: pages of a mapped file no longer count once it is closed.
     try:
         with safe_open(file, framework="pt") as tensors:
             tensor: Tensor = tensors.get_tensor(key)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from headway.contracts.errors import ConfigError, ServiceError, SyncError
 from headway.contracts.types import WeightUpdateMeta
-from trainer.backends.lora import Lora
+from trainer.backends.lora import Lora, Whole
 from trainer.backends.sharding import Sharding
 from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
-from weight_sync.manifest import Base
+from weight_sync.device_copy import snapshot
+from weight_sync.manifest import DTYPES, Base
 from weight_sync.publisher import StoredPublisher
+from weight_sync.transports.daemon_calls import start_detached
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +46,12 @@ class Upload:
         sharding: Sharding,
         topology: Topology,
         publisher: WeightPublisher | None,
+        goes_behind: bool,
     ) -> None:
+        """Args:
+        goes_behind: versions go out from a copy, while training goes on.
+        """
+        self._goes_behind = goes_behind
         self._model = model
         self._lora = lora
         self._sharding = sharding
@@ -61,30 +71,40 @@ class Upload:
                 "versions will be whole, with the adapter merged, unless a checkpoint knows a base"
             )
             return
-        self._send(self._lora.base(whole), self._write_base)
+        self._send(self._lora.base(self._gathering()), self._write_base)
         self._share_base()
 
-    def publish(self, meta: WeightUpdateMeta | None) -> None:
+    def publish(self, meta: WeightUpdateMeta | None) -> Future[None] | None:
         """The current weights as a version; collective.
 
+        Returns:
+            None once it is published; on rank 0 the future of a copy that goes out behind.
         Raises:
             SyncError: the publication failed; on every rank.
         """
+        gather, publisher = self._gathering(), self._publisher
         if self._lora is not None and self._base is not None:
-            self._send(
-                self._lora.tensors(whole), lambda tensors: self._write_adapter(meta, tensors)
-            )
+            tensors, write = self._lora.tensors(gather), partial(self._write_adapter, meta)
         else:
-            self._send(self._whole_model(), lambda tensors: self._write(meta, tensors))
+            tensors, write = self._whole_model(gather), partial(self._write, meta)
+        if not self._goes_behind or publisher is None or publisher.sends_from_device:
+            self._send(tensors, write)
+            return None
+        kept: list[tuple[str, Tensor]] = []
+        dtype = DTYPES.get(publisher.dtype or "")
+        self._send(tensors, lambda given: kept.extend(snapshot(given, dtype)))
+        return start_detached(lambda: write(iter(kept)))
 
     def parameters(self) -> Tensors:
         """The model as others know it, adapters merged, on the ranks of the first row; gathering
         concerns no other."""
-        return self._whole_model() if self._sharding.is_first_row else iter(())
+        return self._whole_model(whole) if self._sharding.is_first_row else iter(())
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What a resumed run has to know of the base; alike on every rank, with the same keys always."""
+        """Return what a resumed run has to know about the base; equal on every rank, always with the
+        same keys.
+        """
         if self._lora is None:
             return {}
         version, digest = (
@@ -93,7 +113,7 @@ class Upload:
         return {"base_version": version, "base_digest": digest}
 
     def restore(self, notes: dict[str, Any]) -> None:
-        """Go on with a base that an earlier run published, if it still lies there; collective."""
+        """Go on with a base that an earlier run published, if it is still there; collective."""
         if not notes:
             return
         publisher = self._publisher
@@ -108,10 +128,18 @@ class Upload:
         told = self._topology.broadcast_bytes(known)
         self._base = Base.model_validate_json(told) if told else None
 
-    def _whole_model(self) -> Tensors:
+    def _gathering(self) -> Whole:
+        """Return the function that gathers parameters in the type that rank 0's publisher sends;
+        collective.
+        """
+        mine = None if self._publisher is None else self._publisher.dtype
+        told = self._topology.broadcast_bytes((mine or "").encode()).decode()
+        return partial(whole, dtype=DTYPES.get(told))
+
+    def _whole_model(self, gather: Whole) -> Tensors:
         if self._lora is not None:
-            return self._lora.merged(whole)
-        return ((name, whole(p)) for name, p in self._model.named_parameters())
+            return self._lora.merged(whole)  # in the trainer's type: a sum is rounded once
+        return ((name, gather(p)) for name, p in self._model.named_parameters())
 
     def _send(self, tensors: Tensors, write: Callable[[Tensors], None]) -> None:
         if not self._sharding.is_first_row:
@@ -147,10 +175,17 @@ class Upload:
         self._base = Base(version=FIRST, digest=digest)
 
 
-def whole(parameter: Tensor) -> Tensor:
-    """All of a parameter; collective within its row if it is sharded."""
+def whole(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return all of a parameter; collective within its row if it is sharded.
+
+    Args:
+        dtype: what a shard is cast to before it is gathered, which takes as many bytes less and gives the
+            same bits as a cast afterwards. None, and tensors that are whole here, keep their type.
+    """
     value = parameter.detach()
     if not isinstance(value, DTensor):
         return value
+    if dtype is not None:
+        value = cast(DTensor, value.to(dtype))
     on_device = cast(DTensor, value.to(value.device_mesh.device_type))  # it may be offloaded
     return on_device.full_tensor()

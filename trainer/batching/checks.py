@@ -1,4 +1,4 @@
-"""What a batch must be before anything learns from it."""
+"""Checks of a batch before anything learns from it."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ from headway.contracts.types import PolicyVersion, Trajectory, TrajectoryBatch, 
 def check_batch(
     batch: TrajectoryBatch, version: PolicyVersion, group_size: int, max_staleness: int
 ) -> None:
-    """Refuse what the rollout service never hands out; what comes is whole, finite and fresh enough.
+    """Refuse trajectories that are not whole, finite and fresh enough; the service never sends them.
 
     Args:
         version: of the weights that will learn from it.
     Raises:
-        DataError: a group without all of its samples, or a number that is not finite.
-        StaleVersion: more than `max_staleness` versions lie between a token and `version`.
+        DataError: a group without all of its samples, a number that is not finite, or a sampling mask
+            without a token that was sampled.
+        StaleVersion: a token is more than `max_staleness` versions older than `version`.
     """
     for group in batch.groups:
         _check_whole(group, group_size)
         for row in group.trajectories:
             _check_finite(row)
+            _check_mask(row)
             _check_fresh(row, version, max_staleness)
 
 
 def check_verifier(rewards: Sequence[float], lowest: float) -> None:
-    """Refuse a batch of which no answer earned anything: more likely the verifier's fault than theirs.
+    """Refuse a batch in which no answer earned anything: the verifier is more likely at fault than they.
 
     A verifier that fails is another matter: it gives no reward at all (`RewardOutage`).
 
     Args:
         rewards: of a whole batch, after bias and scaling, not clipped.
-        lowest: what a wrong answer earns.
+        lowest: reward of a wrong answer.
     Raises:
         RewardError: all are the lowest, or lower.
     """
@@ -44,7 +46,7 @@ def check_verifier(rewards: Sequence[float], lowest: float) -> None:
     if mean < lowest or math.isclose(mean, lowest, rel_tol=1e-6, abs_tol=1e-6):
         raise RewardError(
             f"all {len(rewards)} rewards of the batch are {lowest:g}, that of a wrong answer; see "
-            "whether the verifier judges the rows that it is given, and if the task is this hard, set "
+            "whether the verifier scores the rows that it is given, and if the task is this hard, set "
             "ppo.check_verifier_status=false"
         )
 
@@ -78,3 +80,12 @@ def _check_finite(row: Trajectory) -> None:
             f"rollout {row.rollout_id}: the logprob of token {wrong[0]} of {row.trajectory_id} is "
             f"{row.logprobs[wrong[0]]}"
         )
+
+
+def _check_mask(row: Trajectory) -> None:
+    mask = row.sampling_mask
+    problem = None if mask is None else mask.problem(row.input_ids)
+    if problem is None and mask is not None and mask.counts[~row.loss_mask].any():
+        problem = "a sampling mask of tokens that the policy was shown"
+    if problem is not None:
+        raise DataError(f"rollout {row.rollout_id}: {row.trajectory_id} has {problem}")

@@ -107,7 +107,7 @@ def _best_fit(lengths: Sequence[int], order: Sequence[int], max_tokens: int) -> 
 
 
 def _split(bins: list[list[int]], count: int) -> list[list[int]]:
-    """As many bins as wanted, by halving those with most members."""
+    """Make as many bins as wanted, by halving those with most members."""
     while len(bins) < count:
         largest = max(bins, key=len)
         bins.append([largest.pop() for _ in range(len(largest) // 2)])

@@ -11,7 +11,7 @@ from headway.contracts.types import Trajectory
 
 
 def running_scores(trajectories: Sequence[Trajectory]) -> Tensor:
-    """What a trajectory had earned by each of its tokens.
+    """Return the reward that a trajectory has earned up to and including each of its tokens.
 
     From the last token of a turn on, what that turn alone earned counts; where no turn has a reward of
     its own, the trajectory's counts from its last sampled token on.

@@ -1,14 +1,14 @@
 """Trajectories -> packed sequences.
 
-A `SequenceBatch` holds sequences end to end: column `name` is `[T]` over all tokens, cut by
-`lengths`. Row t of the logits predicts token t + 1, so columns that judge a sampled token are stored
-shifted one to the left (`shift_left`); the last position of a sequence then judges nothing.
+A `SequenceBatch` holds sequences end to end: column `name` is `[T]` over all tokens, split by
+`lengths`. Row t of the logits predicts token t + 1, so columns about a sampled token are stored
+shifted one to the left (`shift_left`); the last position of a sequence then belongs to no token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import numpy as np
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from headway.contracts.errors import DataError
 from headway.contracts.types import Trajectory
+from trainer.batching.sampling_mask import PackedSamplingMask
+from trainer.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,14 @@ class SequenceBatch:
 
     lengths: tuple[int, ...]
     columns: Mapping[str, Tensor]  # each [T], T = sum(lengths)
+    true_positions: Mapping[str, Tensor] = field(default_factory=dict)
+    """Positions of the true elements of boolean columns on a GPU, computed by the host before the
+    copy.
+    """
+    is_repeat: bool = False
+    """A micro-batch that a rank computes once more, at weight 0: others have more of them."""
+    sampling_mask: PackedSamplingMask | None = None
+    """Tokens that logprobs and entropies are over, at each position; None: all tokens everywhere."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self.columns[name]
@@ -40,9 +50,18 @@ class SequenceBatch:
         longest = torch.arange(max(self.lengths))
         return torch.cat([longest[:length] for length in self.lengths])
 
+    def positions(self, mask: Tensor) -> Tensor:
+        """Return [M] int64, where a mask [T] is true. For a mask on a GPU that is no column of this
+        batch the host waits."""
+        for name, known in self.true_positions.items():
+            if self.columns[name] is mask:
+                return known
+        return mask.nonzero().squeeze(1)
+
     def per_sequence(self, name: str) -> Tensor:
         """[N] a column that is the same all over each sequence."""
-        return self.columns[name][torch.tensor(self.lengths).cumsum(0) - 1]
+        column = self.columns[name]
+        return column[to_device(torch.tensor(self.lengths).cumsum(0) - 1, column.device)]
 
     def select(self, indices: Sequence[int]) -> SequenceBatch:
         """The sequences at `indices`, in that order; itself where these are all of them in theirs."""
@@ -54,7 +73,8 @@ class SequenceBatch:
             name: torch.cat([column[start:end] for start, end in spans])
             for name, column in self.columns.items()
         }
-        return SequenceBatch(tuple(self.lengths[i] for i in indices), columns)
+        mask = None if self.sampling_mask is None else self.sampling_mask.spans(spans)
+        return SequenceBatch(tuple(self.lengths[i] for i in indices), columns, sampling_mask=mask)
 
     def with_columns(self, **columns: Tensor) -> SequenceBatch:
         """A batch with more (or replaced) columns of length T."""
@@ -63,13 +83,19 @@ class SequenceBatch:
                 raise ValueError(
                     f"column {name} is {tuple(column.shape)}, wanted ({self.num_tokens},)"
                 )
-        return SequenceBatch(self.lengths, {**self.columns, **columns})
+        known = {name: at for name, at in self.true_positions.items() if name not in columns}
+        return replace(self, columns={**self.columns, **columns}, true_positions=known)
 
     def to(self, device: torch.device) -> SequenceBatch:
-        """The batch on another device."""
-        return SequenceBatch(
-            self.lengths, {name: column.to(device) for name, column in self.columns.items()}
-        )
+        """The batch on another device; to a GPU, without waiting for it."""
+        columns = {name: to_device(column, device) for name, column in self.columns.items()}
+        known = {
+            name: to_device(column.nonzero().squeeze(1), device)
+            for name, column in self.columns.items()
+            if column.dtype == torch.bool and column.device.type == "cpu" != device.type
+        }
+        mask = None if self.sampling_mask is None else self.sampling_mask.to(device)
+        return replace(self, columns=columns, true_positions=known, sampling_mask=mask)
 
 
 def batch_of_trajectories(trajectories: Sequence[Trajectory]) -> SequenceBatch:
@@ -80,7 +106,8 @@ def batch_of_trajectories(trajectories: Sequence[Trajectory]) -> SequenceBatch:
         int64, `action_mask` bool (the policy sampled it), `behaviour_logprobs` float32,
         `behaviour_versions` int32. The same all over each sequence: `sequence` int64, the index of the
         trajectory; `group` int64, that of the first of its prompt group; `scores` float32; `truncated`
-        bool, it ran into a limit; `is_sample` bool, false for further branches of a sample.
+        bool, it ran into a limit; `is_sample` bool, false for further branches of a sample. The sampling
+        masks that trajectories have.
     """
     if not trajectories:
         raise DataError("a batch of no trajectories cannot be packed")
@@ -112,11 +139,22 @@ def batch_of_trajectories(trajectories: Sequence[Trajectory]) -> SequenceBatch:
             "truncated": spread([row.stop_reason == "length" for row in trajectories]),
             "is_sample": spread(first_branches(trajectories)),
         },
+        sampling_mask=PackedSamplingMask.of(trajectories),
     )
 
 
+def with_greedy_samples(batch: SequenceBatch, trajectories: Sequence[Trajectory]) -> SequenceBatch:
+    """Add `is_greedy` [T] bool: the trajectory is the first sample of its group.
+
+    Args:
+        batch: of these trajectories, in their order.
+    """
+    flags = torch.tensor([row.sample_index == 0 for row in trajectories])
+    return batch.with_columns(is_greedy=flags.repeat_interleave(torch.tensor(batch.lengths)))
+
+
 def first_branches(trajectories: Sequence[Trajectory]) -> list[bool]:
-    """Per trajectory, whether it is the first of its sample.
+    """Return for each trajectory whether it is the first of its sample.
 
     A session whose history forked is several trajectories of one sample, all with the sample's reward.
     """

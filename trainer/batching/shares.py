@@ -1,12 +1,12 @@
-"""A batch that every rank has -> what each rank does of it, and back.
+"""A batch that every rank has -> each rank's share of it, and back.
 
-What a model says of a batch is computed share by share and then known to all: whatever is judged of a
-whole batch (advantages, means, thresholds) comes out alike on every rank, whatever their number.
+A model's columns are computed share by share and then gathered on all ranks: whatever is computed over a
+whole batch (advantages, means, thresholds) is the same on every rank, whatever their number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,11 +25,12 @@ def infer_column(
         batch: the same on every rank.
         infer: of this rank's share, a row per token, on the CPU.
     Raises:
-        DataError: fewer sequences than ranks.
+        DataError: fewer sequences than data-parallel ranks.
     """
-    shares = partition_by_tokens(batch.lengths, topology.world_size)
+    ranks = topology.data_parallel
+    shares = partition_by_tokens(batch.lengths, ranks.world_size)
     sizes = [sum(batch.lengths[i] for i in share) for share in shares]
-    pieces = topology.gather(infer(batch.select(shares[topology.rank])), sizes)
+    pieces = ranks.gather(infer(batch.select(shares[ranks.rank])), sizes)
     of_sequence = [torch.empty(0)] * len(batch.lengths)
     for share, piece in zip(shares, pieces, strict=True):
         parts = torch.split(piece, [batch.lengths[i] for i in share])
@@ -42,7 +43,7 @@ def mini_batches(batch: SequenceBatch, count: int, topology: Topology) -> list[S
     """This rank's share of each mini-batch; a mini-batch holds whole groups (column `group`).
 
     Raises:
-        DataError: fewer sequences in a mini-batch than ranks.
+        DataError: fewer sequences in a mini-batch than data-parallel ranks.
     """
     groups: dict[int, list[int]] = {}
     for index, group in enumerate(batch.per_sequence("group").tolist()):
@@ -52,6 +53,16 @@ def mini_batches(batch: SequenceBatch, count: int, topology: Topology) -> list[S
     for number in range(count):
         indices = [index for group in members[number::count] for index in group]
         lengths = [batch.lengths[index] for index in indices]
-        share = partition_by_tokens(lengths, topology.world_size)[topology.rank]
+        share = own_share(lengths, topology)
         parts.append(batch.select([indices[i] for i in share]))
     return parts
+
+
+def own_share(lengths: Sequence[int], topology: Topology) -> list[int]:
+    """Indices of the sequences in this rank's share of a batch: shares have about equally many tokens.
+
+    Raises:
+        DataError: fewer sequences than data-parallel ranks.
+    """
+    ranks = topology.data_parallel
+    return partition_by_tokens(lengths, ranks.world_size)[ranks.rank]

@@ -1,13 +1,12 @@
-"""A dataflow as text and as a picture."""
+"""A dataflow as text, and as a Mermaid diagram."""
 
 from __future__ import annotations
 
-from xml.sax.saxutils import escape
+from collections.abc import Iterable
 
 from trainer.dataflow.call import Call
 from trainer.dataflow.graph import Dataflow
 
-BOX_WIDTH, LINE, GAP_X, GAP_Y, MARGIN = 250, 17, 36, 64, 24
 COLOURS = {
     "data": "#f4f0e4",
     "generate": "#d7ecd9",
@@ -15,7 +14,6 @@ COLOURS = {
     "train_step": "#fbe3cc",
     "compute": "#ececec",
 }
-STYLE = "font: 13px ui-sans-serif, system-ui, sans-serif"
 
 
 def as_text(flow: Dataflow) -> str:
@@ -31,36 +29,17 @@ def as_text(flow: Dataflow) -> str:
     return "\n".join([*lines, f"{counts} model function calls, {len(flow.edges)} edges", ""])
 
 
-def as_svg(flow: Dataflow) -> str:
-    """Levels from top to bottom, a box per call, an arrow per edge; pointing at one shows its keys."""
-    levels = flow.levels
-    widest = max(len(level) for level in levels)
-    width = 2 * MARGIN + widest * BOX_WIDTH + (widest - 1) * GAP_X
-    corners: dict[str, tuple[float, float]] = {}
-    heights: dict[str, int] = {}
-    top = float(MARGIN)
-    for level in levels:
-        left = (width - len(level) * BOX_WIDTH - (len(level) - 1) * GAP_X) / 2
-        for at, call in enumerate(level):
-            corners[call.name] = (left + at * (BOX_WIDTH + GAP_X), top)
-            heights[call.name] = LINE * len(_lines(call)) + 14
-        top += max(heights[call.name] for call in level) + GAP_Y
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top - GAP_Y + MARGIN:.0f}" '
-        f'style="{STYLE}">',
-        '<defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" '
-        'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="#777"/></marker></defs>',
+def as_mermaid(flow: Dataflow) -> str:
+    """A flowchart: a box per call, coloured by its kind, and an arrow per edge with its keys."""
+    kinds = dict.fromkeys(call.kind for call in flow.calls)
+    styles = [f"classDef {kind} fill:{COLOURS[kind]},stroke:#999,color:#222" for kind in kinds]
+    nodes = {call.name: f"n{number}" for number, call in enumerate(flow.calls)}
+    boxes = [f'{nodes[call.name]}["{_label(call)}"]:::{call.kind}' for call in flow.calls]
+    arrows = [
+        f'{nodes[source]} -->|"{_in_lines(keys)}"| {nodes[target]}'
+        for (source, target), keys in flow.edges.items()
     ]
-    depth = {call.name: number for number, level in enumerate(levels) for call in level}
-    parts.append('<rect width="100%" height="100%" fill="white"/>')
-    for (source, target), keys in flow.edges.items():
-        is_near = depth[target] == depth[source] + 1
-        start = (corners[source][0] + BOX_WIDTH / 2, corners[source][1] + heights[source])
-        end = (corners[target][0] + BOX_WIDTH / 2, corners[target][1])
-        parts.append(_arrow(start, end, keys, is_near))
-    for call in flow.calls:
-        parts += _box(call, *corners[call.name], heights[call.name])
-    return "\n".join([*parts, "</svg>", ""])
+    return "\n".join(["flowchart TD", *(f"  {line}" for line in (*boxes, *arrows, *styles)), ""])
 
 
 def _paragraph(flow: Dataflow, call: Call) -> list[str]:
@@ -75,33 +54,18 @@ def _paragraph(flow: Dataflow, call: Call) -> list[str]:
     return lines + ([f"      then {call.note}"] if call.note else [])
 
 
-def _lines(call: Call) -> list[str]:
+def _label(call: Call) -> str:
     asked = f" · {call.model}" if call.model else ""
-    return [call.name, f"{call.kind}{asked}", *([f"then {call.note}"] if call.note else [])]
+    lines = [call.name, f"{call.kind}{asked}", *([f"then {call.note}"] if call.note else [])]
+    return _in_lines(lines)
 
 
-def _box(call: Call, left: float, top: float, height: int) -> list[str]:
-    title = f"reads {', '.join(call.input_keys) or '-'}; adds {', '.join(call.output_keys) or '-'}"
-    parts = [
-        f'<g><title>{escape(title)}</title><rect x="{left:.0f}" y="{top:.0f}" width="{BOX_WIDTH}" '
-        f'height="{height}" rx="6" fill="{COLOURS[call.kind]}" stroke="#999"/>'
-    ]
-    for number, line in enumerate(_lines(call)):
-        weight = ' font-weight="600"' if number == 0 else ' fill="#555"'
-        y = top + LINE * (number + 1)
-        parts.append(f'<text x="{left + 12:.0f}" y="{y:.0f}"{weight}>{escape(line)}</text>')
-    return [*parts, "</g>"]
+def _in_lines(texts: Iterable[str]) -> str:
+    return "<br/>".join(map(_escaped, texts))
 
 
-def _arrow(
-    start: tuple[float, float], end: tuple[float, float], keys: tuple[str, ...], is_near: bool
-) -> str:
-    """One that passes by other levels is pale."""
-    (x1, y1), (x2, y2) = start, end
-    bend = (y2 - y1) / 2
-    colour = "#777" if is_near else "#c8c8c8"
+def _escaped(text: str) -> str:
+    """Names come from configurations: nothing in them ends a label or becomes markup."""
     return (
-        f'<g><title>{escape(", ".join(keys))}</title><path d="M{x1:.0f} {y1:.0f} '
-        f'C{x1:.0f} {y1 + bend:.0f} {x2:.0f} {y2 - bend:.0f} {x2:.0f} {y2:.0f}" fill="none" '
-        f'stroke="{colour}" marker-end="url(#tip)"/></g>'
+        text.replace("&", "#amp;").replace('"', "#quot;").replace("<", "#lt;").replace(">", "#gt;")
     )

@@ -1,10 +1,10 @@
-"""The graph of a version's calls: who waits for whom follows from the keys."""
+"""The graph of a version's calls: their order follows from the keys that they read and add."""
 
 from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 
 from headway.contracts.errors import ConfigError
@@ -14,15 +14,25 @@ from trainer.dataflow.call import Call
 class Dataflow:
     """Calls in an order in which they can run; every key has one producer."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        ranks: Mapping[str, frozenset[int]] | None = None,
+        is_serial: bool = False,
+    ) -> None:
         """
+        Args:
+            ranks: that each call runs on; None runs all of them on the same.
+            is_serial: calls of models that have a rank in common run one after another.
         Raises:
-            ConfigError: two calls of one name, two producers of a key, a key that nobody produces, or
+            ConfigError: two calls of one name, two producers of a key, a key without a producer, or
                 a cycle; the calls are named.
         """
         _refuse_repeated_names(calls)
         self.producers = _producers(calls)
         """Key -> the name of the call that adds it."""
+        self._ranks = ranks
+        self._is_serial = is_serial
         by_name = {call.name: call for call in calls}
         waits = {call.name: self._sources(call) for call in calls}
         order = _ordered(calls, waits)
@@ -59,7 +69,7 @@ class Dataflow:
 
     @property
     def model_calls(self) -> tuple[Call, ...]:
-        """All but rows, and what is mere arithmetic."""
+        """Calls of models: all except those that bring rows or are mere arithmetic."""
         return tuple(call for call in self.calls if call.kind not in ("data", "compute"))
 
     def _sources(self, call: Call) -> set[str]:
@@ -73,12 +83,21 @@ class Dataflow:
         return {self.producers[key] for key in call.input_keys}
 
     def _before(self, call: Call) -> set[str]:
-        """The call before this one on the same model; updates follow one another whatever they
-        update, so that the activations of one of them are held at a time."""
+        """The call before this one on the same model; updates of models on the same ranks follow one
+        another, so that a rank holds the activations of one of them at a time."""
         earlier = self.calls[: self.calls.index(call)]
         same = [c.name for c in earlier if call.model is not None and c.model == call.model]
-        updates = [c.name for c in earlier if call.kind == c.kind == "train_step"]
-        return {*same[-1:], *updates[-1:]}
+        meeting = [c for c in earlier if self._meet(c, call)]
+        updates = {c.name for c in meeting if call.kind == c.kind == "train_step"}
+        is_serial = self._is_serial and call.model is not None
+        serial = {c.name for c in meeting if is_serial and c.model is not None}
+        return {*same[-1:], *updates, *serial}
+
+    def _meet(self, one: Call, other: Call) -> bool:
+        """True if some rank runs both."""
+        if self._ranks is None:
+            return True
+        return not self._ranks[one.name].isdisjoint(self._ranks[other.name])
 
 
 def _refuse_repeated_names(calls: Sequence[Call]) -> None:
@@ -107,4 +126,6 @@ def _ordered(calls: Sequence[Call], waits: dict[str, set[str]]) -> list[str]:
         return list(sorter.static_order())
     except CycleError as error:
         path = " -> ".join(reversed(error.args[1]))
-        raise ConfigError(f"calls wait for one another: {path}; cut one of their keys") from error
+        raise ConfigError(
+            f"calls wait for one another: {path}; remove one of their keys"
+        ) from error

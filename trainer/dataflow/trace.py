@@ -1,4 +1,4 @@
-"""When each call ran, as a file that trace viewers open (chrome://tracing, ui.perfetto.dev)."""
+"""Trace of the calls' times, as a file that trace viewers open (chrome://tracing, ui.perfetto.dev)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 TRACE_NAME = "trace.json"
-"""In the run folder."""
+"""File name in the run folder."""
 
 
 class Trace:
@@ -22,7 +22,7 @@ class Trace:
         """
         Args:
             path: is replaced after each step; None writes nothing.
-            num_steps: after so many nothing is noted any more.
+            num_steps: number of steps that are recorded.
         """
         self._path = path
         self._steps_left = num_steps if path is not None else 0
@@ -32,7 +32,7 @@ class Trace:
 
     @contextmanager
     def span(self, name: str, category: str, **details: Any) -> Iterator[None]:
-        """What happens within is an event, even if it fails."""
+        """Record the enclosed block as an event, even if it fails."""
         begin = time.perf_counter_ns()
         try:
             yield

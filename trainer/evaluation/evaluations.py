@@ -1,9 +1,8 @@
 """The evaluations of a run: begun when due, looked at once a step, waited for only at the end.
 
-An evaluation is played on a thread (`Evaluator`). What is under way has a file
-`evaluation.open.STEP.vVERSION.json` until its figures stand in `evaluation.jsonl` and its rollouts are
-settled: a trainer that was killed goes on with it. An evaluation that came to no figures has a line with
-the reason.
+An evaluation runs on a thread (`Evaluator`). While it is open it has a file
+`evaluation.open.STEP.vVERSION.json`, until its metrics are in `evaluation.jsonl` and its rollouts are
+settled: a trainer that was killed resumes it. An evaluation without metrics has a line with the reason.
 """
 
 from __future__ import annotations
@@ -18,11 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from headway.contracts.config.frequency import FrequencyConfig
 from headway.contracts.errors import ServiceError
 from headway.contracts.types import PolicyVersion
 from headway.runtime.journal import MetricsJournal, read_steps
 from trainer.checkpoint import RunState
-from trainer.evaluation.evaluator import Evaluator, Order
+from trainer.evaluation.evaluator import EvaluationTarget, Evaluator
+from trainer.timetable import Timetable
 
 log = logging.getLogger(__name__)
 
@@ -32,17 +33,23 @@ OPEN_NAME = "evaluation.open.{step}.v{version}.json"
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    order: Order
-    figures: Future[dict[str, float]]
+    order: EvaluationTarget
+    metrics: Future[dict[str, float]]
 
 
 class Evaluations:
-    """At most one is open at a time; a context manager that leaves an open one to the next process."""
+    """Evaluations of a run, at most one open at a time; a context manager that leaves an open one to
+    the next process.
+    """
 
-    def __init__(self, evaluator: Evaluator | None, run_dir: Path, run_id: str) -> None:
+    def __init__(
+        self, evaluator: Evaluator | None, run_dir: Path, run_id: str, steps_per_epoch: int = 1
+    ) -> None:
         """Args:
         evaluator: None evaluates nothing: a run without evaluation, and ranks other than the first.
         """
+        every = FrequencyConfig() if evaluator is None else evaluator.config
+        self._timetable = Timetable(every, steps_per_epoch)
         self._evaluator = evaluator
         self._run_dir = run_dir
         self._run_id = run_id
@@ -52,10 +59,10 @@ class Evaluations:
         self._open: _Open | None = None
         self._settling: list[Future[None]] = []
         self._left = [] if evaluator is None else self._read_left()
-        """What a former process was at."""
+        """Evaluations that a former process left open."""
         lines = [] if evaluator is None else read_steps(journal)
         self._done = {int(line["step"]): "missed" not in line for line in lines}
-        """By step, whether there are figures."""
+        """Step -> whether there are metrics."""
 
     def __enter__(self) -> Self:
         return self
@@ -74,12 +81,12 @@ class Evaluations:
         self._journal.close()
 
     def versions(self) -> Collection[PolicyVersion]:
-        """Those that must not be deleted yet."""
+        """Versions that must not be deleted yet."""
         orders = self._left if self._open is None else [*self._left, self._open.order]
         return {order.version for order in orders}
 
     def begin(self, state: RunState) -> None:
-        """Go on with what a former process was at, or begin with what is due at the first step."""
+        """Resume the evaluations of a former process, or begin the one that is due at the first step."""
         self._done = {step: kept for step, kept in self._done.items() if step <= state.step}
         left, self._left = self._left, []
         for order in left:
@@ -91,13 +98,13 @@ class Evaluations:
                 self._settle(order, self._done[order.step])
             else:
                 self._start(order)
-        if self._is_due(state.step):
+        if self.is_due(state.step):
             self._start(self._order(state))
 
     def after_step(self, state: RunState, total_steps: int) -> dict[str, float]:
-        """Begin what is due; the figures that have come meanwhile, for the metrics of this step."""
-        figures = self._poll()
-        if state.step < total_steps and self._is_due(state.step):
+        """Begin an evaluation if one is due; return the metrics that have come, for this step's line."""
+        metrics = self._poll()
+        if state.step < total_steps and self.is_due(state.step):
             if self._open is None:
                 self._start(self._order(state))
             else:
@@ -106,16 +113,17 @@ class Evaluations:
                     f"the evaluation of version {self._open.order.version} was open still; raise "
                     "evaluation.every_steps, or evaluation.max_concurrent",
                 )
-        return {f"evaluation_{name}": value for name, value in figures.items()}
+        return {f"evaluation_{name}": value for name, value in metrics.items()}
 
     def finish(self, state: RunState) -> None:
-        """Wait for what is open, as long as `timeout_s` allows, and for the last version's."""
+        """Wait for the open evaluation, as long as `timeout_s` allows, and for the last version's."""
         self._wait()
-        if self._is_due(state.step, is_last=True):
+        if self.is_due(state.step, is_last=True):
             self._start(self._order(state))
             self._wait()
 
-    def _is_due(self, step: int, is_last: bool = False) -> bool:
+    def is_due(self, step: int, is_last: bool = False) -> bool:
+        """True if the version of this step has to be evaluated and has not been."""
         if self._evaluator is None or step in self._done:
             return False
         if self._open is not None and self._open.order.step == step:
@@ -123,43 +131,43 @@ class Evaluations:
         config = self._evaluator.config
         if is_last and config.at_end:
             return True
-        return config.at_start if step == 0 else step % config.every_steps == 0
+        return config.at_start if step == 0 else self._timetable.is_due(step)
 
-    def _order(self, state: RunState) -> Order:
-        return Order(self._run_id, state.step, state.version)
+    def _order(self, state: RunState) -> EvaluationTarget:
+        return EvaluationTarget(self._run_id, state.step, state.version)
 
-    def _start(self, order: Order) -> None:
+    def _start(self, order: EvaluationTarget) -> None:
         assert self._evaluator is not None and self._open is None
         staging = self._run_dir / f".{JOURNAL_NAME}.staging"
         staging.write_text(json.dumps(asdict(order)))
         staging.replace(self._file_of(order))
         log.info("evaluation begins", extra={"step": order.step, "version": order.version})
-        self._open = _Open(order, self._thread.submit(self._evaluator.play, order))
+        self._open = _Open(order, self._thread.submit(self._evaluator.run, order))
 
     def _poll(self) -> dict[str, float]:
-        """The figures of what is open, if it has ended with any."""
-        if self._open is None or not self._open.figures.done():
+        """Return the metrics of the open evaluation, if it has ended with any."""
+        if self._open is None or not self._open.metrics.done():
             return {}
-        order, ended = self._open.order, self._open.figures
+        order, ended = self._open.order, self._open.metrics
         self._open = None
         try:
-            figures = _heading(order) | ended.result()
+            metrics = _heading(order) | ended.result()
         except ServiceError as error:
             self._miss(order, str(error))
             self._settle(order, is_kept=False)
             return {}
-        self._write(figures | {"time": time.time()})
+        self._write(metrics | {"time": time.time()})
         self._settle(order, is_kept=True)
-        return figures
+        return metrics
 
     def _wait(self) -> None:
         if self._open is not None:
-            self._open.figures.exception()  # it ends by itself
+            self._open.metrics.exception()  # it ends by itself
             self._poll()
         while self._settling:
             self._settling.pop().result()
 
-    def _miss(self, order: Order, reason: str) -> None:
+    def _miss(self, order: EvaluationTarget, reason: str) -> None:
         log.warning("evaluation missed", extra={"version": order.version, "reason": reason})
         self._write(_heading(order) | {"missed": reason, "time": time.time()})
 
@@ -167,10 +175,10 @@ class Evaluations:
         self._journal.write(line)
         self._done[int(line["step"])] = "missed" not in line
 
-    def _settle(self, order: Order, is_kept: bool) -> None:
+    def _settle(self, order: EvaluationTarget, is_kept: bool) -> None:
         self._settling.append(self._thread.submit(self._settle_now, order, is_kept))
 
-    def _settle_now(self, order: Order, is_kept: bool) -> None:
+    def _settle_now(self, order: EvaluationTarget, is_kept: bool) -> None:
         assert self._evaluator is not None
         try:
             self._evaluator.settle(order, is_kept)
@@ -178,15 +186,15 @@ class Evaluations:
             log.warning("an evaluation's rollouts are left", extra={"reason": str(error)})
         self._file_of(order).unlink(missing_ok=True)
 
-    def _file_of(self, order: Order) -> Path:
+    def _file_of(self, order: EvaluationTarget) -> Path:
         return self._run_dir / OPEN_NAME.format(**_heading(order))
 
-    def _read_left(self) -> list[Order]:
+    def _read_left(self) -> list[EvaluationTarget]:
         files = self._run_dir.glob(OPEN_NAME.format(step="*", version="*"))
-        orders = [Order(**json.loads(file.read_text())) for file in files]
+        orders = [EvaluationTarget(**json.loads(file.read_text())) for file in files]
         mine = [order for order in orders if order.run_id == self._run_id]
         return sorted(mine, key=lambda order: order.step)
 
 
-def _heading(order: Order) -> dict[str, float]:
+def _heading(order: EvaluationTarget) -> dict[str, float]:
     return {"step": order.step, "version": order.version}

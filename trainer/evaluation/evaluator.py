@@ -1,7 +1,7 @@
-"""One evaluation, from its reservation to its figures; blocking, for a thread of its own.
+"""One evaluation, from its reservation to its metrics; blocking, for a thread of its own.
 
-Ids follow from run, step, version and row, and so do those of the deliveries: whoever goes on with an
-evaluation, this process or the next one, submits nothing twice and is given the same results.
+Ids follow from run, step, version and row, and so do those of the deliveries: a process that resumes an
+evaluation, this one or the next, submits nothing twice and gets the same results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headway.contracts.http.weights import WeightReservation
 from headway.contracts.types import PolicyVersion, RolloutRequest, VersionBounds
 from headway.runtime.inference_client import RemoteInferenceEngine
 from trainer.data import PromptData
-from trainer.evaluation.figures import PlayedPrompt, describe, read_group
+from trainer.evaluation.summary import PromptResult, describe, read_group
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ MAX_CHUNK = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """Which version is evaluated."""
+class EvaluationTarget:
+    """Version to evaluate."""
 
     run_id: str
     step: int
@@ -48,7 +48,7 @@ class Order:
 
     @property
     def name(self) -> str:
-        """Of its reservation; the ids of its rollouts begin with it."""
+        """Name of its reservation; the ids of its rollouts begin with it."""
         return f"{self.run_id}.evaluation.{self.step}.v{self.version}"
 
 
@@ -57,13 +57,13 @@ class Stopped(Exception):
 
 
 class Evaluator:
-    """Plays orders, one at a time."""
+    """Evaluates one version at a time."""
 
     def __init__(
         self, client: RemoteInferenceEngine, config: EvaluationConfig, experiment: PolicyLearner
     ) -> None:
         """Args:
-        client: nobody else's.
+        client: used by the evaluator alone.
         experiment: training's own, for what `config` leaves to it.
         """
         self._client = client
@@ -73,10 +73,10 @@ class Evaluator:
         self._reward = config.reward or experiment.rollout.reward
         self._workflow = config.workflow or experiment.rollout.workflow
         self.stopping = Event()
-        """Once set, what is being played is left to another process."""
+        """When set, the evaluation that runs is left to another process."""
 
-    def play(self, order: Order) -> dict[str, float]:
-        """Figures of a version, or why there are none.
+    def run(self, order: EvaluationTarget) -> dict[str, float]:
+        """Metrics of a version, or why there are none.
 
         Raises:
             ServiceError: it is missed.
@@ -85,11 +85,11 @@ class Evaluator:
         began = time.monotonic()
         waiting = deque(self._chunks(order))
         in_play: deque[list[RolloutRequest]] = deque()
-        prompts: list[PlayedPrompt] = []
-        hold = _Hold(self._client, order, self.config) if self._is_fleet() else None
+        prompts: list[PromptResult] = []
+        reservation = _Reservation(self._client, order, self.config) if self._is_fleet() else None
         while waiting or in_play:
             self._check(began)
-            if hold is not None and not hold.repeat():
+            if reservation is not None and not reservation.repeat():
                 self.stopping.wait(POLL_S)
                 continue
             while waiting and len(in_play) < CHUNKS_IN_PLAY:
@@ -100,16 +100,16 @@ class Evaluator:
             if batch is not None:
                 prompts += [read_group(group, order.version) for group in batch.groups]
                 in_play.popleft()
-        if hold is not None:
-            hold.end()
+        if reservation is not None:
+            reservation.end()
         seconds = time.monotonic() - began
         return describe(prompts, self.config.pass_score) | {"seconds": seconds}
 
-    def settle(self, order: Order, is_kept: bool) -> None:
+    def settle(self, order: EvaluationTarget, is_kept: bool) -> None:
         """Its servers and rollouts are needed no more; sent again, it changes nothing.
 
         Args:
-            is_kept: what was taken counts as consumed by its step; else all of it is cancelled.
+            is_kept: its rollouts count as consumed by its step; else all of them are cancelled.
         """
         if self._is_fleet():
             self._client.end_reservation(order.name)
@@ -121,7 +121,7 @@ class Evaluator:
                 self._client.cancel(ids, "its evaluation was missed")
 
     def close(self) -> None:
-        """Close the connections; nothing is played any more."""
+        """Close the connections; no evaluation runs any more."""
         self._client.destroy()
 
     def _is_fleet(self) -> bool:
@@ -138,14 +138,14 @@ class Evaluator:
         if time.monotonic() - began > self.config.timeout_s:
             raise WaitTimeout(f"it was not over after timeout_s={self.config.timeout_s:g}")
 
-    def _chunks(self, order: Order) -> Iterator[list[RolloutRequest]]:
+    def _chunks(self, order: EvaluationTarget) -> Iterator[list[RolloutRequest]]:
         rows = range(min(len(self._data), self.config.limit or len(self._data)))
         in_play = self.config.max_concurrent // self.config.num_samples
         size = min(MAX_CHUNK, max(1, in_play // CHUNKS_IN_PLAY))
         for start in range(0, len(rows), size):
             yield [self._request(order, row) for row in rows[start : start + size]]
 
-    def _request(self, order: Order, row: int) -> RolloutRequest:
+    def _request(self, order: EvaluationTarget, row: int) -> RolloutRequest:
         limit = self._data.max_new_tokens(row)
         sampling = self._sampling.model_dump()
         if limit is not None:
@@ -163,21 +163,21 @@ class Evaluator:
         )
 
 
-class _Hold:
+class _Reservation:
     """Servers that stay at a version for as long as this is repeated."""
 
     def __init__(
-        self, client: RemoteInferenceEngine, order: Order, config: EvaluationConfig
+        self, client: RemoteInferenceEngine, order: EvaluationTarget, config: EvaluationConfig
     ) -> None:
         self._client = client
-        self._patience_s = config.server_wait_s
+        self._wait_s = config.server_wait_s
         self._served_at = time.monotonic()
         self._wanted = WeightReservation(
             name=order.name, version=order.version, servers=config.servers
         )
 
     def repeat(self) -> bool:
-        """Whether it stands; false while another one does.
+        """Renew the reservation. Return false while another one is in force.
 
         Raises:
             NotFound, SyncError: the version is gone.
@@ -192,9 +192,9 @@ class _Hold:
             self._served_at = time.monotonic()
         elif status.failure is not None:
             raise SyncError(f"version {self._wanted.version} could not be kept: {status.failure}")
-        elif time.monotonic() - self._served_at > self._patience_s:
+        elif time.monotonic() - self._served_at > self._wait_s:
             raise BackendError(
-                f"no server was at version {self._wanted.version} for {self._patience_s:g} s "
+                f"no server was at version {self._wanted.version} for {self._wait_s:g} s "
                 f"(reserved: {status.servers or 'none, one is left to training'}); add a server, or "
                 "evaluate less"
             )

@@ -10,7 +10,7 @@ from trainer.experiments.supervised import run_supervised
 
 
 def run(config: DPOExperiment) -> None:
-    """Train a policy on what is preferred, relative to its reference."""
+    """Train a policy on preferred answers, relative to its reference."""
     run_supervised(config, dpo_flow(config), Encoder(config.model.path), pairs)
 
 

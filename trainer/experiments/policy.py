@@ -23,40 +23,46 @@ from trainer.dataflow.policy import policy_flow
 from trainer.evaluation.evaluations import Evaluations
 from trainer.evaluation.evaluator import Evaluator
 from trainer.experiments.base import Experiment
-from trainer.feed import Feed
+from trainer.exports import Exports
+from trainer.generated_batches import make_batch_source
 from trainer.loop import train
 from trainer.meter import Meter
 from trainer.models import PolicyModels
 from trainer.prompt_filter import make_prompt_filter, without_unfit
 from trainer.publication import Publication
 from trainer.run_id import kept_run_id
+from trainer.steps import steps_per_epoch, with_total_steps
 from trainer.topology import Topology
 from trainer.tracking.tracker import open_tracker
 from weight_sync.channel import WeightPublisher
 from weight_sync.transports.base import make_publisher
 
 LOOK_S = 0.2
-"""Between looks for the first server."""
+"""Seconds between checks for the first server."""
 
 
 def run(config: PolicyLearner) -> None:
-    """Train to the end; with `recovery.resume`, from the newest checkpoint of the run folder."""
-    topology = Topology.from_environment()
+    """Train to the end; if `recovery` resumes, from the newest checkpoint of the run folder."""
+    waits_s = config.rollout.connect_timeout_s + config.rollout.wait_timeout_s
+    topology = Topology.from_environment(config.trainer.device, waits_s)
     run_dir = Path(config.run_dir)
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
     torch.manual_seed(config.trainer.seed)
     data = PromptData(config.data)
+    config = with_total_steps(config, data)
+    per_epoch = steps_per_epoch(data, config)
     publisher = make_publisher(config.weight_sync) if topology.is_main else None
     spec = FinetuneSpec(1, len(data), config.data.batch_size)
     meter = Meter(config.metrics, topology)
     with _connected(config, topology) as client:
         prompt_filter = make_prompt_filter(config, data)
         models = PolicyModels(config, topology, publisher, spec, meter, client, data, prompt_filter)
-        checkpoints = Checkpoints(run_dir, config.recovery, topology)
-        state = RunState(kept_run_id(run_dir, config.recovery.resume, topology))
-        if config.recovery.resume:
-            state = checkpoints.load_newest(models.parts) or state
+        checkpoints = Checkpoints(run_dir, config.recovery, topology, per_epoch)
+        exports = Exports(run_dir, config.export, topology, per_epoch)
+        state = RunState(kept_run_id(run_dir, config.recovery.resumes, topology))
+        if config.recovery.resumes:
+            state = checkpoints.resume(models.checkpoint_contents) or state
         else:
             checkpoints.refuse_leftovers()
         if client is not None:
@@ -64,24 +70,27 @@ def run(config: PolicyLearner) -> None:
             client.initialize()
         limit = topology.max(0 if client is None else _context_of(client, config)) or None
         prompt_filter = without_unfit(prompt_filter, config, data, limit)
-        evaluations = _make_evaluations(config, topology, state.run_id)
-        publication = Publication(models.policy, publisher, client, evaluations.versions)
+        evaluations = _make_evaluations(config, topology, state.run_id, per_epoch)
+        may_lag = config.rollout.max_staleness > 0
+        publication = Publication(models.policy, publisher, client, evaluations.versions, may_lag)
         state = _attach(config, state, topology, publication, publisher, client)
         metrics = open_tracker(config, topology, state.run_id, state.step)
-        feed = Feed(client, data, topology, config, state, prompt_filter)
-        total_steps = config.trainer.total_steps
+        batch_source = make_batch_source(
+            models.generator, client, data, topology, config, state, prompt_filter
+        )
         with evaluations:
             evaluations.begin(state)
             state = train(
                 state,
-                total_steps,
-                feed,
+                config.trainer.last_step,
+                batch_source,
                 models,
                 publication,
                 checkpoints,
                 meter,
                 metrics,
                 evaluations,
+                exports,
             )
             models.export(run_dir)
             metrics.close()
@@ -121,11 +130,13 @@ def _context_of(client: RemoteInferenceEngine, config: PolicyLearner) -> int:
     return status.largest_context_tokens or 0
 
 
-def _make_evaluations(config: PolicyLearner, topology: Topology, run_id: str) -> Evaluations:
+def _make_evaluations(
+    config: PolicyLearner, topology: Topology, run_id: str, per_epoch: int
+) -> Evaluations:
     evaluator = None
     if topology.is_main and config.evaluation is not None:
         evaluator = Evaluator(_make_client(config), config.evaluation, config)
-    return Evaluations(evaluator, Path(config.run_dir), run_id)
+    return Evaluations(evaluator, Path(config.run_dir), run_id, per_epoch)
 
 
 def _attach(
@@ -136,7 +147,7 @@ def _attach(
     publisher: WeightPublisher | None,
     client: RemoteInferenceEngine | None,
 ) -> RunState:
-    """Become the consumer at a version that nobody has seen with other weights.
+    """Attach as the consumer, at a version number that was never used for other weights.
 
     After a crash the service may hold versions newer than the checkpoint; see `first_version`.
     """
@@ -164,9 +175,9 @@ def first_version(
 ) -> PolicyVersion:
     """The version to begin with: 0 if nothing was ever published, else the next free number.
 
-    The restored weights are published anew even if the service has seen them: it may have gone back to
-    older ones, or know them at a place that is gone (another port, a process group), and its servers may
-    have started anew meanwhile.
+    The restored weights are published again even if the service has seen them: it may have gone back to
+    older ones, or know them at an address that is gone (another port, a process group), and its servers
+    may have restarted meanwhile.
 
     Args:
         restored: of the checkpoint; 0 for the weights that servers start with.

@@ -1,4 +1,6 @@
-"""What generates with the trainer's parameters, by name: this room knows it by its protocol alone."""
+"""Backends that generate with the trainer's parameters, by name: this package knows them by their
+protocol alone.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,11 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from headway.contracts.config.hybrid import HybridConfig
-from headway.contracts.config.model import ModelConfig
+from headway.contracts.config.model import Device, ModelConfig
 from headway.contracts.registry import Registry
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
-from weight_sync.handover import Handed, Keep
 from weight_sync.manifest import Adapter
+from weight_sync.weight_transfer import Keep, TransferredTensor
 
 
 class RolloutBackend(Protocol):
@@ -21,7 +23,11 @@ class RolloutBackend(Protocol):
 
     @property
     def kept(self) -> frozenset[str]:
-        """Parameters that it holds from before: they need not be handed over again."""
+        """Parameters that it holds from before: they need not be transferred again."""
+
+    @property
+    def own_bytes(self) -> int:
+        """Memory of weights besides the trainer's."""
 
     async def start(self) -> None:
         """Make ready; it goes on sleeping."""
@@ -35,13 +41,13 @@ class RolloutBackend(Protocol):
         """
 
     def wake(
-        self, version: PolicyVersion, parts: Iterable[Handed], adapter: Adapter | None
+        self, version: PolicyVersion, parts: Iterable[TransferredTensor], adapter: Adapter | None
     ) -> None:
         """Take over all weights that are not `kept`, and generate with them as this version. Nothing is
         left of what former weights computed.
 
         Args:
-            parts: each a tensor that is lent, or there until the next one is asked for. Asking is a
+            parts: each a tensor that is shared, or there until the next one is asked for. Asking is a
                 collective of all ranks.
             adapter: of what comes as A and B; None if all is the model's own.
         Raises:
@@ -49,7 +55,7 @@ class RolloutBackend(Protocol):
         """
 
     def sleep(self, keep: Keep) -> None:
-        """End what runs, and let go of keys and values, of what was lent, and of copies but those to
+        """End what runs, and let go of keys and values, of what was shared, and of copies but those to
         `keep`; also from the middle of what `wake` did not end."""
 
     async def aclose(self) -> None:
@@ -59,16 +65,19 @@ class RolloutBackend(Protocol):
 BACKENDS: Registry[Callable[..., RolloutBackend]] = Registry(
     "hybrid backend",
     {"embedded_torch": "inference_server.backends.embedded.hybrid:HybridTorchBackend"},
-    entry_point_group="headway.hybrid_backends",
 )
 """Factories called with (backend config, model config)."""
 
 
-def make_backend(config: HybridConfig, model: ModelConfig) -> RolloutBackend:
+def make_backend(
+    config: HybridConfig, model: ModelConfig, device: Device = "auto"
+) -> RolloutBackend:
     """Build the backend that `config.backend.type` names, without weights.
 
     Args:
         model: the one that is trained.
+        device: the kind that it is trained on.
     """
     generating = ModelConfig(path=model.path, dtype=config.dtype or model.dtype)
-    return BACKENDS.get(config.backend.type)(config.backend, generating)
+    backend = config.backend.model_copy(update={"device": device})
+    return BACKENDS.get(config.backend.type)(backend, generating)

@@ -1,61 +1,59 @@
 """`HybridEngine`: a train engine that also generates, with the same parameters, by turns.
 
     training ── rollout_mode() ──► rollout ── trainer_mode() ──► training
-                     │  an error in the hand-over, on any rank
+                     │  an error in the weight transfer, on any rank
                      └──► torn ── rollout_mode() again, or trainer_mode()
 
-While it is in rollout mode nobody writes to the parameters, hence generation may use those that lie whole
-in this process where they lie. Every call is collective; one thread uses an engine.
+While it is in rollout mode nothing writes to the parameters, so generation may use in place those that
+this process holds whole. Every call is collective; one thread uses an engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
 
 from headway.contracts.config.hybrid import HybridConfig
-from headway.contracts.errors import StaleVersion, TornHandover, VersionMoved, WrongMode
+from headway.contracts.config.trainer import TokenNormalizeScope
+from headway.contracts.errors import PartialWeightTransfer, StaleVersion, VersionMoved, WrongMode
 from headway.contracts.types import (
     FinetuneSpec,
     LLMRequest,
     LLMResponse,
     PolicyVersion,
-    WeightUpdateMeta,
 )
 from trainer.api import (
     LossFn,
     LossWeightFn,
     MicroBatchSpec,
-    PostHook,
     SaveLoadMeta,
     Scheduling,
     TrainEngine,
 )
 from trainer.batching.sequences import SequenceBatch
 from trainer.hybrid.backend import RolloutBackend
-from trainer.hybrid.lender import Lender, lend
+from trainer.hybrid.handover import Handover
+from trainer.hybrid.parameter_source import ParameterSource, share_parameters
 from trainer.hybrid.random_state import RandomState
 from trainer.hybrid.shares import generate_shares, seeded
+from trainer.wrapper import EngineWrapper
 
 log = logging.getLogger(__name__)
 
 Mode = Literal["training", "rollout", "torn"]
 
 
-class HybridEngine:
+class HybridEngine(EngineWrapper[ParameterSource]):
     """A `TrainEngine` in trainer mode, and the generation backend of the same model in rollout mode."""
 
     def __init__(
         self,
-        train_engine: Lender,
+        train_engine: ParameterSource,
         backend: RolloutBackend,
         config: HybridConfig,
         version: PolicyVersion = 0,
@@ -65,27 +63,29 @@ class HybridEngine:
             train_engine: not initialised, as `backend` is not started.
             version: of the weights that the engine begins with.
         """
-        self.train_engine = train_engine
+        super().__init__(train_engine)
         self._backend = backend
         self._config = config
         self._version = version
         self._mode: Mode = "training"
         self._why_torn = ""
         self._has_changed = False
-        """Whether parameters may differ from those of `version`."""
+        """True if parameters may differ from those of `version`."""
         self._num_calls = 0
-        """Of `generate`, under this version."""
+        """Number of calls of `generate` under this version."""
+        self.handover: Handover | None = None
+        """Cost of the last weight transfer."""
         self._training_draws: RandomState | None = None
         self._runner = asyncio.Runner()
 
     @property
     def mode(self) -> Mode:
-        """Whose turn it is."""
+        """Current mode: training, rollout, or torn."""
         return self._mode
 
     @property
     def version(self) -> PolicyVersion:
-        """Of the last hand-over; of the first weights before there was one."""
+        """Version of the last weight transfer; of the first weights before there was one."""
         return self._version
 
     def initialize(self, addr: str | None, ft_spec: FinetuneSpec | None) -> None:
@@ -108,34 +108,34 @@ class HybridEngine:
 
         Args:
             version: that every token is stamped with from now on; None counts on by one if the model was
-                trained since the last hand-over.
+                trained since the last weight transfer.
         Returns:
             The version.
         Raises:
             StaleVersion: the number is used up by other weights.
             WrongMode: another version generates; go back to trainer mode first.
-            TornHandover: it failed, on this rank or another: nothing generates.
+            PartialWeightTransfer: it failed, on this rank or another: nothing generates.
             ConfigError: the model cannot generate.
         """
         if self._mode == "rollout":
             if version not in (None, self._version):
                 raise WrongMode(
                     f"version {self._version} generates, and {version} is wanted; call trainer_mode() "
-                    "before it is handed over"
+                    "before it is transferred"
                 )
             return self._version
         wanted = self._next_version(version)
         if self._training_draws is None:
             self._training_draws = RandomState.capture()
-        self._mode, self._why_torn = "torn", f"the hand-over of version {wanted} was left"
-        self._hand_over(wanted)
+        self._mode, self._why_torn = "torn", f"the weight transfer of version {wanted} was left"
+        self._transfer_weights(wanted)
         if wanted != self._version:
             self._num_calls = 0
         self._version, self._has_changed, self._mode = wanted, False, "rollout"
         return wanted
 
     def trainer_mode(self) -> None:
-        """End generation, and let go of all that it held but what `keep` says; what training draws goes
+        """End generation, and release all that it held, except for `keep`; what training draws goes
         on where it was. Of no effect in trainer mode."""
         if self._mode == "training":
             return
@@ -165,12 +165,12 @@ class HybridEngine:
             In the order of `requests`.
         Raises:
             WrongMode: it is not in rollout mode.
-            TornHandover: the last hand-over failed.
+            PartialWeightTransfer: the last weight transfer failed.
             VersionMoved: a request wants another version.
             RequestTooLong, DataError, BackendError: by the backend of any rank.
         """
         if self._mode == "torn":
-            raise TornHandover(f"{self._why_torn}; call rollout_mode() again")
+            raise PartialWeightTransfer(f"{self._why_torn}; call rollout_mode() again")
         self._require("rollout", "generate")
         for request in requests:
             if request.version not in (None, self._version):
@@ -186,6 +186,13 @@ class HybridEngine:
 
     # Training: as the engine does it, in trainer mode.
 
+    def before(self, call: str) -> None:
+        """
+        Raises:
+            WrongMode: it is not in trainer mode.
+        """
+        self._require("training", call)
+
     def get_scheduling_config(self) -> Scheduling:
         return self.train_engine.get_scheduling_config()
 
@@ -195,58 +202,21 @@ class HybridEngine:
         mb_spec: MicroBatchSpec,
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
+        token_normalize_scope: TokenNormalizeScope = "global",
     ) -> dict[str, float]:
         self._require("training", "train_batch")
         self._has_changed = True
-        return self.train_engine.train_batch(input_, mb_spec, loss_fn, loss_weight_fn)
-
-    def eval_batch(
-        self,
-        input_: SequenceBatch,
-        mb_spec: MicroBatchSpec,
-        loss_fn: LossFn,
-        loss_weight_fn: LossWeightFn,
-    ) -> Tensor | None:
-        self._require("training", "eval_batch")
-        return self.train_engine.eval_batch(input_, mb_spec, loss_fn, loss_weight_fn)
-
-    def forward(
-        self,
-        input_: SequenceBatch,
-        mb_spec: MicroBatchSpec,
-        output_seqlens: list[int] | None = None,
-        post_hook: PostHook | None = None,
-        aggregate_fn: Callable[[list[Tensor]], Any] = torch.cat,
-    ) -> Any:
-        self._require("training", "forward")
-        return self.train_engine.forward(input_, mb_spec, output_seqlens, post_hook, aggregate_fn)
-
-    def without_adapters(self) -> AbstractContextManager[None]:
-        self._require("training", "without_adapters")
-        return self.train_engine.without_adapters()
+        return super().train_batch(input_, mb_spec, loss_fn, loss_weight_fn, token_normalize_scope)
 
     def move_towards(self, source: TrainEngine, eta: float) -> None:
         self._require("training", "move_towards")
         self._forget_frozen()
-        bare = source.train_engine if isinstance(source, HybridEngine) else source
-        self.train_engine.move_towards(bare, eta)
-
-    def upload_weights(self, meta: WeightUpdateMeta | None) -> None:
-        self._require("training", "upload_weights")
-        self.train_engine.upload_weights(meta)
-
-    def step_lr_scheduler(self) -> None:
-        self._require("training", "step_lr_scheduler")
-        self.train_engine.step_lr_scheduler()
-
-    def save(self, meta: SaveLoadMeta) -> Future[None]:
-        self._require("training", "save")
-        return self.train_engine.save(meta)
+        super().move_towards(source, eta)
 
     def load(self, meta: SaveLoadMeta) -> None:
         self._require("training", "load")
         self._forget_frozen()
-        self.train_engine.load(meta)
+        super().load(meta)
 
     def destroy(self) -> None:
         self.stop()
@@ -269,26 +239,31 @@ class HybridEngine:
             )
         return version
 
-    def _hand_over(self, version: PolicyVersion) -> None:
-        engine = self.train_engine
+    def _transfer_weights(self, version: PolicyVersion) -> None:
+        engine, begin = self.train_engine, time.perf_counter()
         failure: Exception | None = None
-        parts = lend(engine, self._config, self._backend.kept)
+        parts = share_parameters(engine, self._config, self._backend.kept)
         try:
             self._backend.wake(version, parts, engine.adapter)
-        except Exception as error:  # noqa: BLE001 - the other ranks have to hear of it; raised below
+        except Exception as error:  # noqa: BLE001 - the other ranks need to know; raised below
             failure = error
         # Gathering is collective: what this rank did not take, it takes part in all the same.
         deque(parts, maxlen=0)
         if not engine.topology.max(int(failure is not None)):
+            seconds = time.perf_counter() - begin
+            model_bytes = sum(p.numel() * p.element_size() for _, p in engine.weights())
+            self.handover = Handover(seconds, model_bytes, self._backend.own_bytes)
             return
-        what = "another rank failed; see its log" if failure is None else _told(failure)
-        self._why_torn = f"version {version} was not handed over whole: {what}"
-        log.error("a hand-over failed", extra={"version": version, "reason": what})
+        what = "another rank failed; see its log" if failure is None else _described(failure)
+        self._why_torn = f"version {version} was not transferred whole: {what}"
+        log.error("a weight transfer failed", extra={"version": version, "reason": what})
         self._backend.sleep("nothing")
-        raise TornHandover(self._why_torn) from failure
+        raise PartialWeightTransfer(self._why_torn) from failure
 
     def _forget_frozen(self) -> None:
-        """What is loaded, or averaged, may also be what training leaves as it is."""
+        """Release the generator's copies of frozen parameters, too: loading and averaging may change
+        them.
+        """
         self._has_changed = True
         self._backend.sleep("nothing")
 
@@ -304,5 +279,5 @@ class HybridEngine:
         return [task.result() for task in tasks]
 
 
-def _told(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""What training would draw next, set aside while something else draws."""
+"""State of the random generators, saved and restored around something else that draws from them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """Of the generators that a process has without asking: PyTorch's, NumPy's and Python's."""
+    """State of the process-wide generators: PyTorch's, NumPy's and Python's."""
 
     torch_cpu: Tensor
     torch_cuda: Tensor | None
-    """Of the current device."""
+    """State of the current device's generator."""
     numpy: Any
     python: Any
 
     @staticmethod
     def capture() -> RandomState:
-        """As it is now."""
-        is_cuda = torch.cuda.is_available()
+        """Read the current state."""
+        is_cuda = torch.cuda.is_initialized()  # else there is no state yet
         return RandomState(
             torch.get_rng_state(),
             torch.cuda.get_rng_state() if is_cuda else None,
@@ -33,7 +33,7 @@ class RandomState:
         )
 
     def restore(self) -> None:
-        """As it was."""
+        """Set the generators to this state."""
         torch.set_rng_state(self.torch_cpu)
         if self.torch_cuda is not None:
             torch.cuda.set_rng_state(self.torch_cuda)

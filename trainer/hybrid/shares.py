@@ -14,7 +14,7 @@ from trainer.topology import Topology
 
 
 class _Share(BaseModel):
-    """What one rank tells the others."""
+    """Message of one rank to the others: its responses, or its error."""
 
     responses: list[LLMResponse] = []
     error: ErrorBody | None = None
@@ -41,8 +41,8 @@ def generate_shares(
     except ServiceError as error:
         failure, mine = error, _Share(error=error.to_body())
     except Exception as error:  # noqa: BLE001 - the others wait for it; raised below
-        told = BackendError(f"rank {topology.rank} failed: {type(error).__name__}: {error}")
-        failure, mine = error, _Share(error=told.to_body())
+        shared = BackendError(f"rank {topology.rank} failed: {type(error).__name__}: {error}")
+        failure, mine = error, _Share(error=shared.to_body())
     answers = topology.gather_bytes(mine.model_dump_json().encode())
     if failure is not None:
         raise failure
@@ -73,7 +73,9 @@ def seeded(requests: Sequence[LLMRequest], *entropy: int) -> list[LLMRequest]:
 
 
 def _partition(requests: Sequence[LLMRequest], num_ranks: int) -> list[list[int]]:
-    """By the tokens that they may come to; fewer than ranks leave some without any."""
+    """Split requests by the most tokens that they may have; with fewer requests than ranks, some ranks
+    get none.
+    """
     if len(requests) < num_ranks:
         return [[rank] if rank < len(requests) else [] for rank in range(num_ranks)]
     tokens = [len(r.input_ids) + r.gconfig.max_new_tokens for r in requests]

@@ -1,17 +1,17 @@
-"""What is judged of a batch once every model has said what it has to."""
+"""Advantages of a batch, computed after all models have added their columns."""
 
 from __future__ import annotations
 
 from headway.contracts.config.algorithm import AlgorithmConfig
 from headway.contracts.config.rollout_experiments import PolicyLearner
 from headway.contracts.types import PolicyVersion
-from trainer.algorithms.judgement import judge
+from trainer.algorithms.batch_advantages import compute_advantages
 from trainer.algorithms.kl import AdaptiveKL, FixedKL
 from trainer.batching.sequences import SequenceBatch
-from trainer.interfaces.base import Columns, Figures, InterfaceContext
+from trainer.interfaces.base import Columns, InterfaceContext, Metrics
 
 
-class Advantages:
+class AdvantagesCall:
     """Rewards -> advantages and returns, with the coefficient of the penalty, which may adapt."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -19,22 +19,22 @@ class Advantages:
         self.kl = make_kl(config)
 
     @property
-    def numbers(self) -> dict[str, AdaptiveKL]:
-        """What it learns, for checkpoints."""
+    def states(self) -> dict[str, AdaptiveKL]:
+        """Adaptive values, for checkpoints."""
         return {"kl": self.kl} if isinstance(self.kl, AdaptiveKL) else {}
 
-    def compute(self, batch: SequenceBatch, version: PolicyVersion) -> tuple[Columns, Figures]:
-        """See `judge`.
+    def compute(self, batch: SequenceBatch, version: PolicyVersion) -> tuple[Columns, Metrics]:
+        """See `compute_advantages`.
 
         Args:
             batch: whole, the same on every rank.
             version: of the weights that the step starts from.
         """
-        judged, figures = judge(self._config, batch, version, self.kl.coef)
+        credited, metrics = compute_advantages(self._config, batch, version, self.kl.coef)
         if self._config.kl_in == "reward":
-            self.kl.update(figures["reference_kl"], len(batch.lengths))
-        columns = {name: v for name, v in judged.columns.items() if name not in batch.columns}
-        return columns, figures
+            self.kl.update(metrics["reference_kl"], len(batch.lengths))
+        columns = {name: v for name, v in credited.columns.items() if name not in batch.columns}
+        return columns, metrics
 
 
 def make_kl(config: AlgorithmConfig) -> FixedKL | AdaptiveKL:
@@ -44,6 +44,6 @@ def make_kl(config: AlgorithmConfig) -> FixedKL | AdaptiveKL:
     return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
 
 
-def make(context: InterfaceContext[PolicyLearner]) -> Advantages:
-    """As the experiment says."""
-    return Advantages(context.config.algorithm)
+def make(context: InterfaceContext[PolicyLearner]) -> AdvantagesCall:
+    """Build it as the experiment is configured."""
+    return AdvantagesCall(context.config.algorithm)

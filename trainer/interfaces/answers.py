@@ -1,4 +1,4 @@
-"""Answers within packed sequences: what was asked, what was sampled last, and what it is worth."""
+"""Answers within packed sequences: their prompts, the tokens sampled last, and their scores."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from trainer.batching.sequences import SequenceBatch
 
 
 @dataclass(frozen=True, slots=True)
-class TextRule:
-    """Scores that depend on what the answers say, for example on their form."""
+class AnswerTextRule:
+    """Scores that depend on the text of the answers, for example on their form."""
 
     decode: Callable[[list[int]], str]
     """Tokens of an answer -> its text."""
@@ -27,8 +27,8 @@ class TextRule:
 
 
 def prompts_and_answers(batch: SequenceBatch) -> Iterator[tuple[list[int], list[int]]]:
-    """Of each sequence the tokens in front of the first one that was sampled, and the last stretch of
-    sampled ones: what a workflow has judged.
+    """Yield for each sequence the tokens in front of the first sampled one, and the last run of
+    sampled ones: what a workflow has scored.
 
     Args:
         batch: columns `input_ids` and `action_mask`, which is shifted to the predicted token.

@@ -5,23 +5,22 @@ from __future__ import annotations
 from headway.contracts.config.experiment import DPOExperiment
 from headway.contracts.config.preference import PreferenceConfig
 from trainer.algorithms.preference import (
-    dpo_loss,
-    ipo_loss,
-    pair_figures,
     pair_margins,
+    pair_metrics,
+    preference_loss,
     sequence_gains,
 )
 from trainer.algorithms.segments import Segments
 from trainer.api import LossOutput, MicroBatchSpec, ModelOutput
 from trainer.batching.sequences import SequenceBatch
 from trainer.interfaces.base import InterfaceContext
-from trainer.interfaces.rw import num_pairs
+from trainer.interfaces.reward_modeling import num_pairs
 from trainer.interfaces.supervised import SupervisedInterface
 from trainer.reference import Reference, make_reference
 
 
 class DPO:
-    """The mean over pairs of the DPO or IPO loss, with a supervised term if asked for."""
+    """The mean over pairs of the preference loss, with a supervised term if asked for."""
 
     granularity = 2
 
@@ -38,24 +37,21 @@ class DPO:
         sequences = Segments.of_lengths(batch.lengths, mask.device)
         gains = sequence_gains(logprobs, batch["reference_logprobs"], mask, sequences)
         margins = pair_margins(gains)
-        if config.loss == "dpo":
-            loss = dpo_loss(margins, config.beta, config.label_smoothing)
-        else:
-            loss = ipo_loss(margins, config.beta)
-        figures = pair_figures(config.beta * gains)
+        loss = preference_loss(config, margins)
+        metrics = pair_metrics(config.beta * gains)
         if config.sft_coef > 0:
             # Per answer, not per token: the mean over pairs stays that of any split.
             sft_loss = -sequences.means(logprobs, mask)[0::2].mean()
             loss = loss + config.sft_coef * sft_loss
-            figures["sft_loss"] = sft_loss.detach()
-        return LossOutput(loss, figures)
+            metrics["sft_loss"] = sft_loss.detach()
+        return LossOutput(loss, metrics)
 
     def weight(self, batch: SequenceBatch) -> float:
         return num_pairs(batch)
 
 
 def make(context: InterfaceContext[DPOExperiment]) -> SupervisedInterface:
-    """As the experiment says, with the reference that it names; collective."""
+    """Build it as the experiment is configured, with the reference that it names; collective."""
     config, engine = context.config, context.model
     reference = make_reference(config, engine, context.topology, context.meter)
-    return SupervisedInterface(DPO(config.algorithm, reference), engine, context.mb_spec)
+    return SupervisedInterface.of(DPO(config.algorithm, reference), context)

@@ -10,7 +10,6 @@ from headway.contracts.config.rollout_experiments import PolicyLearner
 from trainer.api import MicroBatchSpec, ModelOutput, TrainEngine
 from trainer.batching.sequences import SequenceBatch
 from trainer.batching.shares import infer_column
-from trainer.dataflow.policy import is_base_reference
 from trainer.interfaces.base import Columns, InterfaceContext
 from trainer.topology import Topology
 
@@ -60,7 +59,7 @@ class FrozenModel:
 
 def make_reference(context: InterfaceContext[PolicyLearner]) -> FrozenModel:
     """The model that the policy is kept near."""
-    return _make(context, "reference_logprobs", is_base_reference(context.config))
+    return _make(context, "reference_logprobs", context.config.has_base_reference)
 
 
 def make_teacher(context: InterfaceContext[PolicyLearner]) -> FrozenModel:

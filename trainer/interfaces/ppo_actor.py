@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from headway.contracts.config.algorithm import AlgorithmConfig
 from headway.contracts.config.rollout_experiments import PolicyLearner
+from headway.contracts.config.trainer import TokenNormalizeScope
 from trainer.algorithms.losses import (
     SQUARE_WEIGHT,
-    is_judged_by_update,
+    is_proximal_from_update,
     policy_loss,
     policy_loss_weight,
 )
-from trainer.api import LossOutput, MicroBatchSpec, ModelOutput, TrainEngine
+from trainer.api import LossOutput, MicroBatchSpec, ModelOutput, SaveLoadMeta, TrainEngine
 from trainer.batching.sequences import SequenceBatch
 from trainer.batching.shares import infer_column, mini_batches
 from trainer.interfaces.base import Columns, InterfaceContext
@@ -34,12 +36,19 @@ class PPOActor:
         config: AlgorithmConfig,
         mb_spec: MicroBatchSpec,
         temperature: float,
+        scope: TokenNormalizeScope = "global",
+        train_mb_spec: MicroBatchSpec | None = None,
     ) -> None:
+        """Args:
+        train_mb_spec: of the update; None takes `mb_spec`.
+        """
         self._engine = engine
         self._topology = topology
         self._config = config
         self._mb_spec = mb_spec
+        self._train_mb_spec = train_mb_spec or mb_spec
         self._temperature = temperature
+        self._scope = scope
 
     def infer(self, share: SequenceBatch) -> Tensor:
         """[T, 2] logprob and entropy of what this rank has of a batch; collective.
@@ -65,26 +74,31 @@ class PPOActor:
         Args:
             batch: columns `input_ids`, `labels`, `group`, and those of `policy_loss`.
         Returns:
-            Figures of the step, means over the tokens in the loss.
+            Metrics of the step, means over the tokens in the loss.
         """
         parts = mini_batches(batch, self._config.num_minibatches, self._topology)
         return self.train_parts(parts * self._config.num_epochs)
 
     def train_parts(self, parts: Sequence[SequenceBatch]) -> dict[str, float]:
-        """The same, of mini-batches that were cut already.
+        """Train on mini-batches that were split already.
 
         Args:
             parts: this rank's share of each, as often as it is learned from.
         """
-        figures = update(self._engine, parts, self._mb_spec, self._loss, self._weight)
-        square = figures.pop(SQUARE_WEIGHT, None)
+        steps = (self._engine, parts, self._train_mb_spec, self._loss, self._weight, self._scope)
+        metrics = update(*steps)
+        square = metrics.pop(SQUARE_WEIGHT, None)
         if square is not None:
-            weight = figures["behaviour_weight"]
-            figures["effective_sample_size"] = weight**2 / square if square > 0.0 else 1.0
-        return figures
+            weight = metrics["behaviour_weight"]
+            metrics["effective_sample_size"] = weight**2 / square if square > 0.0 else 1.0
+        return metrics
+
+    def save(self, folder: Path) -> None:
+        """Write the model as a Hugging Face directory; collective."""
+        self._engine.save(SaveLoadMeta(str(folder), weight_format="hf"))
 
     def _judged(self, output: ModelOutput, batch: SequenceBatch) -> Tensor:
-        """[T, 2]; the entropy is for figures, and costs the pass little."""
+        """[T, 2]; the entropy is for metrics, and costs the pass little."""
         mask = batch["action_mask"]
         both = output.logprobs_and_entropy(batch["labels"], self._temperature, mask)
         return torch.stack(both, dim=-1)
@@ -94,19 +108,27 @@ class PPOActor:
         asked = (batch["labels"], self._temperature, batch["loss_mask"])
         if config.entropy_coef > 0:
             logprobs, entropy = output.logprobs_and_entropy(*asked)
-        elif is_judged_by_update(config, batch):
-            logprobs, figure = output.logprobs_and_entropy(*asked)
-            entropy = figure.detach()
+        elif is_proximal_from_update(config, batch):
+            logprobs, undetached = output.logprobs_and_entropy(*asked)
+            entropy = undetached.detach()
         else:
             logprobs = output.logprobs(*asked)
-        return LossOutput(*policy_loss(config, batch, logprobs, entropy))
+        over_ranks = self._topology.sum_tensor if self._topology.world_size > 1 else None
+        return LossOutput(*policy_loss(config, batch, logprobs, entropy, over_ranks))
 
     def _weight(self, batch: SequenceBatch) -> float:
         return policy_loss_weight(self._config, batch)
 
 
 def make(context: InterfaceContext[PolicyLearner]) -> PPOActor:
-    """As the experiment says."""
+    """Build it as the experiment is configured."""
     config = context.config
-    temperature = config.sampling.temperature
-    return PPOActor(context.model, context.topology, config.algorithm, context.mb_spec, temperature)
+    return PPOActor(
+        context.model,
+        context.topology,
+        config.algorithm,
+        context.mb_spec,
+        config.sampling.temperature,
+        context.token_normalize_scope,
+        context.train_mb_spec,
+    )

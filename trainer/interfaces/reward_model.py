@@ -7,14 +7,14 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from headway.contracts.config.model import TrainedModelConfig
-from headway.contracts.config.optimizer import OptimizerConfig
+from headway.contracts.config.optimizer import EMPTY
 from headway.contracts.config.rollout_experiments import PolicyLearner
 from trainer.algorithms.segments import Segments
 from trainer.api import MicroBatchSpec, ModelOutput, TrainEngine
 from trainer.backends.base import make_engine
 from trainer.batching.sequences import SequenceBatch
 from trainer.batching.shares import infer_column
-from trainer.interfaces.answers import TextRule, spread_scores
+from trainer.interfaces.answers import AnswerTextRule, spread_scores
 from trainer.interfaces.base import Columns, InterfaceContext
 from trainer.topology import Topology
 
@@ -33,7 +33,8 @@ class ModelReward:
         padding: int | None = None,
         bias: float = 0.0,
         scaling: float = 1.0,
-        rule: TextRule | None = None,
+        rule: AnswerTextRule | None = None,
+        is_dense: bool = False,
     ) -> None:
         """
         Args:
@@ -41,6 +42,7 @@ class ModelReward:
             padding: the token that the model was taught to skip at the end (`padding_of_model`).
             bias, scaling: the score is `(value + bias) · scaling`.
             rule: applied to the scores.
+            is_dense: every token is scored, too.
         """
         self._engine = engine
         self._topology = topology
@@ -49,11 +51,13 @@ class ModelReward:
         self._bias = bias
         self._scaling = scaling
         self._rule = rule
+        self._is_dense = is_dense
 
     def inference(self, batch: SequenceBatch) -> Columns:
         """`scores` [T], the same all over each sequence; collective.
 
-        It is the value at the last token that is no padding, as transformers reads it.
+        It is the value at the last token that is no padding, as transformers reads it. Where it is dense,
+        also `dense_scores` [T], of the text that ends with each token.
 
         Args:
             batch: whole, the same on every rank; column `input_ids`, for a rule also `action_mask`.
@@ -64,11 +68,14 @@ class ModelReward:
             return values
 
         values = infer_column(batch, self._topology, infer)
-        said = values[last_tokens(batch, self._padding)].double()
-        scores: list[float] = ((said + self._bias) * self._scaling).tolist()
+        outputs = values[last_tokens(batch, self._padding)].double()
+        scores: list[float] = ((outputs + self._bias) * self._scaling).tolist()
         if self._rule is not None:
             scores = self._rule.apply(scores, batch)
-        return {"scores": spread_scores(scores, batch)}
+        columns = {"scores": spread_scores(scores, batch)}
+        if self._is_dense:
+            columns["dense_scores"] = (values + self._bias) * self._scaling
+        return columns
 
 
 def last_tokens(batch: SequenceBatch, padding: int | None) -> Tensor:
@@ -102,8 +109,7 @@ def make(
         bias, scaling: the score is `(value + bias) · scaling`.
     """
     model = TrainedModelConfig(path=path, head="value")
-    # An optimizer that never steps holds nothing.
-    engine = make_engine(context.config, context.topology, None, model, OptimizerConfig())
+    engine = make_engine(context.config, context.topology, None, model, EMPTY)
     engine.initialize(None, None)
     padding = padding_of_model(path)
     return ModelReward(engine, context.topology, context.mb_spec, padding, bias, scaling)

@@ -9,31 +9,32 @@ from typing import Any, Protocol
 
 import torch
 
-from headway.contracts.config.base import PartConfig
+from headway.contracts.config.base import ComponentConfig
 from headway.contracts.engines import SCORE_TIMEOUT_S
 from headway.contracts.errors import ErrorBody, ServiceError
 from headway.contracts.http.rewards import AnswerToScore
 from headway.contracts.types import RewardResult, Trajectory
 from trainer.batching.sequences import SequenceBatch
-from trainer.interfaces.answers import TextRule, prompts_and_answers, spread_scores
+from trainer.interfaces.answers import AnswerTextRule, prompts_and_answers, spread_scores
 from trainer.interfaces.base import Columns
+from trainer.rollout_id import position_of
 from trainer.topology import Topology
 
 RowOf = Callable[[int], Mapping[str, Any]]
 """Number in the column `row` -> data row."""
 
 
-class Scores(Protocol):
-    """What is needed of an `InferenceEngine`."""
+class ScoreClient(Protocol):
+    """Part of an `InferenceEngine` that is needed here."""
 
     def score(
         self,
-        reward: PartConfig,
+        reward: ComponentConfig,
         answers: Sequence[AnswerToScore],
         timeout: float = SCORE_TIMEOUT_S,
         failed_score: float | None = None,
     ) -> list[RewardResult]:
-        """As of `InferenceEngine`."""
+        """See `InferenceEngine.score`."""
 
 
 class VerifierReward:
@@ -44,13 +45,13 @@ class VerifierReward:
 
     def __init__(
         self,
-        client: Scores | None,
+        client: ScoreClient | None,
         topology: Topology,
-        reward: PartConfig,
+        reward: ComponentConfig,
         row_of: RowOf,
         timeout_s: float = SCORE_TIMEOUT_S,
         failed_score: float | None = None,
-        rule: TextRule | None = None,
+        rule: AnswerTextRule | None = None,
     ) -> None:
         """
         Args:
@@ -71,7 +72,7 @@ class VerifierReward:
     def inference(self, batch: SequenceBatch) -> Columns:
         """`scores` [T], the same all over each sequence; collective.
 
-        Branches of a sample are judged each by itself.
+        Each branch of a sample is scored by itself.
 
         Args:
             batch: columns `input_ids`, `action_mask`, and `row` int64 (`with_rows`).
@@ -79,13 +80,15 @@ class VerifierReward:
             ServiceError: of `InferenceEngine.score`, on every rank.
         """
         payload = None if self._client is None else self._ask(self._client, batch)
-        told = json.loads(self._topology.broadcast_bytes(payload))
-        if "error" in told:
-            raise ServiceError.from_body(ErrorBody(**told["error"]))
-        return {"scores": spread_scores(told["scores"], batch)}
+        reply = json.loads(self._topology.broadcast_bytes(payload))
+        if "error" in reply:
+            raise ServiceError.from_body(ErrorBody(**reply["error"]))
+        return {"scores": spread_scores(reply["scores"], batch)}
 
-    def _ask(self, client: Scores, batch: SequenceBatch) -> bytes:
-        """For all ranks: one that raised alone would leave the others waiting."""
+    def _ask(self, client: ScoreClient, batch: SequenceBatch) -> bytes:
+        """Return the reply, or the error, for all ranks: one that raised alone would leave the others
+        waiting.
+        """
         try:
             results = client.score(
                 self._reward, self._answers(batch), self._timeout_s, self._failed_score
@@ -111,14 +114,12 @@ class VerifierReward:
 
 
 def with_rows(batch: SequenceBatch, trajectories: Sequence[Trajectory]) -> SequenceBatch:
-    """With `row` [T] int64: where in the order of the data a trajectory's prompt stood.
-
-    Its rollout id ends with that.
+    """Add `row` [T] int64: the position of a trajectory's prompt in the order of the data.
 
     Args:
         batch: of these trajectories, in their order.
     """
-    numbers = [int(row.rollout_id.rpartition(".")[2]) for row in trajectories]
+    numbers = [position_of(row.rollout_id) for row in trajectories]
     column = torch.tensor(numbers, dtype=torch.int64).repeat_interleave(
         torch.tensor(batch.lengths), output_size=batch.num_tokens
     )

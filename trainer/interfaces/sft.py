@@ -28,5 +28,5 @@ class SFT:
 
 
 def make(context: InterfaceContext[SFTExperiment]) -> SupervisedInterface:
-    """As the experiment says."""
-    return SupervisedInterface(SFT(), context.model, context.mb_spec)
+    """Build it as the experiment is configured."""
+    return SupervisedInterface.of(SFT(), context)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headway.contracts.config.trainer import TokenNormalizeScope
 from trainer.api import LossFn, LossWeightFn, MicroBatchSpec, TrainEngine
 from trainer.batching.sequences import SequenceBatch
 
@@ -14,19 +15,21 @@ def update(
     mb_spec: MicroBatchSpec,
     loss: LossFn,
     weight: LossWeightFn,
+    scope: TokenNormalizeScope = "global",
 ) -> dict[str, float]:
     """One step per part; collective.
 
     Args:
         parts: this rank's share of each mini-batch.
+        scope: what the loss is averaged over (`TrainEngine.train_batch`).
     Returns:
-        The engine's figures, means over the steps.
+        The engine's metrics, means over the steps.
     """
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for part in parts:
-        for name, value in engine.train_batch(part, mb_spec, loss, weight).items():
-            figures[name] = figures.get(name, 0.0) + value / len(parts)
-    return figures
+        for name, value in engine.train_batch(part, mb_spec, loss, weight, scope).items():
+            metrics[name] = metrics.get(name, 0.0) + value / len(parts)
+    return metrics
 
 
 def loss_tokens(batch: SequenceBatch) -> float:

@@ -14,30 +14,30 @@ from trainer.batching.checks import check_verifier
 from trainer.batching.sequences import SequenceBatch
 from trainer.data import PromptData
 from trainer.data_supervised import Encoder
-from trainer.interfaces.answers import TextRule
+from trainer.interfaces.answers import AnswerTextRule
 from trainer.interfaces.base import Columns, InterfaceContext
 from trainer.interfaces.reward_verifier import VerifierReward
 from trainer.prompt_filter import PromptFilter
 
 
 class VerifiedAnswers:
-    """A verifier in the service, and what its scores say of itself and of the prompts."""
+    """A verifier in the service; its scores also show whether it works, and how hard the prompts are."""
 
     def __init__(
         self, verifier: VerifierReward, ppo: PPOCodeConfig, prompt_filter: PromptFilter | None
     ) -> None:
         """
         Args:
-            verifier: with the rule that makes scores of its verdicts.
-            prompt_filter: is told how each prompt did; None where nobody wants to know.
+            verifier: with the rule that turns its verdicts into scores.
+            prompt_filter: gets the rewards of each prompt; None if there is none.
         """
         self._verifier = verifier
         self._ppo = ppo
         self._prompt_filter = prompt_filter
 
     @property
-    def numbers(self) -> dict[str, PromptFilter]:
-        """What it learns, for checkpoints."""
+    def states(self) -> dict[str, PromptFilter]:
+        """State that it learns, for checkpoints."""
         return {} if self._prompt_filter is None else {"prompt_filter": self._prompt_filter}
 
     def inference(self, batch: SequenceBatch) -> Columns:
@@ -61,7 +61,7 @@ class VerifiedAnswers:
 
 
 def make(context: InterfaceContext[PolicyLearner]) -> VerifiedAnswers:
-    """As the experiment says.
+    """Build it as the experiment is configured.
 
     Raises:
         ConfigError: it verifies no answers.
@@ -78,7 +78,7 @@ def make(context: InterfaceContext[PolicyLearner]) -> VerifiedAnswers:
         config.rollout.reward,
         partial(_row_at, data),
         config.rollout.wait_timeout_s,
-        rule=TextRule(decode, adjust),
+        rule=AnswerTextRule(decode, adjust),
     )
     return VerifiedAnswers(verifier, config.ppo, context.prompt_filter)
 

@@ -1,1 +1,1 @@
-"""The figures of a run, and where they go besides its folder."""
+"""The metrics of a run, and where they go besides its folder."""

@@ -1,4 +1,4 @@
-"""What a sink is, what it is told when it opens, and sinks by name."""
+"""Metric sinks by name, their protocol, and the description of a run that they get when they open."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from headway.contracts.config.metrics import MetricsConfig
 from headway.contracts.registry import Registry
 
-Figures = Mapping[str, Any]
-"""Of one step: `step`, and names -> a number, None (not known), or a list of counts.
+Metrics = Mapping[str, Any]
+"""Metrics of one step: `step`, and names -> a number, None (not known), or a list of counts.
 
 A list counts how often the values 0, 1, 2, … were seen: a histogram of whole numbers.
 """
@@ -20,7 +20,7 @@ A list counts how often the values 0, 1, 2, … were seen: a histogram of whole 
 class Sink(Protocol):
     """Takes one step after the other; what it raises never ends the run."""
 
-    def write(self, figures: Figures) -> None:
+    def write(self, metrics: Metrics) -> None:
         """Take a step."""
 
     def close(self) -> None:
@@ -28,8 +28,8 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RunCard:
-    """What is known about a run when it begins, or goes on."""
+class RunDescription:
+    """Description of a run when it begins, or goes on."""
 
     run_id: str
     """The same for a run and all that resume it."""
@@ -43,7 +43,7 @@ class RunCard:
     lineage: Mapping[str, Any]
 
 
-SINKS: Registry[Callable[[RunCard], Sink]] = Registry(
+SINKS: Registry[Callable[[RunDescription], Sink]] = Registry(
     "metrics sink",
     {
         "tensorboard": "trainer.tracking.tensorboard:TensorBoardSink",
@@ -53,6 +53,6 @@ SINKS: Registry[Callable[[RunCard], Sink]] = Registry(
 )
 
 
-def register_sink(name: str, target: str | Callable[[RunCard], Sink]) -> None:
+def register_sink(name: str, target: str | Callable[[RunDescription], Sink]) -> None:
     """Add a sink: a factory, or `"module:attribute"` for a lazy one."""
     SINKS.register(name, target)

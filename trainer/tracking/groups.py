@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.tracking.base import Figures
+from trainer.tracking.base import Metrics
 
 GROUPS = {
     "rollout": (
@@ -21,45 +21,47 @@ GROUPS = {
         "entropy reference_kl kl_coef teacher_kl"
     ),
     "critic": (
-        "value_loss value_clip_fraction critic_grad_norm critic_lr critic_skipped_steps value_mean "
-        "return_mean explained_variance"
+        "value_loss value_clip_fraction critic_grad_norm critic_lr critic_skipped_steps "
+        "value_mean return_mean explained_variance"
     ),
     "preference": "accuracy chosen_reward rejected_reward margin sft_loss",
     "evaluation": "evaluation_* eval_*",
     "optimizer": "grad_norm lr skipped_steps",
+    "float16": "loss_scale critic_loss_scale",
     "speed": (
         "wait_s train_s publish_s idle_share train_tokens_per_s train_tokens_per_s_per_rank mfu "
-        "padding_share micro_batch_fill peak_memory_bytes"
+        "padding_share micro_batch_fill peak_memory_bytes handover_s handover_model_bytes "
+        "handover_copied_bytes handover_copied_bytes_all_ranks"
     ),
     "run": "time sink_failures",
 }
-"""Group -> its figures, `eval_*` for all that begin with `eval_`; one that stands nowhere belongs to
+"""Group -> its metrics, `eval_*` for all that begin with `eval_`; one without a group belongs to
 `other`."""
 
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()}
 
 
-def curve_name(figure: str) -> str:
-    """The figure with its group before it."""
-    family = f"{figure.split('_')[0]}_*"
-    group = _GROUP_OF.get(figure) or _GROUP_OF.get(family, "other")
-    return f"{group}/{figure}"
+def curve_name(metric: str) -> str:
+    """Return the metric's name with its group in front."""
+    family = f"{metric.split('_')[0]}_*"
+    group = _GROUP_OF.get(metric) or _GROUP_OF.get(family, "other")
+    return f"{group}/{metric}"
 
 
-def scalars(figures: Figures) -> Iterator[tuple[str, float]]:
-    """Curves and their values; what is not known is left out."""
-    for name, value in figures.items():
+def scalars(metrics: Metrics) -> Iterator[tuple[str, float]]:
+    """Yield curves and their values; unknown ones are left out."""
+    for name, value in metrics.items():
         if name != "step" and isinstance(value, int | float):
             yield curve_name(name), float(value)
 
 
-def histograms(figures: Figures) -> Iterator[tuple[str, list[int]]]:
+def histograms(metrics: Metrics) -> Iterator[tuple[str, list[int]]]:
     """Curves and how often the values 0, 1, 2, … were seen; those of nothing are left out."""
-    for name, value in figures.items():
+    for name, value in metrics.items():
         if is_histogram(value):
             yield curve_name(name), value
 
 
 def is_histogram(value: Any) -> bool:
-    """Whether it counts something."""
+    """True if the value is a list of counts with a sum above 0."""
     return isinstance(value, list) and sum(value) > 0

@@ -1,4 +1,4 @@
-"""Where a run comes from: one line in `run_dir/lineage.jsonl` for each of its starts."""
+"""Lineage of a run: one line in `run_dir/lineage.jsonl` for each of its starts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _SOURCE = Path(headway.__file__).resolve().parents[1]
 
 
 def record_lineage(config: BaseModel, folder: Path, run_id: str, first_step: int) -> dict[str, Any]:
-    """Append what this start of the run is made of, and return it.
+    """Append the lineage of this start of the run, and return it.
 
     Returns:
         `config_sha256` is of `config.resolved.yaml`; `git_commit` is of the checkout that headway runs
         from, with `git_dirty` where it was changed since: both None without one.
     """
-    on_cuda = torch.cuda.is_available()
+    on_cuda = torch.cuda.is_initialized()  # by `choose_device`; a machine may have GPUs beside
     lineage = {
         "run_id": run_id,
         "first_step": first_step,
@@ -52,14 +52,14 @@ def record_lineage(config: BaseModel, folder: Path, run_id: str, first_step: int
 
 
 def git_commit(source: Path) -> str | None:
-    """The commit of a checkout; None where it is none, as an installed package in somebody's own is."""
+    """Return the commit of a checkout; None outside of one, as for an installed package."""
     if _git(source, "ls-files", "--error-unmatch", "headway/__init__.py") is None:
         return None
     return _git(source, "rev-parse", "HEAD")
 
 
 def is_dirty(source: Path) -> bool | None:
-    """Whether files that git tracks differ from the commit."""
+    """True if files that git tracks differ from the commit; None outside of a repository."""
     if git_commit(source) is None:
         return None
     return bool(_git(source, "status", "--porcelain", "--untracked-files=no"))

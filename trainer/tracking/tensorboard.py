@@ -7,7 +7,7 @@ import json
 import yaml
 from torch.utils.tensorboard import SummaryWriter
 
-from trainer.tracking.base import Figures, RunCard
+from trainer.tracking.base import Metrics, RunDescription
 from trainer.tracking.groups import histograms, scalars
 
 FOLDER = "tensorboard"
@@ -16,18 +16,20 @@ FOLDER = "tensorboard"
 class TensorBoardSink:
     """One event file for each start of the run; what a resumed run does again hides what was there."""
 
-    def __init__(self, card: RunCard) -> None:
-        self._writer = SummaryWriter(str(card.folder / FOLDER), purge_step=card.first_step)
-        config = yaml.safe_dump(dict(card.config), sort_keys=False, allow_unicode=True)
-        lineage = json.dumps(card.lineage, indent=2)
-        self._writer.add_text("config", f"```yaml\n{config}\n```", card.first_step)
-        self._writer.add_text("lineage", f"```json\n{lineage}\n```", card.first_step)
+    def __init__(self, description: RunDescription) -> None:
+        self._writer = SummaryWriter(
+            str(description.folder / FOLDER), purge_step=description.first_step
+        )
+        config = yaml.safe_dump(dict(description.config), sort_keys=False, allow_unicode=True)
+        lineage = json.dumps(description.lineage, indent=2)
+        self._writer.add_text("config", f"```yaml\n{config}\n```", description.first_step)
+        self._writer.add_text("lineage", f"```json\n{lineage}\n```", description.first_step)
 
-    def write(self, figures: Figures) -> None:
-        step = int(figures["step"])
-        for name, value in scalars(figures):
+    def write(self, metrics: Metrics) -> None:
+        step = int(metrics["step"])
+        for name, value in scalars(metrics):
             self._writer.add_scalar(name, value, step)
-        for name, counts in histograms(figures):
+        for name, counts in histograms(metrics):
             self._add_histogram(name, counts, step)
         self._writer.flush()
 

@@ -1,6 +1,6 @@
-"""The figures of every step: into the journal of the run folder, and into sinks that may fail.
+"""The metrics of every step: into the journal of the run folder, and into sinks that may fail.
 
-The journal is what a run is followed and summed up by, so its failure ends the run. A sink's does not:
+A run is followed and summed up by its journal, so a failure of it ends the run. A sink's does not:
 it is logged once and counted (`sink_failures`), and the sink is tried again at the next step. One that
 could not be opened stays closed.
 """
@@ -16,7 +16,7 @@ from headway.contracts.config.experiment import ExperimentConfig
 from headway.contracts.errors import ConfigError
 from headway.runtime.journal import METRICS_NAME, MetricsJournal
 from trainer.topology import Topology
-from trainer.tracking.base import SINKS, Figures, RunCard, Sink
+from trainer.tracking.base import SINKS, Metrics, RunDescription, Sink
 from trainer.tracking.lineage import record_lineage
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class Tracker:
     """Writes steps; a tracker without journal (`None` as its path) and sinks writes nothing."""
 
-    def __init__(self, journal: MetricsJournal, card: RunCard | None = None) -> None:
+    def __init__(self, journal: MetricsJournal, description: RunDescription | None = None) -> None:
         """
         Raises:
             ConfigError: no such sink, or its package is not installed.
@@ -34,16 +34,16 @@ class Tracker:
         self._failures = 0
         self._failed: set[str] = set()
         self._sinks: dict[str, Sink] = {}
-        if card is not None:
-            self._open(card)
+        if description is not None:
+            self._open(description)
 
-    def write(self, figures: Figures) -> None:
+    def write(self, metrics: Metrics) -> None:
         """One step."""
-        figures = {**figures, "sink_failures": self._failures}
-        self._journal.write(figures)
+        metrics = {**metrics, "sink_failures": self._failures}
+        self._journal.write(metrics)
         for name, sink in self._sinks.items():
             with self._tolerating(name):
-                sink.write(figures)
+                sink.write(metrics)
 
     def close(self) -> None:
         """Close all."""
@@ -52,11 +52,11 @@ class Tracker:
                 sink.close()
         self._journal.close()
 
-    def _open(self, card: RunCard) -> None:
-        factories = {name: _factory(name) for name in card.settings.sinks}
+    def _open(self, description: RunDescription) -> None:
+        factories = {name: _factory(name) for name in description.settings.sinks}
         for name, factory in factories.items():
             with self._tolerating(name):
-                self._sinks[name] = factory(card)
+                self._sinks[name] = factory(description)
 
     @contextmanager
     def _tolerating(self, name: str) -> Iterator[None]:
@@ -77,7 +77,7 @@ def open_tracker(
     folder = Path(config.run_dir)
     if not topology.is_main:
         return Tracker(MetricsJournal(None))
-    card = RunCard(
+    description = RunDescription(
         run_id=run_id,
         name=config.metrics.run_name or folder.resolve().name,
         folder=folder,
@@ -86,10 +86,10 @@ def open_tracker(
         config=config.model_dump(mode="json"),
         lineage=record_lineage(config, folder, run_id, first_step),
     )
-    return Tracker(MetricsJournal(folder / METRICS_NAME), card)
+    return Tracker(MetricsJournal(folder / METRICS_NAME), description)
 
 
-def _factory(name: str) -> Callable[[RunCard], Sink]:
+def _factory(name: str) -> Callable[[RunDescription], Sink]:
     try:
         return SINKS.get(name)
     except ModuleNotFoundError as error:

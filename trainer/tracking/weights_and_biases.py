@@ -10,7 +10,7 @@ import logging
 
 import wandb
 
-from trainer.tracking.base import Figures, RunCard
+from trainer.tracking.base import Metrics, RunDescription
 from trainer.tracking.groups import histograms, scalars
 
 FINISH_S = 120.0
@@ -24,17 +24,17 @@ class WandbSink:
     write a step once more.
     """
 
-    def __init__(self, card: RunCard) -> None:
-        settings = card.settings
+    def __init__(self, description: RunDescription) -> None:
+        settings = description.settings
         logging.getLogger("wandb").propagate = False  # it has a log of its own in the folder
         self._run = wandb.init(
             project=settings.project,
-            name=card.name,
-            id=card.run_id,
+            name=description.name,
+            id=description.run_id,
             resume="allow",
             tags=list(settings.tags),
-            dir=str(card.folder),
-            config={**card.config, "lineage": dict(card.lineage)},
+            dir=str(description.folder),
+            config={**description.config, "lineage": dict(description.lineage)},
             settings=wandb.Settings(
                 console="off",
                 silent=True,
@@ -47,17 +47,17 @@ class WandbSink:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, figures: Figures) -> None:
+    def write(self, metrics: Metrics) -> None:
         shown = {
             name: wandb.Histogram(np_histogram=(counts, _edges(counts)))
-            for name, counts in histograms(figures)
+            for name, counts in histograms(metrics)
         }
-        self._run.log({"step": int(figures["step"]), **dict(scalars(figures)), **shown})
+        self._run.log({"step": int(metrics["step"]), **dict(scalars(metrics)), **shown})
 
     def close(self) -> None:
         self._run.finish()
 
 
 def _edges(counts: list[int]) -> list[float]:
-    """Of the bin of each whole number."""
+    """Return the edges of the bins of whole numbers."""
     return [value - 0.5 for value in range(len(counts) + 1)]

@@ -1,4 +1,4 @@
-"""How a call on a group becomes one call per worker, and their results one result.
+"""Dispatch of a call on a group: one call per worker, and their results as one result.
 
 `register` only leaves a note on a method; a `WorkerGroup` reads it. A mode is a pair of functions, and
 more of them can be registered by name.
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from headway.contracts.errors import ConfigError, DataError
 from headway.contracts.registry import Registry
-from trainer.workers.proto import DataProto
+from trainer.workers.data_proto import DataProto
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 MINI_BATCH_SIZE, SHUFFLE_SEED = "mini_batch_size", "shuffle_seed"
@@ -36,14 +36,16 @@ class Dispatch(StrEnum):
     DP_COMPUTE_PROTO_WITH_FUNC = "dp_compute_proto_with_func"
     """The same; the first argument is a function, which every worker gets."""
     DP_COMPUTE_METRIC = "dp_compute_metric"
-    """Cut likewise; a list of all results."""
+    """Split in the same way; a list of all results."""
     DP_COMPUTE_MINI_BATCHES = "dp_compute_mini_batches"
     """Every argument is a `DataProto`: each worker gets a list with its part of each mini-batch, which so
     has the same rows whatever the number of workers. The result is the first worker's."""
+    DIRECT_ROLLOUT_METHOD = "direct_rollout_method"
+    """Called on one worker, through `WorkerGroup.worker(rank)`; the group itself refuses it."""
 
 
 class Execute(StrEnum):
-    """Who runs a call."""
+    """Workers that run a call."""
 
     ALL = "all"
     RANK_ZERO = "rank_zero"
@@ -51,8 +53,8 @@ class Execute(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """What one worker is called with."""
+class WorkerCall:
+    """Arguments of one worker's call."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -62,11 +64,11 @@ class Call:
 class Dispatched:
     """A call for each worker."""
 
-    calls: Sequence[Call]
+    calls: Sequence[WorkerCall]
     rows: int = 0
-    """Of all parts together, padding included; 0 where no rows were cut."""
+    """Number of rows of all parts together, padding included; 0 if the call has no rows to split."""
     num_padding: int = 0
-    """Of these the last ones, which are copies."""
+    """Number of copies at the end of these rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +76,13 @@ class MeshPlace:
     """A worker in a mesh in which some share their data: ranks of a tensor or sequence parallel group."""
 
     dp_rank: int
-    """Whose part of the rows it works on."""
+    """Data-parallel rank: workers with the same one work on the same part of the rows."""
     is_collect: bool = True
-    """Whether its result is taken: one of those with the same part."""
+    """True on the one worker of each part whose result is taken."""
 
 
-class GroupView(Protocol):
-    """What a mode may know of a group."""
+class WorkerGroupView(Protocol):
+    """Part of a worker group that a dispatch mode may use."""
 
     @property
     def world_size(self) -> int:
@@ -88,19 +90,19 @@ class GroupView(Protocol):
 
     @property
     def auto_pad(self) -> bool:
-        """Whether rows that cannot be cut equally are filled up with copies."""
+        """True if rows that cannot be split equally are filled up with copies."""
 
     def mesh(self, name: str) -> Sequence[MeshPlace]:
         """Every worker's place in a mesh."""
 
 
-DispatchFn = Callable[[GroupView, tuple[Any, ...], Mapping[str, Any]], Dispatched]
-CollectFn = Callable[[GroupView, Dispatched, list[Any]], Any]
+DispatchFn = Callable[[WorkerGroupView, tuple[Any, ...], Mapping[str, Any]], Dispatched]
+CollectFn = Callable[[WorkerGroupView, Dispatched, list[Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchMode:
-    """A way to cut a call, and to put results together."""
+    """A way to split a call, and to put results together."""
 
     name: str
     dispatch: DispatchFn
@@ -110,8 +112,8 @@ class DispatchMode:
 
 
 @dataclass(frozen=True, slots=True)
-class Registered:
-    """What `register` notes on a method."""
+class RegisteredMethod:
+    """Arguments of `register`, as stored on the method."""
 
     mode: str | DispatchMode
     execute: Execute
@@ -142,23 +144,23 @@ def register(
     """
 
     def note(method: Method) -> Method:
-        setattr(method, _NOTE, Registered(dispatch_mode, execute_mode, blocking))
+        setattr(method, _NOTE, RegisteredMethod(dispatch_mode, execute_mode, blocking))
         return method
 
     return note
 
 
-def registered_methods(worker: type) -> dict[str, Registered]:
+def registered_methods(worker: type) -> dict[str, RegisteredMethod]:
     """The methods of a class that are called through a group.
 
     Raises:
         ConfigError: the first worker alone would get a part of the rows.
-        UnknownName: a mode that nobody registered.
+        UnknownName: no such mode is registered.
     """
     found = {}
     for name in dir(worker):
         note = getattr(getattr(worker, name, None), _NOTE, None)
-        if isinstance(note, Registered):
+        if isinstance(note, RegisteredMethod):
             mode = mode_of(note)
             if note.execute is Execute.RANK_ZERO and mode.cuts_rows:
                 raise ConfigError(
@@ -169,22 +171,25 @@ def registered_methods(worker: type) -> dict[str, Registered]:
     return found
 
 
-def mode_of(note: Registered) -> DispatchMode:
+def mode_of(note: RegisteredMethod) -> DispatchMode:
     """The pair of functions."""
     return note.mode if isinstance(note.mode, DispatchMode) else MODES.get(str(note.mode))
 
 
 def mesh_mode(mesh: str) -> DispatchMode:
-    """As `DP_COMPUTE_PROTO`, over the places of a mesh: workers with one `dp_rank` get the same rows, and
-    one of them answers for all."""
+    """Dispatch as `DP_COMPUTE_PROTO` does, over the places of a mesh: workers with one `dp_rank` get
+    the same rows, and the result of one of them is taken.
+    """
 
-    def dispatch(group: GroupView, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Dispatched:
+    def dispatch(
+        group: WorkerGroupView, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Dispatched:
         places = group.mesh(mesh)
         parts = _cut(group, args, kwargs, max(place.dp_rank for place in places) + 1)
         calls = [parts.calls[place.dp_rank] for place in places]
         return Dispatched(calls, parts.rows, parts.num_padding)
 
-    def collect(group: GroupView, dispatched: Dispatched, results: list[Any]) -> Any:
+    def collect(group: WorkerGroupView, dispatched: Dispatched, results: list[Any]) -> Any:
         places = group.mesh(mesh)
         taken = {p.dp_rank: r for p, r in zip(places, results, strict=True) if p.is_collect}
         return _rows_of(dispatched, [taken[dp_rank] for dp_rank in sorted(taken)])
@@ -192,11 +197,21 @@ def mesh_mode(mesh: str) -> DispatchMode:
     return DispatchMode(f"mesh {mesh}", dispatch, collect)
 
 
-def _to_all(group: GroupView, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Dispatched:
-    return Dispatched([Call(args, kwargs)] * group.world_size)
+def _refuse_group(
+    group: WorkerGroupView, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Dispatched:
+    raise ConfigError(
+        "this method is called on one worker, not on all of a group; use group.worker(rank)"
+    )
 
 
-def _one_each(group: GroupView, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Dispatched:
+def _to_all(group: WorkerGroupView, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Dispatched:
+    return Dispatched([WorkerCall(args, kwargs)] * group.world_size)
+
+
+def _one_each(
+    group: WorkerGroupView, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Dispatched:
     for name, value in _named(args, kwargs):
         if not isinstance(value, list | tuple) or len(value) != group.world_size:
             size = len(value) if isinstance(value, list | tuple) else type(value).__name__
@@ -205,33 +220,37 @@ def _one_each(group: GroupView, args: tuple[Any, ...], kwargs: Mapping[str, Any]
             )
     return Dispatched(
         [
-            Call(tuple(value[rank] for value in args), {n: v[rank] for n, v in kwargs.items()})
+            WorkerCall(
+                tuple(value[rank] for value in args), {n: v[rank] for n, v in kwargs.items()}
+            )
             for rank in range(group.world_size)
         ]
     )
 
 
-def _rows_each(group: GroupView, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Dispatched:
+def _rows_each(
+    group: WorkerGroupView, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Dispatched:
     return _cut(group, args, kwargs, group.world_size)
 
 
 def _function_and_rows(
-    group: GroupView, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    group: WorkerGroupView, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Dispatched:
     if not args or not callable(args[0]):
         raise DataError("the first argument is no function, and every worker would call it")
     cut = _cut(group, args[1:], kwargs, group.world_size)
-    calls = [Call((args[0], *call.args), call.kwargs) for call in cut.calls]
+    calls = [WorkerCall((args[0], *call.args), call.kwargs) for call in cut.calls]
     return Dispatched(calls, cut.rows, cut.num_padding)
 
 
 def _mini_batches_each(
-    group: GroupView, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    group: WorkerGroupView, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Dispatched:
     _check_rows(args, kwargs)
 
     def parts(batch: DataProto) -> list[list[DataProto]]:
-        """Of each worker, its part of each mini-batch."""
+        """Return for each worker its part of each mini-batch."""
         size = batch.meta.get(MINI_BATCH_SIZE) or len(batch)
         minis = batch.minibatches(size, seed=batch.meta.get(SHUFFLE_SEED))
         cut = [_filled(group, mini, group.world_size).chunk(group.world_size) for mini in minis]
@@ -241,36 +260,38 @@ def _mini_batches_each(
     of_kwargs = {name: parts(value) for name, value in kwargs.items()}
     return Dispatched(
         [
-            Call(tuple(p[rank] for p in of_args), {n: p[rank] for n, p in of_kwargs.items()})
+            WorkerCall(tuple(p[rank] for p in of_args), {n: p[rank] for n, p in of_kwargs.items()})
             for rank in range(group.world_size)
         ]
     )
 
 
 def _cut(
-    group: GroupView, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int
+    group: WorkerGroupView, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int
 ) -> Dispatched:
-    """Equal parts of all batches; what the caller holds stays as it is."""
+    """Split all batches into equal parts; the caller's objects stay as they are."""
     _check_rows(args, kwargs)
     filled = {name: _filled(group, value, count) for name, value in _named(args, kwargs)}
     whole = next(iter(filled.values()))
     parts = {name: value.chunk(count) for name, value in filled.items()}
     positions = list(parts.values())[: len(args)]
     calls = [
-        Call(tuple(p[number] for p in positions), {name: parts[name][number] for name in kwargs})
+        WorkerCall(
+            tuple(p[number] for p in positions), {name: parts[name][number] for name in kwargs}
+        )
         for number in range(count)
     ]
     return Dispatched(calls, len(whole), whole.num_padding)
 
 
-def _filled(group: GroupView, batch: DataProto, count: int) -> DataProto:
+def _filled(group: WorkerGroupView, batch: DataProto, count: int) -> DataProto:
     return batch.unpad().pad_to(count) if group.auto_pad else batch
 
 
 def _check_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     named = _named(args, kwargs)
     if not named:
-        raise DataError("there is no batch to cut; wanted is a DataProto at least")
+        raise DataError("there is no batch to split; give a DataProto at least")
     for name, value in named:
         if not isinstance(value, DataProto):
             raise DataError(f"{name} is a {type(value).__name__}, wanted is a DataProto")
@@ -283,15 +304,15 @@ def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, 
     return [*((f"argument {at}", value) for at, value in enumerate(args)), *kwargs.items()]
 
 
-def _all_results(group: GroupView, dispatched: Dispatched, results: list[Any]) -> Any:
+def _all_results(group: WorkerGroupView, dispatched: Dispatched, results: list[Any]) -> Any:
     return results
 
 
-def _first_result(group: GroupView, dispatched: Dispatched, results: list[Any]) -> Any:
+def _first_result(group: WorkerGroupView, dispatched: Dispatched, results: list[Any]) -> Any:
     return results[0]
 
 
-def _all_rows(group: GroupView, dispatched: Dispatched, results: list[Any]) -> Any:
+def _all_rows(group: WorkerGroupView, dispatched: Dispatched, results: list[Any]) -> Any:
     return _rows_of(dispatched, results)
 
 
@@ -306,8 +327,8 @@ def _rows_of(dispatched: Dispatched, results: list[Any]) -> DataProto:
     # A row may have become several, next to one another.
     if len(whole) % dispatched.rows:
         raise DataError(
-            f"{dispatched.rows} rows became {len(whole)}; which of them came of the "
-            f"{dispatched.num_padding} padding rows cannot be told: return as many for each row"
+            f"{dispatched.rows} rows became {len(whole)}, so those made from the "
+            f"{dispatched.num_padding} padding rows are unknown: return the same number for each row"
         )
     times = len(whole) // dispatched.rows
     return whole.rows(range(len(whole) - dispatched.num_padding * times))
@@ -321,5 +342,6 @@ for _mode in (
     DispatchMode(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC, _function_and_rows, _all_rows),
     DispatchMode(Dispatch.DP_COMPUTE_METRIC, _rows_each, _all_results),
     DispatchMode(Dispatch.DP_COMPUTE_MINI_BATCHES, _mini_batches_each, _first_result),
+    DispatchMode(Dispatch.DIRECT_ROLLOUT_METHOD, _refuse_group, _all_results, cuts_rows=False),
 ):
     register_dispatch_mode(_mode)

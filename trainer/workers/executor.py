@@ -1,4 +1,4 @@
-"""What runs the calls of a group: processes of this machine, or Ray's actors."""
+"""Executors of the calls of a group: processes of this machine, or Ray's actors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Protocol
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # documented, not in __all__
 
 from headway.contracts.errors import WorkerLost
-from trainer.workers.dispatch import Call
-from trainer.workers.worker import Reply
+from trainer.workers.dispatch import WorkerCall
+from trainer.workers.worker import WorkerReply
 
 
-class Executor(Protocol):
+class WorkerExecutor(Protocol):
     """Workers in processes of their own; one call at a time."""
 
     @property
@@ -25,8 +25,8 @@ class Executor(Protocol):
     def pids(self) -> Sequence[int]:
         """Their processes."""
 
-    def run(self, method: str, calls: Mapping[int, Call]) -> dict[int, Reply]:
-        """Call a method on the ranks that have a call, and wait for what they say.
+    def run(self, method: str, calls: Mapping[int, WorkerCall]) -> dict[int, WorkerReply]:
+        """Call a method on the ranks that have a call, and wait for their replies.
 
         Returns:
             A reply of each; fewer where one failed and others, which may wait for it, did not come back
@@ -40,7 +40,7 @@ class Executor(Protocol):
 
 
 class Replies:
-    """What has come back of one call, and until when the rest is waited for."""
+    """Replies to one call so far, and the deadline of the others."""
 
     def __init__(
         self, method: str, ranks: Sequence[int], timeout_s: float | None, grace_s: float
@@ -54,10 +54,10 @@ class Replies:
         self._grace_s = grace_s
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self.pending = set(ranks)
-        self.of: dict[int, Reply] = {}
+        self.of: dict[int, WorkerReply] = {}
 
-    def add(self, rank: int, reply: Reply) -> None:
-        """Of one rank."""
+    def add(self, rank: int, reply: WorkerReply) -> None:
+        """Take the reply of one rank."""
         self.pending.discard(rank)
         self.of[rank] = reply
         if reply.failure is not None:
@@ -66,7 +66,7 @@ class Replies:
 
     @property
     def has_failure(self) -> bool:
-        """Whether a worker raised."""
+        """True if a worker raised."""
         return any(reply.failure is not None for reply in self.of.values())
 
     @property
@@ -74,8 +74,8 @@ class Replies:
         """Seconds to wait; None has no end."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
-    def late(self) -> dict[int, Reply]:
-        """What to give once the time was over, and the workers were ended.
+    def late(self) -> dict[int, WorkerReply]:
+        """Return the replies after the deadline has passed and the workers were ended.
 
         Raises:
             WorkerLost: no worker had failed before.
@@ -88,7 +88,7 @@ class Replies:
         )
 
     def lost(self, reason: str) -> WorkerLost:
-        """What to raise once a worker died that had not replied, and the others were ended.
+        """Return the error to raise once a worker died that had not replied, and the others were ended.
 
         What these raised is often but that one of them is gone.
         """
@@ -102,7 +102,9 @@ class Replies:
 
 
 def open_store(host: str) -> TCPStore:
-    """Where ranks find one another; it listens on this address alone, and lives in this process."""
+    """Open the store at which ranks find one another; it listens on this address alone, and lives in
+    this process.
+    """
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return TCPStore(

@@ -11,19 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from headway.contracts.errors import ConfigError
 from trainer.workers.dispatch import (
-    Call,
     Dispatched,
     Execute,
     MeshPlace,
-    Registered,
+    RegisteredMethod,
+    WorkerCall,
     mode_of,
     registered_methods,
 )
-from trainer.workers.executor import Executor
+from trainer.workers.executor import WorkerExecutor
 from trainer.workers.processes import ProcessExecutor
 from trainer.workers.worker import MESH_PLACE, Worker, WorkerSpec
 
@@ -34,11 +34,13 @@ class WorkerGroup:
     An argument that is a future is waited for; a method that does not block returns one.
     """
 
-    def __init__(self, worker: type[Worker], executor: Executor, auto_pad: bool = True) -> None:
+    def __init__(
+        self, worker: type[Worker], executor: WorkerExecutor, auto_pad: bool = True
+    ) -> None:
         """
         Args:
             executor: of workers of that class; the group ends it.
-            auto_pad: fill rows up with copies where they cannot be cut equally; False refuses them.
+            auto_pad: fill rows up with copies where they cannot be split equally; False refuses them.
         Raises:
             ConfigError: a method is called like something of the group itself.
         """
@@ -100,7 +102,7 @@ class WorkerGroup:
 
     @property
     def auto_pad(self) -> bool:
-        """Whether rows that cannot be cut equally are filled up with copies."""
+        """True if rows that cannot be split equally are filled up with copies."""
         return self._auto_pad
 
     @property
@@ -126,11 +128,34 @@ class WorkerGroup:
             self._meshes[name] = places
         return self._meshes[name]
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def worker(self, rank: int) -> GroupMember:
+        """Return the worker of a rank, for methods that are called on one alone.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"rank {rank} is none of a group of {self.world_size} workers")
+        return GroupMember(self, rank)
+
+    def submit(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a registered method, and return a future of its result, whether it blocks or not."""
+        return self._thread.submit(self._run, name, self._note(name), args, kwargs)
+
+    def submit_to(self, rank: int, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """The same on one worker; its arguments go there as they are."""
+        self._note(name)
+        call = WorkerCall(args, kwargs)
+        return self._thread.submit(lambda: self._results(name, {rank: call})[0])
+
+    def _note(self, name: str) -> RegisteredMethod:
         note = self.__dict__.get("_methods", {}).get(name)
         if note is None:
             raise AttributeError(f"no method {name!r} is registered; those are {dir(self)}")
-        return partial(self._call, name, note)
+        return cast("RegisteredMethod", note)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._call, name, self._note(name))
 
     def __dir__(self) -> list[str]:
         return sorted(self._methods)
@@ -146,14 +171,14 @@ class WorkerGroup:
         self._thread.shutdown()
         self._executor.close()
 
-    def _call(self, name: str, note: Registered, /, *args: Any, **kwargs: Any) -> Any:
-        future = self._thread.submit(self._run, name, note, args, kwargs)
+    def _call(self, name: str, note: RegisteredMethod, /, *args: Any, **kwargs: Any) -> Any:
+        future = self.submit(name, *args, **kwargs)
         return future.result() if note.blocking else future
 
     def _run(
-        self, name: str, note: Registered, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, name: str, note: RegisteredMethod, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """In the group's thread."""
+        """Run a call, in the group's thread."""
         mode = mode_of(note)
         args = tuple(_awaited(value) for value in args)
         kwargs = {key: _awaited(value) for key, value in kwargs.items()}
@@ -163,12 +188,26 @@ class WorkerGroup:
             return self._results(name, {0: calls[0]})[0]
         return mode.collect(self, dispatched, self._results(name, calls))
 
-    def _results(self, name: str, calls: Mapping[int, Call]) -> list[Any]:
+    def _results(self, name: str, calls: Mapping[int, WorkerCall]) -> list[Any]:
         replies = self._executor.run(name, calls)
         for rank, reply in sorted(replies.items()):
             if reply.failure is not None:
                 raise reply.failure.error(rank, name)
         return [replies[rank].result for rank in calls]
+
+
+class GroupMember:
+    """One worker of a group, and its registered methods; calls keep their place among the group's."""
+
+    def __init__(self, group: WorkerGroup, rank: int) -> None:
+        self._group = group
+        self._rank = rank
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._group.submit_to(self._rank, name, *args, **kwargs).result()
+
+        return call
 
 
 def _awaited(value: Any) -> Any:

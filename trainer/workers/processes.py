@@ -17,10 +17,11 @@ from multiprocessing import connection, util
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from headway.contracts.errors import WorkerError, WorkerLost
-from trainer.workers.dispatch import Call
+from headway.contracts.errors import ConfigError, WorkerError, WorkerLost
+from headway.runtime.gpus import VISIBLE
+from trainer.workers.dispatch import WorkerCall
 from trainer.workers.executor import Replies, open_store
-from trainer.workers.worker import Host, Reply, WorkerSpec, describe, rank_environment
+from trainer.workers.worker import WorkerHost, WorkerReply, WorkerSpec, describe, rank_environment
 
 LOOPBACK = "127.0.0.1"
 _START = "__init__"
@@ -38,16 +39,22 @@ class ProcessExecutor:
         start_timeout_s: float = 120.0,
         timeout_s: float | None = None,
         grace_s: float = 10.0,
+        devices: Sequence[str] | None = None,
     ) -> None:
         """Start them, and wait until each has built its worker.
 
         Args:
             timeout_s: of every call; None waits as long as all workers live.
             grace_s: for the others, once a worker raised; and for all to close.
+            devices: a GPU for each rank, as CUDA_VISIBLE_DEVICES names it; None lets every group begin
+                with the first, so that groups of one machine share.
         Raises:
+            ConfigError: there are not as many devices as ranks.
             ServiceError: what a worker raised when it was built.
             WorkerLost: a worker died, or was not built in time.
         """
+        if devices is not None and len(devices) != world_size:
+            raise ConfigError(f"{len(devices)} devices for {world_size} ranks; name one for each")
         self._spec = spec
         self._timeout_s = timeout_s
         self._grace_s = grace_s
@@ -61,6 +68,8 @@ class ProcessExecutor:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             environment = rank_environment(rank, rank, world_size, (LOOPBACK, self._store.port))
+            if devices is not None:
+                environment[VISIBLE] = devices[rank]
             process = context.Process(
                 target=_serve, args=(theirs, spec, environment), name=f"{spec.name}-{rank}"
             )
@@ -77,10 +86,10 @@ class ProcessExecutor:
 
     @property
     def pids(self) -> Sequence[int]:
-        """Of the workers, by rank."""
+        """Process ids of the workers, by rank."""
         return [process.pid for process in self._processes]
 
-    def run(self, method: str, calls: Mapping[int, Call]) -> dict[int, Reply]:
+    def run(self, method: str, calls: Mapping[int, WorkerCall]) -> dict[int, WorkerReply]:
         if not self._close.still_active():
             raise WorkerLost(
                 f"{method} came to a group of {self._spec.name} that was ended; start another one"
@@ -104,8 +113,10 @@ class ProcessExecutor:
                 self.close()
                 raise reply.failure.error(rank, f"{self._spec.name}.{_START}")
 
-    def _collect(self, replies: Replies, watchdog: _Watchdog | None = None) -> dict[int, Reply]:
-        """Until all replied, or one of the processes ended."""
+    def _collect(
+        self, replies: Replies, watchdog: _Watchdog | None = None
+    ) -> dict[int, WorkerReply]:
+        """Collect replies until all have come, or one of the processes has ended."""
         ends = {process.sentinel: rank for rank, process in enumerate(self._processes)}
         while replies.pending:
             pipes = {self._pipes[rank]: rank for rank in replies.pending}
@@ -192,11 +203,11 @@ def _serve(pipe: Connection[Any, Any], spec: WorkerSpec, environment: Mapping[st
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the driver ends its workers
     threading.Thread(target=_end_with_driver, daemon=True).start()
     try:
-        host = Host(spec, environment)
+        host = WorkerHost(spec, environment)
     except Exception as error:  # noqa: BLE001 -- the driver raises it
-        pipe.send_bytes(_dump(Reply(failure=describe(error))))
+        pipe.send_bytes(_dump(WorkerReply(failure=describe(error))))
         return
-    pipe.send_bytes(_dump(Reply()))
+    pipe.send_bytes(_dump(WorkerReply()))
     while True:
         try:
             received = pipe.recv_bytes()
@@ -206,21 +217,21 @@ def _serve(pipe: Connection[Any, Any], spec: WorkerSpec, environment: Mapping[st
     host.close()
 
 
-def _answer(host: Host, received: bytes) -> bytes:
+def _answer(host: WorkerHost, received: bytes) -> bytes:
     try:
         method, call = pickle.loads(received)
     except Exception as error:  # noqa: BLE001 -- the driver raises it
-        return _dump(Reply(failure=describe(error)))
+        return _dump(WorkerReply(failure=describe(error)))
     reply = host.answer(method, call)
     try:
         return _dump(reply)
     except Exception as error:  # noqa: BLE001 -- the driver raises it
         unfit = WorkerError(f"what {method} returned cannot be sent: {error}")
-        return _dump(Reply(failure=describe(unfit)))
+        return _dump(WorkerReply(failure=describe(unfit)))
 
 
 def _end_with_driver() -> None:
-    """Also out of a collective that waits for others."""
+    """End the process when the driver ends, even from within a collective that waits for others."""
     driver = multiprocessing.parent_process()
     if driver is not None:
         driver.join()

@@ -7,21 +7,34 @@ their driver.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from headway.contracts.errors import ConfigError, WorkerLost
-from trainer.workers.dispatch import Call
+from trainer.workers.dispatch import WorkerCall
 from trainer.workers.executor import Replies, open_store
-from trainer.workers.worker import Host, Reply, WorkerSpec, describe, rank_environment
+from trainer.workers.worker import WorkerHost, WorkerReply, WorkerSpec, describe, rank_environment
 
 _START = "__init__"
 POLL_S = 3600.0
 """Ray waits for this long at a time where there is no deadline."""
+
+
+def join_cluster(address: str | None) -> Callable[[], None]:
+    """Join a Ray cluster, unless this process is in one.
+
+    Args:
+        address: None joins the one that RAY_ADDRESS names, or starts one on this machine.
+    Returns:
+        A function that leaves it, and ends it if it was started here.
+    """
+    if ray.is_initialized():
+        return lambda: None
+    ray.init(address=address, include_dashboard=False, log_to_driver=False)
+    return ray.shutdown
 
 
 class RayExecutor:
@@ -42,14 +55,14 @@ class RayExecutor:
 
         Args:
             num_cpus: reserved per actor.
-            num_gpus: the same; None is one where this process sees a GPU, and else none.
+            num_gpus: the same; None is one where the cluster has GPUs, and else none.
             timeout_s: of every call; None waits as long as all workers live.
             grace_s: for the others, once a worker raised.
             options: further ones of Ray's actors, such as a placement group.
         Raises:
             ConfigError: this process is in no Ray cluster.
             ServiceError: what a worker raised when it was built.
-            WorkerLost: a worker died, or was not built in time: the cluster may have too little room.
+            WorkerLost: a worker died, or was not built in time: the cluster may have too few resources.
         """
         if not ray.is_initialized():
             raise ConfigError("this process is in no Ray cluster; call ray.init() first")
@@ -59,7 +72,7 @@ class RayExecutor:
         address = ray.util.get_node_ip_address()
         self._store = open_store(address)
         if num_gpus is None:
-            num_gpus = float(torch.cuda.is_available())
+            num_gpus = float(ray.cluster_resources().get("GPU", 0.0) > 0.0)
         resources = {"num_cpus": num_cpus, "num_gpus": num_gpus, **(options or {})}
         actor: Any = ray.remote(**resources)(_Actor)
         self._actors: list[Any] = [actor.remote() for _ in range(world_size)]
@@ -86,10 +99,10 @@ class RayExecutor:
 
     @property
     def pids(self) -> Sequence[int]:
-        """Of the workers, by rank, on their machines."""
+        """Process ids of the workers on their machines, by rank."""
         return self._pids
 
-    def run(self, method: str, calls: Mapping[int, Call]) -> dict[int, Reply]:
+    def run(self, method: str, calls: Mapping[int, WorkerCall]) -> dict[int, WorkerReply]:
         if self._is_ended:
             raise WorkerLost(
                 f"{method} came to a group of {self._spec.name} that was ended; start another one"
@@ -111,8 +124,8 @@ class RayExecutor:
         ray.wait(leaving, num_returns=len(leaving), timeout=self._grace_s)
         self._kill()
 
-    def _collect(self, references: Mapping[Any, int], replies: Replies) -> dict[int, Reply]:
-        """Until all replied, or one of the actors ended."""
+    def _collect(self, references: Mapping[Any, int], replies: Replies) -> dict[int, WorkerReply]:
+        """Collect replies until all have come, or one of the actors has ended."""
         pending = list(references)
         while pending:
             left_s = replies.left_s
@@ -129,7 +142,7 @@ class RayExecutor:
                     ended = replies.lost(f"worker {rank} of {self._spec.name} ended: {error}")
                     raise ended from error
                 except RayError as error:  # what it returned cannot be sent, or the call not read
-                    replies.add(rank, Reply(failure=describe(error)))
+                    replies.add(rank, WorkerReply(failure=describe(error)))
         return replies.of
 
     def _kill(self) -> None:
@@ -141,14 +154,14 @@ class RayExecutor:
 class _Actor:
     """A worker's process."""
 
-    def build(self, spec: WorkerSpec, environment: Mapping[str, str]) -> Reply:
+    def build(self, spec: WorkerSpec, environment: Mapping[str, str]) -> WorkerReply:
         try:
-            self._host = Host(spec, environment)
+            self._host = WorkerHost(spec, environment)
         except Exception as error:  # noqa: BLE001 -- the driver raises it
-            return Reply(failure=describe(error))
-        return Reply(os.getpid())
+            return WorkerReply(failure=describe(error))
+        return WorkerReply(os.getpid())
 
-    def answer(self, method: str, call: Call) -> Reply:
+    def answer(self, method: str, call: WorkerCall) -> WorkerReply:
         return self._host.answer(method, call)
 
     def leave(self) -> None:

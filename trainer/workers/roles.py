@@ -2,9 +2,9 @@
 
     actor, rollout, ref, actor_rollout, actor_rollout_ref    ActorRolloutRefWorker
     critic                                                   CriticWorker
-    reward                                                   RewardWorker
+    reward                                                   RewardWorker (`reward_worker`)
 
-Batches are padded (`trainer.workers.padded`); a loss is the mean over the tokens of all ranks, whatever
+Batches are padded (`trainer.workers.padding`); a loss is the mean over the tokens of all ranks, whatever
 rows a rank has and however they are packed.
 """
 
@@ -18,51 +18,28 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from headway.contracts.config.critic import ValueModelConfig
-from headway.contracts.config.model import TrainedModelConfig
-from headway.contracts.config.optimizer import OptimizerConfig
+from headway.contracts.config.critic import CriticConfig, ValueModelConfig
+from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.workers import WorkersConfig
 from headway.contracts.errors import ConfigError, DataError
 from headway.contracts.types import LLMRequest, LLMResponse
-from trainer.api import MicroBatchSpec, SaveLoadMeta, TrainEngine
-from trainer.backends.base import make_engine
+from trainer.api import SaveLoadMeta, TrainEngine
 from trainer.batching.sequences import SequenceBatch
+from trainer.hybrid.handover import Handover
 from trainer.interfaces.frozen_model import FrozenModel
 from trainer.interfaces.ppo_actor import PPOActor
 from trainer.interfaces.ppo_critic import PPOCritic
-from trainer.interfaces.rw import score_sequences
+from trainer.workers.data_proto import DataProto
 from trainer.workers.dispatch import Dispatch, register
-from trainer.workers.notes import EPOCHS, SAMPLING, TEMPERATURE, noted
-from trainer.workers.padded import sequence_columns, to_responses, to_sequences
-from trainer.workers.proto import DataProto
+from trainer.workers.meta_keys import EPOCHS, SAMPLING, TEMPERATURE, meta_value
+from trainer.workers.model_worker import ModelWorker, unwrapped
+from trainer.workers.padding import sequence_columns, to_responses, to_sequences
 from trainer.workers.rollouts import RolloutEngine, make_rollout_engine
-from trainer.workers.worker import Worker
 
 Role = Literal["actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref"]
-Figures = dict[str, float]
+Metrics = dict[str, float]
 
-_ACTOR, _CRITIC, _NUMBERS = "actor", "critic", "normalizer.json"
-
-
-class ModelWorker(Worker):
-    """What all roles share."""
-
-    def __init__(self, config: WorkersConfig) -> None:
-        super().__init__()
-        if config.trainer.num_threads is not None:
-            torch.set_num_threads(config.trainer.num_threads)
-        self._config = config
-        self._mb_spec = MicroBatchSpec(config.trainer.max_tokens_per_mb)
-
-    def _load(
-        self, model: TrainedModelConfig, optimizer: OptimizerConfig | None = None
-    ) -> TrainEngine:
-        """A model; one without an optimizer is never trained."""
-        # An optimizer that never steps holds nothing.
-        chosen = optimizer or OptimizerConfig()
-        engine = make_engine(self._config, self.topology, None, model, chosen)
-        engine.initialize(None, None)
-        return engine
+_NUMBERS = "normalizer.json"
 
 
 class ActorRolloutRefWorker(ModelWorker):
@@ -98,7 +75,7 @@ class ActorRolloutRefWorker(ModelWorker):
         if "ref" in self._parts:
             self._reference = self._make_reference()
         if "rollout" in self._parts and self._policy is not None:
-            self._rollout = make_rollout_engine(config, self._policy, self.topology)
+            self._rollout = make_rollout_engine(config, unwrapped(self._policy), self.topology)
 
     @register()
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -106,35 +83,33 @@ class ActorRolloutRefWorker(ModelWorker):
 
         Args:
             prompts: `prompts` [B, P] token ids padded on the left, `prompt_mask` [B, P]; if there,
-                `seeds` [B], of each row's sampling. Note `sampling` replaces the configured one.
+                `seeds` [B], of each row's sampling, and `max_new_tokens` [B], at most the configured
+                one. Note `sampling` replaces the configured one.
         Returns:
             Those of `sequence_columns`, with R = `max_new_tokens`, `rollout_log_probs` [B, R], and
             `truncated` [B] bool, it ran into a limit; the columns of the prompts besides.
         """
         if self._rollout is None:
             raise self._not_mine("generate_sequences", "rollout")
-        generation = self._config.generation
-        sampling = prompts.meta.get(SAMPLING, generation.sampling)
+        sampling = prompts.meta.get(SAMPLING, self._config.sampling)
         ids, mask = prompts["prompts"], prompts["prompt_mask"].bool()
-        seeds = (
-            prompts["seeds"].tolist() if "seeds" in prompts.tensors else [sampling.seed] * len(ids)
-        )
         requests = [
             LLMRequest(
                 rid=f"row-{self.topology.rank}-{row}",
                 input_ids=tuple(ids[row][mask[row]].tolist()),
-                gconfig=sampling.model_copy(update={"seed": seed}),
+                gconfig=sampling.model_copy(update=changes),
             )
-            for row, seed in enumerate(seeds)
+            for row, changes in enumerate(_own_sampling(prompts, sampling))
         ]
-        responses = self._rollout.generate(requests)
-        width = sampling.max_new_tokens
-        columns = _response_columns(ids, mask, responses, width, generation.pad_token_id)
+        with self._on_device(self._generating()):
+            responses = self._rollout.generate(requests)
+        width, pad = sampling.max_new_tokens, self._config.generation.pad_token_id
+        columns = _response_columns(ids, mask, responses, width, pad)
         return prompts.with_columns(**columns)
 
     @register()
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """What the policy says of responses before it learns from them.
+        """Compute the policy's logprobs of responses before it learns from them.
 
         Args:
             batch: of `to_sequences`; note `temperature`.
@@ -142,12 +117,13 @@ class ActorRolloutRefWorker(ModelWorker):
             `old_log_probs` and `entropys` [B, R], 0 outside of the response mask.
         """
         actor = self._actor(batch, "compute_log_prob")
-        logprobs, entropy = actor.infer(to_sequences(batch)).unbind(-1)
+        with self._on_device(self._generating()):
+            logprobs, entropy = actor.infer(to_sequences(batch)).unbind(-1)
         return DataProto(to_responses(batch, {"old_log_probs": logprobs, "entropys": entropy}))
 
     @register()
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """What the reference says of responses.
+        """Compute the reference's logprobs of responses.
 
         Args:
             batch: of `to_sequences`; note `temperature`.
@@ -157,13 +133,14 @@ class ActorRolloutRefWorker(ModelWorker):
         if self._reference is None:
             raise self._not_mine("compute_ref_log_prob", "ref")
         engine, is_base = self._reference
-        temperature = noted(batch, TEMPERATURE, "compute_ref_log_prob")
+        temperature = meta_value(batch, TEMPERATURE, "compute_ref_log_prob")
         reference = FrozenModel(engine, self.topology, self._mb_spec, temperature, "", is_base)
-        logprobs = reference.infer(to_sequences(batch))
+        with self._on_device(engine):
+            logprobs = reference.infer(to_sequences(batch))
         return DataProto(to_responses(batch, {"ref_log_prob": logprobs}))
 
     @register(Dispatch.DP_COMPUTE_MINI_BATCHES)
-    def update_actor(self, parts: Sequence[DataProto]) -> Figures:
+    def update_actor(self, parts: Sequence[DataProto]) -> Metrics:
         """One optimizer step per mini-batch and epoch; the learning rate moves once.
 
         Args:
@@ -171,29 +148,42 @@ class ActorRolloutRefWorker(ModelWorker):
                 `advantages` [B, R]; `rollout_log_probs` where `algorithm.decoupled`, `ref_log_prob` where
                 the KL is in the loss. Notes `temperature`; `mini_batch_size`, `shuffle_seed`, `epochs`.
         Returns:
-            Figures of `policy_loss` and of the optimizer: means over tokens in the loss, and over steps.
+            Metrics of `policy_loss` and of the optimizer: means over tokens in the loss, and over steps.
         """
         actor = self._actor(parts[0], "update_actor", is_update=True)
         shares = [self._policy_columns(part) for part in parts]
-        figures = actor.train_parts(shares * parts[0].meta.get(EPOCHS, 1))
-        self._trained("update_actor").step_lr_scheduler()
-        return figures
+        epochs = parts[0].meta.get(EPOCHS, self._config.algorithm.num_epochs)
+        engine = self._trained("update_actor")
+        with self._on_device(engine, with_optimizer=True):
+            metrics = actor.train_parts(shares * epochs)
+            engine.step_lr_scheduler()
+        return metrics
+
+    @register(Dispatch.DIRECT_ROLLOUT_METHOD)
+    def last_handover(self) -> Handover | None:
+        """Return the cost of the last transfer of weights to generation on this worker."""
+        return None if self._rollout is None else self._rollout.handover
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:
-        """Store the policy with its optimizer below a folder that all ranks share."""
+        """Store the policy with its optimizer in a folder that all ranks share."""
         engine = self._trained("save_checkpoint")
-        engine.save(SaveLoadMeta(str(Path(folder) / _ACTOR))).result()
+        with self._on_device(engine, with_optimizer=True):
+            engine.save(SaveLoadMeta(folder)).result()
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
         """Restore what `save_checkpoint` stored, on any number of ranks."""
-        self._trained("load_checkpoint").load(SaveLoadMeta(str(Path(folder) / _ACTOR)))
+        engine = self._trained("load_checkpoint")
+        with self._on_device(engine, with_optimizer=True):
+            engine.load(SaveLoadMeta(folder))
 
     @register(Dispatch.ONE_TO_ALL)
     def export_model(self, folder: str) -> None:
         """Write the policy as a Hugging Face directory."""
-        self._trained("export_model").save(SaveLoadMeta(folder, weight_format="hf")).result()
+        engine = self._trained("export_model")
+        with self._on_device(engine):
+            engine.save(SaveLoadMeta(folder, weight_format="hf")).result()
 
     def close(self) -> None:
         if self._rollout is not None:
@@ -215,9 +205,16 @@ class ActorRolloutRefWorker(ModelWorker):
         wanted = {"actor"} if is_update else {"actor", "rollout"}
         if self._policy is None or not self._parts & wanted:
             raise self._not_mine(method, "actor")
-        temperature = noted(batch, TEMPERATURE, method)
-        algorithm = self._config.algorithm
-        return PPOActor(self._policy, self.topology, algorithm, self._mb_spec, temperature)
+        temperature = meta_value(batch, TEMPERATURE, method)
+        config = self._config
+        return PPOActor(
+            self._policy,
+            self.topology,
+            config.algorithm,
+            self._mb_spec,
+            temperature,
+            config.trainer.token_normalize_scope,
+        )
 
     def _policy_columns(self, part: DataProto) -> SequenceBatch:
         algorithm = self._config.algorithm
@@ -230,6 +227,10 @@ class ActorRolloutRefWorker(ModelWorker):
         if "behaviour_logprobs" not in share.columns:
             share = share.with_columns(behaviour_logprobs=share["proximal_logprobs"])
         return share
+
+    def _generating(self) -> TrainEngine:
+        assert self._policy is not None  # the callers have refused workers without one
+        return self._policy
 
     def _trained(self, method: str) -> TrainEngine:
         if self._policy is None or "actor" not in self._parts:
@@ -247,39 +248,43 @@ class CriticWorker(ModelWorker):
 
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__(config)
+        self._settings = config.critic or CriticConfig()
         self._engine: TrainEngine | None = None
         self._critic: PPOCritic | None = None
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the critic, or put a scalar head on the policy's model."""
-        config = self._config
-        model = config.critic.model
+        config, critic = self._config, self._settings
+        model = critic.model
         if model is None:
             model = ValueModelConfig(**{**config.model.model_dump(), "head": "value"})
-        self._engine = self._load(model, config.critic.optimizer)
-        self._critic = PPOCritic(self._engine, self.topology, config.critic, self._mb_spec)
+        self._engine = self._load(model, critic.optimizer)
+        scope = config.trainer.token_normalize_scope
+        self._critic = PPOCritic(self._engine, self.topology, critic, self._mb_spec, scope=scope)
 
     @register()
     def compute_values(self, batch: DataProto) -> DataProto:
-        """What each state is worth.
+        """Compute the value of each state.
 
         Args:
             batch: of `to_sequences`.
         Returns:
             `values` [B, R] of the states that tokens were sampled in, and `final_values` [B] of those
-            after the last token, in units of the rewards; `normalized_values` [B, R] as said.
+            after the last token, in units of the rewards; `normalized_values` [B, R] as
+            computed.
         """
-        critic = self._ready("compute_values")
+        engine, critic = self._ready("compute_values")
         packed = to_sequences(batch)
-        said = critic.infer(packed)
-        values = critic.denormalize(said)
+        with self._on_device(engine):
+            normalized = critic.infer(packed)
+        values = critic.denormalize(normalized)
         ends = torch.tensor(packed.lengths).cumsum(0) - 1
-        columns = to_responses(batch, {"values": values, "normalized_values": said})
+        columns = to_responses(batch, {"values": values, "normalized_values": normalized})
         return DataProto({**columns, "final_values": values[ends]})
 
     @register(Dispatch.DP_COMPUTE_MINI_BATCHES)
-    def update_critic(self, parts: Sequence[DataProto]) -> Figures:
+    def update_critic(self, parts: Sequence[DataProto]) -> Metrics:
         """One optimizer step per mini-batch and epoch; the learning rate moves once.
 
         Args:
@@ -288,76 +293,45 @@ class CriticWorker(ModelWorker):
         Returns:
             Those of `PPOCritic.train_step`.
         """
-        critic = self._ready("update_critic")
+        engine, critic = self._ready("update_critic")
         for part in parts:
             _check_there(part, ["returns", "values", "normalized_values"], "update_critic")
         shares = [to_sequences(part) for part in parts]
-        figures = critic.train_parts(shares, parts[0].meta.get(EPOCHS, 1))
-        if self._engine is not None:
-            self._engine.step_lr_scheduler()
-        return figures
+        with self._on_device(engine, with_optimizer=True):
+            epochs = parts[0].meta.get(EPOCHS, self._settings.num_epochs)
+            metrics = critic.train_parts(shares, epochs)
+            engine.step_lr_scheduler()
+        return metrics
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:
-        """Store the critic with its optimizer and normaliser below a folder that all ranks share."""
-        critic, place = self._ready("save_checkpoint"), Path(folder)
-        if self._engine is not None:
-            self._engine.save(SaveLoadMeta(str(place / _CRITIC))).result()
+        """Store the critic with its optimizer and normaliser in a folder that all ranks share."""
+        engine, critic = self._ready("save_checkpoint")
+        with self._on_device(engine, with_optimizer=True):
+            engine.save(SaveLoadMeta(folder)).result()
         if critic.normalizer is not None and self.topology.is_main:
-            (place / _NUMBERS).write_text(json.dumps(critic.normalizer.state_dict()))
+            (Path(folder) / _NUMBERS).write_text(json.dumps(critic.normalizer.state_dict()))
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
         """Restore what `save_checkpoint` stored, on any number of ranks."""
-        critic, place = self._ready("load_checkpoint"), Path(folder)
-        if self._engine is not None:
-            self._engine.load(SaveLoadMeta(str(place / _CRITIC)))
+        engine, critic = self._ready("load_checkpoint")
+        with self._on_device(engine, with_optimizer=True):
+            engine.load(SaveLoadMeta(folder))
         if critic.normalizer is not None:
-            critic.normalizer.load_state_dict(json.loads((place / _NUMBERS).read_text()))
-
-    def _ready(self, method: str) -> PPOCritic:
-        if self._critic is None:
-            raise ConfigError(f"{method} came before init_model; call that first")
-        return self._critic
-
-
-class RewardWorker(ModelWorker):
-    """A reward model: a scalar head, asked once per sequence."""
-
-    def __init__(self, config: WorkersConfig) -> None:
-        super().__init__(config)
-        self._engine: TrainEngine | None = None
+            critic.normalizer.load_state_dict(json.loads((Path(folder) / _NUMBERS).read_text()))
 
     @register(Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        """Load `reward_model`.
+    def export_model(self, folder: str) -> None:
+        """Write the critic as a Hugging Face directory."""
+        engine, _ = self._ready("export_model")
+        with self._on_device(engine):
+            engine.save(SaveLoadMeta(folder, weight_format="hf")).result()
 
-        Raises:
-            ConfigError: none is configured.
-        """
-        if self._config.reward_model is None:
-            raise ConfigError("the role reward has no model; set reward_model")
-        self._engine = self._load(self._config.reward_model)
-
-    @register()
-    def compute_rm_score(self, batch: DataProto) -> DataProto:
-        """What the model says of each sequence as a whole; it reads the policy's tokens.
-
-        Args:
-            batch: of `to_sequences`.
-        Returns:
-            `scores` [B], and `rm_scores` [B, R], the score at the last token of the response, else 0.
-        """
-        if self._engine is None:
-            raise ConfigError("compute_rm_score came before init_model; call that first")
-        packed = to_sequences(batch)
-        ones = [1] * len(packed.lengths)
-        scores: Tensor = self._engine.forward(packed, self._mb_spec, ones, score_sequences)
-        width = batch["response_mask"].shape[1]
-        attended = batch["attention_mask"][:, -width:]
-        last = (attended * torch.arange(1, width + 1)).argmax(1)
-        at_end = torch.zeros(len(scores), width).scatter_(1, last[:, None], scores[:, None].float())
-        return DataProto({"scores": scores, "rm_scores": at_end * attended})
+    def _ready(self, method: str) -> tuple[TrainEngine, PPOCritic]:
+        if self._engine is None or self._critic is None:
+            raise ConfigError(f"{method} came before init_model; call that first")
+        return self._engine, self._critic
 
 
 def _check_there(batch: DataProto, names: Sequence[str], method: str) -> None:
@@ -368,10 +342,23 @@ def _check_there(batch: DataProto, names: Sequence[str], method: str) -> None:
         )
 
 
+def _own_sampling(prompts: DataProto, sampling: SamplingConfig) -> list[dict[str, object]]:
+    """Return for each row the sampling parameters that are its own."""
+    count = len(prompts["prompts"])
+    seeds, limits = [sampling.seed] * count, [sampling.max_new_tokens] * count
+    if "seeds" in prompts.tensors:
+        seeds = prompts["seeds"].tolist()
+    if "max_new_tokens" in prompts.tensors:
+        limits = prompts["max_new_tokens"].clamp(max=sampling.max_new_tokens).tolist()
+    return [
+        {"seed": seed, "max_new_tokens": limit} for seed, limit in zip(seeds, limits, strict=True)
+    ]
+
+
 def _response_columns(
     prompts: Tensor, mask: Tensor, responses: Sequence[LLMResponse], width: int, pad: int
 ) -> dict[str, Tensor]:
-    """Of what was generated, padded to `width`."""
+    """Return the columns of the generated responses, padded to `width`."""
     tokens = torch.full((len(prompts), width), pad, dtype=torch.int64)
     logprobs = torch.zeros(len(prompts), width)
     lengths = torch.tensor([len(response.output_tokens) for response in responses])

@@ -1,4 +1,4 @@
-"""What generates for the role rollout: an engine by name, with the policy's weights of this moment."""
+"""Generators of the role rollout: an engine by name, with the policy's current weights."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ from headway.contracts.registry import Registry
 from headway.contracts.types import LLMRequest, LLMResponse
 from trainer.api import MicroBatchSpec, ModelOutput, TrainEngine
 from trainer.batching.sequences import SequenceBatch
+from trainer.hybrid.handover import Handover
 from trainer.topology import Topology
 
 
 class RolloutEngine(Protocol):
     """Generates on all ranks of a group."""
+
+    @property
+    def handover(self) -> Handover | None:
+        """Cost of the last transfer of weights to it; None if it needs none."""
 
     def generate(self, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
         """The responses to this rank's requests, in their order; collective.
@@ -58,7 +63,7 @@ def make_rollout_engine(
 
 
 @dataclass(slots=True)
-class _Row:
+class _GrowingRow:
     """A sequence as it grows."""
 
     request: LLMRequest
@@ -101,10 +106,13 @@ class ForwardRollout:
         begin = time.perf_counter()
         for request in requests:
             _refuse_others(request.gconfig)
-        rows = [_Row(request, list(request.input_ids), _generator(request)) for request in requests]
+        rows = [
+            _GrowingRow(request, list(request.input_ids), _generator(request))
+            for request in requests
+        ]
         for row in rows:
             _end(row)
-        # Ranks that are done go on with the others, who need them in the engine's collectives.
+        # Ranks that are done go on with the others, which need them in the engine's collectives.
         while self._topology.max(sum(row.stop_reason is None for row in rows)):
             active = [row for row in rows if row.stop_reason is None]
             logits = self._last_logits(active or rows[:1])
@@ -113,10 +121,14 @@ class ForwardRollout:
                 _end(row)
         return [_response(row, time.perf_counter() - begin) for row in rows]
 
+    @property
+    def handover(self) -> None:
+        return None
+
     def close(self) -> None:
         """It holds nothing."""
 
-    def _last_logits(self, rows: Sequence[_Row]) -> Tensor:
+    def _last_logits(self, rows: Sequence[_GrowingRow]) -> Tensor:
         """[N, V] of the token that comes next."""
         lengths = tuple(len(row.ids) for row in rows)
         batch = SequenceBatch(
@@ -132,7 +144,7 @@ def _last_rows(output: ModelOutput, batch: SequenceBatch) -> Tensor:
     return output.logits()[ends].float()
 
 
-def _sample(row: _Row, scores: Tensor) -> None:
+def _sample(row: _GrowingRow, scores: Tensor) -> None:
     wanted = row.request.gconfig
     if row.num_new < wanted.min_new_tokens:
         scores = scores.index_fill(
@@ -148,7 +160,7 @@ def _sample(row: _Row, scores: Tensor) -> None:
     row.logprobs.append(float(logprobs[token]))
 
 
-def _end(row: _Row) -> None:
+def _end(row: _GrowingRow) -> None:
     wanted = row.request.gconfig
     is_stop = row.num_new > wanted.min_new_tokens and row.ids[-1] in wanted.stop_token_ids
     if is_stop:
@@ -166,7 +178,7 @@ def _generator(request: LLMRequest) -> torch.Generator:
     return generator
 
 
-def _response(row: _Row, seconds: float) -> LLMResponse:
+def _response(row: _GrowingRow, seconds: float) -> LLMResponse:
     return LLMResponse(
         rid=row.request.rid,
         output_tokens=row.ids[len(row.request.input_ids) :],

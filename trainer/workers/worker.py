@@ -1,58 +1,79 @@
-"""The worker's side of a group: the base class of workers, and the one who calls their methods."""
+"""The worker's side of a group: the base class of workers, and the loop that calls their methods."""
 
 from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from headway.contracts.config.model import Device
 from headway.contracts.errors import ErrorBody, ServiceError, WorkerError
 from trainer.topology import Topology
-from trainer.workers.dispatch import Call, Dispatch, MeshPlace, register
+from trainer.workers.dispatch import Dispatch, MeshPlace, WorkerCall, register
+from trainer.workers.profiling import WorkerProfiler
 
 MESH_PLACE = "mesh_place"
 
 
 class Worker:
-    """One rank of a role. Its process is told by the environment who it is, as by torchrun."""
+    """One rank of a role. Its process reads its rank from the environment, as with torchrun."""
 
-    def __init__(self) -> None:
-        self.topology = Topology.from_environment()
+    def __init__(self, device: Device = "auto") -> None:
+        self.topology = Topology.from_environment(device)
         self._places: dict[str, MeshPlace] = {}
+        self._profiler = WorkerProfiler()
 
     def place_in_mesh(self, mesh: str, place: MeshPlace) -> None:
-        """Say which rows this worker works on in methods that are registered with `mesh_mode(mesh)`."""
+        """Set which rows this worker works on in methods that are registered with `mesh_mode(mesh)`."""
         self._places[mesh] = place
 
     @register(Dispatch.ONE_TO_ALL)
     def mesh_place(self, mesh: str) -> MeshPlace:
-        """Where this worker is in a mesh; each for itself, unless it said otherwise."""
+        """Return this worker's place in a mesh; unless it was set, every worker has rows of its own."""
         return self._places.get(mesh, MeshPlace(self.topology.rank))
 
+    @register(Dispatch.ONE_TO_ALL)
+    def start_profile(self, ranks: Sequence[int]) -> None:
+        """Begin a profile of the processes of these ranks."""
+        if self.topology.rank in ranks:
+            self._profiler.start()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def stop_profile(self, folder: str) -> None:
+        """End the profile, and write it as `rank-N.json` into a folder."""
+        self._profiler.stop(Path(folder) / f"rank-{self.topology.rank}.json")
+
     def close(self) -> None:
-        """The last call."""
+        """Leave the process group; the last call."""
         self.topology.leave()
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What to build in every process; all of it can be pickled."""
+    """Worker to build in every process; all of it can be pickled."""
 
-    worker: type[Worker]
+    worker: type[Any]
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """Of the class."""
+        """Name of the worker class."""
         return self.worker.__name__
+
+    def build(self) -> Any:
+        """Build the worker, in its process."""
+        return self.worker(*self.args, **self.kwargs)
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """What a worker raised, in words that every process understands."""
+class WorkerFailure:
+    """Exception of a worker, in a form that every process can read."""
 
     body: ErrorBody
     where: str
@@ -66,44 +87,45 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class WorkerReply:
     """A result, or a failure."""
 
     result: Any = None
-    failure: Failure | None = None
+    failure: WorkerFailure | None = None
 
 
-class Host:
+class WorkerHost:
     """Builds a worker, and calls it."""
 
     def __init__(self, spec: WorkerSpec, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
-        self._worker = spec.worker(*spec.args, **spec.kwargs)
+        self._worker = spec.build()
 
-    def answer(self, method: str, call: Call) -> Reply:
+    def answer(self, method: str, call: WorkerCall) -> WorkerReply:
         """Never raises."""
         try:
-            return Reply(getattr(self._worker, method)(*call.args, **call.kwargs))
+            with torch.profiler.record_function(method):
+                return WorkerReply(getattr(self._worker, method)(*call.args, **call.kwargs))
         except Exception as error:  # noqa: BLE001 -- the driver raises it
-            return Reply(failure=describe(error))
+            return WorkerReply(failure=describe(error))
 
     def close(self) -> None:
         """Let the worker go."""
         self._worker.close()
 
 
-def describe(error: Exception) -> Failure:
-    """In words."""
+def describe(error: Exception) -> WorkerFailure:
+    """Convert an exception to a failure that every process can read."""
     where = "".join(traceback.format_exception(error))
     if not isinstance(error, ServiceError):
         error = WorkerError(f"{type(error).__name__}: {error}")
-    return Failure(error.to_body(), where)
+    return WorkerFailure(error.to_body(), where)
 
 
 def rank_environment(
     rank: int, local_rank: int, world_size: int, store: tuple[str, int]
 ) -> dict[str, str]:
-    """What torchrun would set; the store is the driver's."""
+    """Return the variables that torchrun would set; the store is the driver's."""
     host, port = store
     return {
         "RANK": str(rank),

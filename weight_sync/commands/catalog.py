@@ -1,6 +1,6 @@
 """The versions at a place, as an onlooker sees them: nothing is locked, written or waited for.
 
-A publisher may be writing and deleting all the while: what is not there any more is None.
+A publisher may be writing and deleting meanwhile: a deleted file is None.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from weight_sync.manifest import (
     parse_part,
     part_name,
 )
-from weight_sync.store import ANNOUNCEMENT_NAME, Announcement, Place, version_name, versions_in
+from weight_sync.store import ANNOUNCEMENT_NAME, Announcement, BlobReader, version_name, versions_in
 from weight_sync.transports.base import SCHEMES, local_path, scheme_of
-from weight_sync.transports.disk import LOCK_NAME, open_place
-from weight_sync.transports.recycling import Mappings
-from weight_sync.transports.shared_memory import SharedMemoryPlace
+from weight_sync.transports.blob_reuse import Mappings
+from weight_sync.transports.disk import LOCK_NAME, open_reader
+from weight_sync.transports.shared_memory import SharedMemoryReader
 
 LISTED = ("disk", "shared_memory")
-"""Transports whose versions lie somewhere."""
+"""Transports that store versions in a directory."""
 _OWNER = re.compile(r"process (\d+) on (.+)")
 
 
@@ -47,8 +47,8 @@ class Catalog:
         transport = SCHEMES.get(scheme_of(root), "disk")
         if transport not in LISTED:
             raise ConfigError(
-                f"{root}: what comes over {transport} cannot be listed; name the directory in which "
-                "the versions lie (weight_sync.root), on the machine that holds it"
+                f"{root}: what comes over {transport} cannot be listed; name the directory of "
+                "the versions (weight_sync.root), on the machine that holds it"
             )
         folder = local_path(root)
         self.root = root
@@ -65,7 +65,7 @@ class Catalog:
         self._check()
 
     def versions(self) -> list[PolicyVersion]:
-        """Also those that are not complete; oldest first."""
+        """Return all versions, incomplete ones too; oldest first."""
         return versions_in(self._names())
 
     def text(self, version: PolicyVersion, name: str) -> bytes | None:
@@ -97,14 +97,14 @@ class Catalog:
         return manifest
 
     def announcement(self, version: PolicyVersion) -> Announcement | None:
-        """What an incomplete version will be; None if it does not say."""
+        """Return the announcement of an incomplete version; None if it has no valid one."""
         text = self.text(version, ANNOUNCEMENT_NAME)
         with suppress(ValidationError):
             return None if text is None else Announcement.model_validate_json(text)
         return None
 
     def parts(self, version: PolicyVersion) -> Iterator[TensorEntry]:
-        """What an incomplete version has so far."""
+        """Yield the entries of an incomplete version so far."""
         number = 0
         while (part := self.text(version, part_name(number))) is not None:
             yield from parse_part(part, f"{self.path_of(version)}/{part_name(number)}")
@@ -124,11 +124,11 @@ class Catalog:
             return int(self._fs.du(f"{self._base}/{version_name(version)}"))
         return 0
 
-    def place(self, version: PolicyVersion) -> Place:
-        """Reads the blobs of a version; in shared memory they are not written over meanwhile."""
+    def open(self, version: PolicyVersion) -> BlobReader:
+        """Open a version for reading; in shared memory its blobs are not overwritten meanwhile."""
         if self._is_shared and self.folder is not None:
-            return SharedMemoryPlace(self.folder / version_name(version), self._mappings)
-        return open_place(self.path_of(version))
+            return SharedMemoryReader(self.folder / version_name(version), self._mappings)
+        return open_reader(self.path_of(version))
 
     def path_of(self, version: PolicyVersion) -> str:
         """Directory or URL of a version."""
@@ -136,7 +136,7 @@ class Catalog:
         return f"{at}/{version_name(version)}"
 
     def publisher(self) -> str | None:
-        """Who is publishing here, as far as this machine can tell."""
+        """Return the process that is publishing here, as far as this machine can tell."""
         if self.folder is None:
             return None
         lock = self.folder / LOCK_NAME
@@ -151,7 +151,7 @@ class Catalog:
             raise ConfigError(f"{self.root} is no directory of versions; name weight_sync.root")
         names = self._names()
         if MANIFEST_NAME in names or ANNOUNCEMENT_NAME in names:
-            raise ConfigError(f"{self.root} is one version; name the directory that it lies in")
+            raise ConfigError(f"{self.root} is one version; name the directory that contains it")
         if LOCK_NAME not in names and not versions_in(names):
             raise ConfigError(f"{self.root} holds no versions; name weight_sync.root")
 
@@ -176,7 +176,9 @@ class Catalog:
 
 
 def _holds(process: int, lock: Path) -> bool:
-    """Whether a process of this machine has the lock's file open; alive is enough if it hides that."""
+    """True if a process of this machine has the lock's file open, or is alive and hides its open
+    files.
+    """
     files = Path(f"/proc/{process}/fd")
     wanted = lock.stat()
     try:

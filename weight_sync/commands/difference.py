@@ -10,7 +10,7 @@ import torch
 from headway.contracts.types import PolicyVersion
 from weight_sync.commands.catalog import Catalog
 from weight_sync.commands.output import print_json, print_line, print_table
-from weight_sync.commands.values import Values
+from weight_sync.commands.tensor_values import VersionTensors
 
 PART = 1 << 22
 """Elements compared at once, in float64."""
@@ -19,7 +19,7 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class TensorChange:
     """One tensor that both versions have, in one shape and type."""
 
     name: str
@@ -38,7 +38,7 @@ def print_difference(
 ) -> None:
     """Compare two versions of a root."""
     catalog = Catalog(root)
-    before, after = Values(catalog, old), Values(catalog, new)
+    before, after = VersionTensors(catalog, old), VersionTensors(catalog, new)
     had, has = before.kinds(), after.kinds()
     common = [name for name in has if had.get(name) == has[name]]
     changes = sorted(
@@ -71,7 +71,7 @@ def print_difference(
     print_line(_summary(old, new, changes, len(shown)))
 
 
-def _compare(name: str, before: torch.Tensor, after: torch.Tensor) -> Change:
+def _compare(name: str, before: torch.Tensor, after: torch.Tensor) -> TensorChange:
     old, new = before.reshape(-1), after.reshape(-1)
     bits = _BITS[old.itemsize]
     num_changed, largest, change, norm = 0, 0.0, 0.0, 0.0
@@ -86,7 +86,7 @@ def _compare(name: str, before: torch.Tensor, after: torch.Tensor) -> Change:
         norm += float(exact.square().sum())
         if math.isnan(largest):
             break
-    return Change(
+    return TensorChange(
         name=name,
         shape=tuple(before.shape),
         num_changed=num_changed,
@@ -103,12 +103,12 @@ def _ratio(change: float, norm: float) -> float | None:
     return ratio if math.isfinite(ratio) else None
 
 
-def _order(change: Change) -> tuple[float, int, str]:
+def _order(change: TensorChange) -> tuple[float, int, str]:
     size = math.inf if change.relative_l2 is None else change.relative_l2
     return -size, -change.num_changed, change.name
 
 
-def _cells(change: Change) -> list[str]:
+def _cells(change: TensorChange) -> list[str]:
     share = change.num_changed / change.num_elements if change.num_elements else 0.0
     return [
         change.name,
@@ -124,7 +124,9 @@ def _kind(kind: tuple[tuple[int, ...], str]) -> str:
     return f"{kind[1]} {list(kind[0])}"
 
 
-def _summary(old: PolicyVersion, new: PolicyVersion, changes: list[Change], shown: int) -> str:
+def _summary(
+    old: PolicyVersion, new: PolicyVersion, changes: list[TensorChange], shown: int
+) -> str:
     changed = sum(change.num_changed for change in changes)
     elements = sum(change.num_elements for change in changes)
     touched = sum(change.num_changed > 0 for change in changes)

@@ -12,7 +12,7 @@ from headway.contracts.errors import SyncError
 from headway.contracts.types import PolicyVersion
 from weight_sync.commands.catalog import Catalog
 from weight_sync.commands.output import print_json, print_table, readable_bytes
-from weight_sync.commands.values import plain_bytes
+from weight_sync.commands.tensor_values import plain_bytes
 from weight_sync.manifest import Manifest, TensorEntry
 
 RECENT_S = 60.0
@@ -35,7 +35,7 @@ Manifests = Mapping[PolicyVersion, Manifest]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class VersionRow:
     """One version."""
 
     version: PolicyVersion
@@ -63,7 +63,7 @@ def list_versions(root: str, as_json: bool) -> None:
     print_table(COLUMNS, [_cells(row) for row in rows], left=3)
 
 
-def rows_of(catalog: Catalog) -> list[Row]:
+def rows_of(catalog: Catalog) -> list[VersionRow]:
     """All versions, oldest first."""
     manifests: dict[PolicyVersion, Manifest] = {}
     damaged = set()
@@ -79,7 +79,7 @@ def rows_of(catalog: Catalog) -> list[Row]:
     rows = []
     for version in versions:
         if version in damaged:
-            rows.append(Row(version, "damaged", written_at=catalog.written_at(version)))
+            rows.append(VersionRow(version, "damaged", written_at=catalog.written_at(version)))
         elif version in manifests:
             rows.append(_complete(catalog, manifests, version))
         else:
@@ -88,19 +88,19 @@ def rows_of(catalog: Catalog) -> list[Row]:
 
 
 def state_of(catalog: Catalog, version: PolicyVersion) -> str:
-    """Of a version without a manifest."""
+    """Return the state of a version without a manifest."""
     written_at = catalog.written_at(version)
     is_recent = written_at is not None and time.time() - written_at < RECENT_S
     return "being written" if is_recent or catalog.publisher() else "unfinished"
 
 
-def _complete(catalog: Catalog, manifests: Manifests, version: PolicyVersion) -> Row:
+def _complete(catalog: Catalog, manifests: Manifests, version: PolicyVersion) -> VersionRow:
     manifest = manifests[version]
     bases, is_whole = _bases(manifests, version)
     stored = sum(entry.size for entry in manifest.tensors)
     of_model = manifests[bases[-1]] if manifest.kind == "adapter" and is_whole else manifest
     full = plain_bytes(of_model) if of_model.kind != "adapter" else 0
-    return Row(
+    return VersionRow(
         version=version,
         state="complete" if is_whole else "base missing",
         kind=manifest.kind,
@@ -115,14 +115,14 @@ def _complete(catalog: Catalog, manifests: Manifests, version: PolicyVersion) ->
     )
 
 
-def _incomplete(catalog: Catalog, version: PolicyVersion) -> Row:
+def _incomplete(catalog: Catalog, version: PolicyVersion) -> VersionRow:
     announced = catalog.announcement(version)
     try:
         entries = tuple(catalog.parts(version))
     except SyncError:
         entries = ()
     base = None if announced is None else announced.base
-    return Row(
+    return VersionRow(
         version=version,
         state=state_of(catalog, version),
         kind=None if announced is None else announced.kind,
@@ -135,7 +135,7 @@ def _incomplete(catalog: Catalog, version: PolicyVersion) -> Row:
 
 
 def _bases(manifests: Manifests, version: PolicyVersion) -> tuple[list[PolicyVersion], bool]:
-    """What a version is based on, nearest first, and whether all of it is there."""
+    """Return the versions that a version builds on, nearest first, and whether all of them are there."""
     bases: list[PolicyVersion] = []
     ref = manifests[version].base
     while ref is not None:
@@ -151,7 +151,7 @@ def _parameters(entries: tuple[TensorEntry, ...]) -> int:
     return sum(math.prod(entry.shape) for entry in entries)
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: VersionRow) -> list[str]:
     written = (
         "-"
         if row.written_at is None

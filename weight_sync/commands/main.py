@@ -14,7 +14,7 @@ import click
 from headway.runtime.command_line import Group, VersionType
 
 COMMANDS = "weight_sync.commands"
-ROOT = """ROOT is where the versions lie (weight_sync.root): a directory, shm://DIRECTORY or an fsspec
+ROOT = """ROOT holds the versions (weight_sync.root): a directory, shm://DIRECTORY or an fsspec
     URL. What is served over HTTP cannot be listed: name the directory it is served from."""
 EXAMPLE = """headway weights ls /dev/shm/headway-versions
 headway weights verify s3://bucket/run 7
@@ -47,7 +47,7 @@ def ls(root: str, as_json: bool) -> None:
 @_of_a_root
 @click.argument("versions", metavar="[VERSION]...", nargs=-1, type=VersionType())
 def verify(root: str, versions: Sequence[int], as_json: bool) -> None:
-    """Prove versions against their checksums; fail if one is damaged.
+    """Verify versions against their checksums; fail if one is damaged.
 
     Without VERSION, all that are complete.
     """
@@ -90,6 +90,6 @@ def gc(
     and deletes old ones by itself (weight_sync.keep). An object store has no lock that would tell:
     --no-publisher says that you have looked.
     """
-    import_module(f"{COMMANDS}.collection").collect_garbage(
+    import_module(f"{COMMANDS}.garbage_collection").collect_garbage(
         root, keep, list(kept), dry_run, no_publisher, as_json
     )

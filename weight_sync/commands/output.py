@@ -1,4 +1,4 @@
-"""What the commands print: tables for people, JSON for programs."""
+"""Output of the commands: tables for people, JSON for programs."""
 
 from __future__ import annotations
 

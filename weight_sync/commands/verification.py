@@ -1,4 +1,4 @@
-"""`headway weights verify`: is every version what its manifest says?
+"""`headway weights verify`: check versions against their manifests.
 
 Each stored tensor is read once: a tensor is followed from a full version through all deltas on it
 before the next one is read, so memory holds one tensor per version of a chain.
@@ -20,14 +20,14 @@ from weight_sync.codecs import decode
 from weight_sync.commands.catalog import Catalog
 from weight_sync.commands.listing import state_of
 from weight_sync.commands.output import print_json, print_line, print_table, readable_bytes
-from weight_sync.commands.values import DIFFERENCES
+from weight_sync.commands.tensor_values import DIFFERENCES
 from weight_sync.manifest import (
     MANIFEST_NAME,
     Manifest,
     TensorEntry,
-    tensor_checksum,
+    has_checksum,
 )
-from weight_sync.store import Place, with_bases
+from weight_sync.store import BlobReader, with_bases
 
 """What the safetensors library accepts."""
 
@@ -43,20 +43,20 @@ class Damage:
 
 
 @dataclass(slots=True)
-class Report:
+class VerificationReport:
     """One version."""
 
     version: PolicyVersion
-    state: str = "proven"
-    """proven, damaged, being written, unfinished, deleted (while it was read)"""
+    state: str = "verified"
+    """verified, damaged, being written, unfinished, deleted (while it was read)"""
     num_tensors: int = 0
     stored_bytes: int = 0
-    """What was read of it."""
+    """Number of bytes read."""
     damages: list[Damage] = field(default_factory=list)
 
 
 def verify_versions(root: str, versions: Collection[PolicyVersion], as_json: bool) -> None:
-    """Print what is proven and what is damaged.
+    """Print which versions are verified and which are damaged.
 
     Raises:
         ConfigError: a version that is not there.
@@ -93,23 +93,23 @@ class Verification:
             raise ConfigError(
                 f"{catalog.root} has no version {missing[0]}; there are {_numbers(there)}"
             )
-        self._reports: dict[PolicyVersion, Report] = {}
+        self._reports: dict[PolicyVersion, VerificationReport] = {}
         self._manifests: dict[PolicyVersion, Manifest] = {}
         self._entries: dict[PolicyVersion, dict[str, TensorEntry]] = {}
-        self._places: dict[PolicyVersion, Place] = {}
+        self._readers: dict[PolicyVersion, BlobReader] = {}
         for version in with_bases(versions or there, self._load):
             self._check_base(version)
 
-    def run(self) -> list[Report]:
+    def run(self) -> list[VerificationReport]:
         """Read everything."""
         with ExitStack() as stack:
             for version in self._manifests:
-                self._places[version] = self._catalog.place(version)
-                stack.callback(self._places[version].close)
+                self._readers[version] = self._catalog.open(version)
+                stack.callback(self._readers[version].close)
                 self._check_headers(version)
             for version in self._manifests:
                 if self._is_root(version):
-                    self._prove_tree(version)
+                    self._verify_tree(version)
         for version, report in self._reports.items():
             if report.damages:
                 is_there = self._catalog.text(version, MANIFEST_NAME) is not None
@@ -118,7 +118,7 @@ class Verification:
 
     def _load(self, version: PolicyVersion) -> PolicyVersion | None:
         """Read a manifest; the version that it is based on."""
-        report = self._reports[version] = Report(version)
+        report = self._reports[version] = VerificationReport(version)
         try:
             manifest = self._catalog.manifest(version)
         except SyncError as error:
@@ -131,7 +131,7 @@ class Verification:
         self._manifests[version] = manifest
         self._entries[version] = {entry.name: entry for entry in manifest.tensors}
         if len(self._entries[version]) != len(manifest.tensors):
-            report.damages.append(Damage("a name stands there twice", blob=MANIFEST_NAME))
+            report.damages.append(Damage("a name is there twice", blob=MANIFEST_NAME))
         base = manifest.base
         if base is None:
             return None
@@ -151,7 +151,7 @@ class Verification:
             self._reports[version].damages.append(Damage(problem, blob=MANIFEST_NAME))
 
     def _base_of(self, version: PolicyVersion) -> PolicyVersion | None:
-        """What a version's tensors are differences against."""
+        """Return the version that a version's tensors are differences against."""
         manifest = self._manifests[version]
         if manifest.kind != "delta" or manifest.base is None:
             return None
@@ -161,7 +161,7 @@ class Verification:
     def _is_root(self, version: PolicyVersion) -> bool:
         return self._base_of(version) is None
 
-    def _prove_tree(self, root: PolicyVersion) -> None:
+    def _verify_tree(self, root: PolicyVersion) -> None:
         children: dict[PolicyVersion, list[PolicyVersion]] = {}
         for version in self._manifests:
             base = self._base_of(version)
@@ -187,11 +187,11 @@ class Verification:
             return None
         try:
             if entry.codec in DIFFERENCES and base is None:
-                raise SyncError("what it is a difference against is damaged or not there")
-            payload = self._places[version].read(entry.blob, entry.offset, entry.size)
+                raise SyncError("its base is damaged or missing")
+            payload = self._readers[version].read(entry.blob, entry.offset, entry.size)
             report.stored_bytes += entry.size
             tensor = decode(entry, payload, base)
-            if tensor_checksum(tensor) != entry.checksum:
+            if not has_checksum(tensor, entry.checksum):
                 raise SyncError("it has a wrong checksum")
         except SyncError as error:
             report.damages.append(Damage(error.message, name, entry.blob, entry.offset))
@@ -202,12 +202,12 @@ class Verification:
         """An engine that reads the files goes by their headers, not by the manifest."""
         for blob, entries in by_blob(self._manifests[version]).items():
             try:
-                check_header(self._places[version], blob, entries)
+                check_header(self._readers[version], blob, entries)
             except SyncError as error:
                 self._reports[version].damages.append(Damage(error.message, blob=blob, offset=0))
 
 
-def _print_reports(reports: Iterable[Report], num_bytes: int, seconds: float) -> None:
+def _print_reports(reports: Iterable[VerificationReport], num_bytes: int, seconds: float) -> None:
     reports = list(reports)
     rows = [
         [str(r.version), r.state, str(r.num_tensors), readable_bytes(r.stored_bytes)]
@@ -225,16 +225,16 @@ def _print_reports(reports: Iterable[Report], num_bytes: int, seconds: float) ->
     print_line(f"read {readable_bytes(num_bytes)} in {seconds:.2f} s: {rate:.2f} GB/s")
 
 
-def _raise_for(reports: Iterable[Report], is_named: bool) -> None:
+def _raise_for(reports: Iterable[VerificationReport], is_named: bool) -> None:
     damaged = [report.version for report in reports if report.state == "damaged"]
     if damaged:
         raise SyncError(
-            f"damaged: {_numbers(damaged)}; publish anew, and delete these with their files"
+            f"damaged: {_numbers(damaged)}; publish again, and delete these with their files"
         )
-    absent = [report for report in reports if report.state != "proven"]
+    absent = [report for report in reports if report.state != "verified"]
     if is_named and absent:
         raise SyncError(
-            "not proven: "
+            "not verified: "
             + ", ".join(f"version {report.version} ({report.state})" for report in absent)
         )
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from headway.contracts.config.weight_sync import ReceiverConfig
+from headway.contracts.config.weight_sync import PluginSync, PublishConfig, ReceiverConfig
 from headway.contracts.errors import SyncError
 from headway.contracts.http.paths import WEIGHTS_HELD
 from headway.contracts.registry import Registry
 from headway.contracts.types import WeightUpdateMeta
+from headway.runtime.plugins import plugin_args
 from weight_sync.channel import Source, WeightChannel, WeightPublisher
-from weight_sync.patience import Patience
+from weight_sync.deadline import Deadline
 
 TRANSPORTS: Registry[WeightChannel] = Registry(
     "weight transport",
@@ -30,19 +31,31 @@ SCHEMES = {
     "https": "http",
     "gloo": "collective",
     "nccl": "collective",
+    "ipc": "collective",
 }
-"""Of paths; every other scheme is fsspec's, and so of the transport `disk`."""
+"""Scheme of a path -> transport; every other scheme is an installed package's, or fsspec's and so of
+the transport `disk`.
+"""
 _LOCAL = ("", "file", "shm")
 _PEER_MARK = WEIGHTS_HELD.partition("{")[0]
 
 
 def make_publisher(config: Any) -> WeightPublisher:
-    """The trainer's end that `config.type` names."""
+    """The trainer's end that `config.type` names; a plug-in by its name.
+
+    Raises:
+        UnknownName: no installed package registers the plug-in.
+        ConfigError: its arguments do not fit.
+    """
+    if isinstance(config, PluginSync):
+        channel = TRANSPORTS.get(config.name)
+        shared = config.model_dump(include=set(PublishConfig.model_fields))
+        return channel.make_publisher(plugin_args(channel, config, PublishConfig, shared))
     return TRANSPORTS.get(config.type).make_publisher(config)
 
 
 def open_source(
-    path: str, meta: WeightUpdateMeta, config: ReceiverConfig, patience: Patience
+    path: str, meta: WeightUpdateMeta, config: ReceiverConfig, deadline: Deadline
 ) -> Source:
     """A version at a path, by the transport that its scheme names.
 
@@ -50,14 +63,24 @@ def open_source(
         SyncError: the path is not allowed, or there is no version.
     """
     check_allowed(path, config)
-    channel = TRANSPORTS.get(SCHEMES.get(scheme_of(path), "disk"))
-    return channel.open_source(path, meta, config, patience)
+    channel = TRANSPORTS.get(_transport_of(scheme_of(path)))
+    return channel.open_source(path, meta, config, deadline)
 
 
 def scheme_of(path: str) -> str:
-    """What stands before `:`; empty for a plain path."""
+    """Return the text before `:`; empty for a plain path."""
     head, colon, _ = path.partition(":")
     return head.lower() if colon and "/" not in head else ""
+
+
+def _transport_of(scheme: str) -> str:
+    """Return the name of the transport that brings paths of a scheme."""
+    if scheme in SCHEMES:
+        return SCHEMES[scheme]
+    plugins = set(TRANSPORTS.names()) - set(SCHEMES.values())
+    return next(
+        (name for name in sorted(plugins) if scheme in TRANSPORTS.get(name).schemes), "disk"
+    )
 
 
 def local_path(path: str) -> Path | None:
@@ -68,7 +91,7 @@ def local_path(path: str) -> Path | None:
 
 
 def check_allowed(path: str, config: ReceiverConfig) -> None:
-    """Whether versions may come from there: links resolved, no way upwards in a URL.
+    """Check that versions may come from there: links resolved, no way upwards in a URL.
 
     Raises:
         SyncError: they may not.

@@ -7,9 +7,11 @@ order of writing is all that is needed.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -22,9 +24,10 @@ import torch
 from headway.contracts.config.weight_sync import DiskSync, ReceiverConfig, StoredSync
 from headway.contracts.errors import SyncError
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
+from headway.runtime.model_files import MAX_TEXT_BYTES
 from weight_sync.buffers import Buffers
+from weight_sync.deadline import Deadline
 from weight_sync.manifest import MANIFEST_NAME, TensorEntry, bytes_of
-from weight_sync.patience import Patience
 from weight_sync.publisher import StoredPublisher
 from weight_sync.store import StoredSource, version_name, write_checked
 
@@ -109,7 +112,7 @@ class LocalStore:
         return self.root / version_name(version)
 
 
-class LocalPlace:
+class LocalReader:
     """`Place` in a directory. Bytes are copied: the file may go while its weights still serve."""
 
     def __init__(self, folder: Path, buffers: Buffers | None = None) -> None:
@@ -193,7 +196,7 @@ class ObjectStore:
             self._fs.rm(folder, recursive=True)
 
     def close(self) -> None:
-        """Nothing is held; the gateway fences a second publisher."""
+        """Do nothing; the gateway fences a second publisher."""
 
     def _key(self, version: PolicyVersion, name: str) -> str:
         folder = f"{self._base}/{version_name(version)}"
@@ -201,7 +204,7 @@ class ObjectStore:
         return f"{folder}/{name}"
 
 
-class ObjectPlace:
+class ObjectReader:
     """`Place` behind an fsspec URL."""
 
     def __init__(self, path: str) -> None:
@@ -233,7 +236,7 @@ class ObjectPlace:
         )
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class DiskChannel:
@@ -248,9 +251,9 @@ class DiskChannel:
         return StoredPublisher(make_store(config.root), config)
 
     def open_source(
-        self, path: str, meta: WeightUpdateMeta, config: ReceiverConfig, patience: Patience
+        self, path: str, meta: WeightUpdateMeta, config: ReceiverConfig, deadline: Deadline
     ) -> StoredSource:
-        return StoredSource(open_place(path, self._buffers), path, patience)
+        return StoredSource(open_reader(path, self._buffers), path, deadline)
 
 
 CHANNEL = DiskChannel()
@@ -263,10 +266,10 @@ def make_store(root: str) -> LocalStore | ObjectStore:
     return ObjectStore(root) if "://" in root else LocalStore(root)
 
 
-def open_place(path: str, buffers: Buffers | None = None) -> LocalPlace | ObjectPlace:
+def open_reader(path: str, buffers: Buffers | None = None) -> LocalReader | ObjectReader:
     """One version at a directory or URL."""
     path = path.removeprefix(FILE_SCHEME)
-    return ObjectPlace(path) if "://" in path else LocalPlace(Path(path).resolve(), buffers)
+    return ObjectReader(path) if "://" in path else LocalReader(Path(path).resolve(), buffers)
 
 
 def make_local_publisher(root: str, config: StoredSync | None = None) -> StoredPublisher:
@@ -294,14 +297,21 @@ def _lock(root: Path) -> IO[str]:
 def _text(path: str) -> bytes | None:
     try:
         with open(path, "rb", buffering=0, opener=_open_no_link) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_TEXT_BYTES:
+                raise OSError(errno.EFBIG, f"{size} bytes are more than any manifest has")
             return file.readall()
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
 def _open_no_link(path: str, flags: int) -> int:
-    """A link could lead out of the allowed directory."""
-    return os.open(path, flags | os.O_NOFOLLOW)
+    """A link could lead out of the allowed directory, and a pipe be waited for without end."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "this is no regular file", path)
+    return descriptor
 
 
 def _write_whole(descriptor: int, chunk: memoryview) -> None:

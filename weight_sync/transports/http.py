@@ -21,28 +21,28 @@ from headway.contracts.errors import ConfigError
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
 from headway.runtime.secret import read_token
 from weight_sync.buffers import Buffers
+from weight_sync.deadline import Deadline
 from weight_sync.file_server import FileServer
 from weight_sync.http_files import HttpFiles
 from weight_sync.manifest import TensorEntry, bytes_of
-from weight_sync.patience import Patience
 from weight_sync.publisher import StoredPublisher
 from weight_sync.store import StoredSource, version_name
-from weight_sync.transports.recycling import RecyclingStore
+from weight_sync.transports.blob_reuse import BlobReuseStore
 
 RANGE_BYTES = 32 << 20
-"""Fetched by one request."""
+"""Bytes fetched by one request."""
 AHEAD = 2
-"""Blobs that are fetched behind the one that is read."""
+"""Number of blobs that are fetched ahead of the one that is read."""
 GAP_BYTES = 1 << 16
-"""Between tensors of a blob; what lies further apart is not fetched at once."""
+"""Most bytes between two tensors of a blob that are fetched together."""
 PART_WAIT_S = 5.0
 FALLBACK_AFTER_S = 10.0
-"""Without progress, when the version lies elsewhere, too."""
+"""Seconds without progress after which another copy of the version is tried."""
 
 _Key = tuple[str, int, int]
 
 
-class HttpStore(RecyclingStore):
+class HttpStore(BlobReuseStore):
     """`Store` in a directory that is served over HTTP."""
 
     def __init__(self, config: HttpSync) -> None:
@@ -73,10 +73,10 @@ class HttpStore(RecyclingStore):
         super().close()
 
 
-class HttpPlace:
+class HttpReader:
     """`Place` at a URL.
 
-    The first tensor is fetched alone, since whoever mends a version wants no more. From the second on,
+    The first tensor is fetched alone, since a repair needs no more than one. From the second on,
     expected blobs are fetched whole.
     """
 
@@ -84,15 +84,15 @@ class HttpPlace:
         self,
         url: str,
         config: ReceiverConfig,
-        patience: Patience,
+        deadline: Deadline,
         buffers: Buffers,
         retry_s: float = math.inf,
     ) -> None:
         token = read_token(config.token_env)
-        self._files = HttpFiles(url.rstrip("/"), token, config.num_connections, patience, retry_s)
+        self._files = HttpFiles(url.rstrip("/"), token, config.num_connections, deadline, retry_s)
         self._buffers = buffers
         self._lock = threading.Lock()
-        """Of what follows: one thread reads while another one hears what comes next."""
+        """Guards the fields below: one thread reads while another one learns what comes next."""
         self._is_first = True
         self._extents: deque[_Extent] = deque()
         self._extent_of: dict[_Key, _Extent] = {}
@@ -104,7 +104,7 @@ class HttpPlace:
     def expect(self, entries: Sequence[TensorEntry]) -> None:
         with self._lock:
             for entry in entries:
-                if _key(entry) in self._extent_of:  # equal tensors may lie in one place
+                if _key(entry) in self._extent_of:  # equal tensors may share their bytes
                     continue
                 last = self._extents[-1] if self._extents else None
                 if last is None or not last.add(entry):
@@ -120,7 +120,7 @@ class HttpPlace:
         return torch.empty(0, dtype=torch.uint8) if coming is None else coming.read(offset, size)
 
     def _coming(self, name: str, offset: int, size: int) -> _Fetch | None:
-        """What brings these bytes, if there are any."""
+        """Return the request that brings these bytes, if there are any."""
         extent = self._extent_of.pop((name, offset, size), None)
         if size == 0:
             return None
@@ -177,7 +177,7 @@ class _Extent:
         self.fetch: _Fetch | None = None
 
     def add(self, entry: TensorEntry) -> bool:
-        """Whether the entry is the next neighbour."""
+        """Extend by an entry; false if it is not the next neighbour."""
         gap = entry.offset - self.end
         if self.fetch is not None or entry.blob != self.name or not 0 <= gap <= GAP_BYTES:
             return False
@@ -197,14 +197,14 @@ class HttpChannel:
         return StoredPublisher(HttpStore(config), config)
 
     def open_source(
-        self, path: str, meta: WeightUpdateMeta, config: ReceiverConfig, patience: Patience
+        self, path: str, meta: WeightUpdateMeta, config: ReceiverConfig, deadline: Deadline
     ) -> StoredSource:
-        retry_s = min(FALLBACK_AFTER_S, patience.left_s / 2) if meta.fallbacks else math.inf
-        place = HttpPlace(path, config, patience, self._buffers, retry_s)
+        retry_s = min(FALLBACK_AFTER_S, deadline.remaining_s / 2) if meta.fallbacks else math.inf
+        reader = HttpReader(path, config, deadline, self._buffers, retry_s)
         try:
-            return StoredSource(place, path, patience)
+            return StoredSource(reader, path, deadline)
         except BaseException:
-            place.close()
+            reader.close()
             raise
 
 

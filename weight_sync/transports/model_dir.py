@@ -1,13 +1,12 @@
 """Versions as plain Hugging Face directories: `*.safetensors`, with or without an index.
 
-Nothing here was written by our publisher, so nothing vouches for a version but its own completeness:
+Nothing here was written by our publisher, so only its completeness shows that a version is right:
 every parameter of the model, in its shape, and no other. The digest is computed from what was copied
 out of the files. A directory with our manifest is read by the receiver, with all of its proofs.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,23 +17,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from headway.contracts.config.weight_sync import ReceiverConfig
-from headway.contracts.errors import SyncError
+from headway.contracts.errors import ConfigError, SyncError
 from headway.contracts.types import WeightUpdateMeta
+from headway.runtime.model_files import check_regular, read_object, read_text
 from weight_sync.channel import (
-    ProvenVersion,
     StagedWeights,
+    VerifiedVersion,
     WeightReader,
     WeightReceiver,
     WeightVerifier,
 )
+from weight_sync.deadline import Deadline
 from weight_sync.manifest import MANIFEST_NAME, parse_manifest
-from weight_sync.patience import Patience
 from weight_sync.tensors import check_fit, weights_digest
 from weight_sync.transports.base import check_allowed
 
 INDEX_NAME = "model.safetensors.index.json"
 UNREAD = ""
-"""Digest of a directory of which only the headers were read."""
+"""Digest of a directory when only its headers were read."""
 
 
 class ModelDirReader:
@@ -57,16 +57,16 @@ class ModelDirReader:
             tensors = {name: _read(files, name) for name in expected}
         return StagedWeights(meta.version, weights_digest(tensors), tensors)
 
-    def verify(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> ProvenVersion:
-        """As `stage`, from the headers: without a manifest the bytes have nothing to be held against."""
+    def verify(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> VerifiedVersion:
+        """Verify like `stage`, from the headers: without a manifest the bytes cannot be checked."""
         folder = self._folder(meta)
         reader = self._published()
         if (folder / MANIFEST_NAME).is_file() and isinstance(reader, WeightVerifier):
-            proven = reader.verify(_as_published(folder), expected)
-            return replace(proven, version=meta.version)
+            verified = reader.verify(_as_published(folder), expected)
+            return replace(verified, version=meta.version)
         with self._opened(folder) as files:
             check_fit(_shapes(files), expected, lambda name: _read(files, name), str(folder))
-        return ProvenVersion(meta.version, UNREAD, folder)
+        return VerifiedVersion(meta.version, UNREAD, folder)
 
     def _folder(self, meta: WeightUpdateMeta) -> Path:
         folder = self._allowed(Path(meta.path))
@@ -79,7 +79,7 @@ class ModelDirReader:
         return path.resolve()
 
     def _published(self) -> WeightReader:
-        return self._receiver.within(Patience(self._config.stage_timeout_s))
+        return self._receiver.within(Deadline(self._config.stage_timeout_s))
 
     @contextmanager
     def _opened(self, folder: Path) -> Iterator[dict[str, Any]]:
@@ -88,32 +88,33 @@ class ModelDirReader:
         with ExitStack() as stack:
             try:
                 for shard in _shards(folder):
+                    check_regular(self._allowed(shard))
                     file = stack.enter_context(safe_open(self._allowed(shard), framework="pt"))
                     for name in file.keys():  # noqa: SIM118 - a file, not a mapping
                         if name in files:
                             raise SyncError(f"{folder} holds {name} in two files; keep one of them")
                         files[name] = file
                 yield files
-            except (SafetensorError, OSError) as error:
+            except (SafetensorError, OSError, ConfigError, OverflowError) as error:
                 raise SyncError(f"{folder} is torn or incomplete: {error}") from error
 
 
 def _as_published(folder: Path) -> WeightUpdateMeta:
     file = folder / MANIFEST_NAME
     try:
-        manifest = parse_manifest(file.read_bytes(), str(file))
-    except OSError as error:
+        manifest = parse_manifest(read_text(file), str(file))
+    except ConfigError as error:
         raise SyncError(f"no readable manifest at {file}: {error}") from error
     return WeightUpdateMeta(manifest.version, str(folder), manifest.digest)
 
 
 def _shards(folder: Path) -> list[Path]:
     index = folder / INDEX_NAME
-    if index.is_file():
+    if index.exists():
         try:
-            named = set(json.loads(index.read_text())["weight_map"].values())
+            named = set(read_object(index)["weight_map"].values())
             return [folder / name for name in sorted(named)]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ConfigError, KeyError, TypeError, AttributeError) as error:
             raise SyncError(f"{index} is not an index of shards: {error!r}") from error
     found = sorted(folder.glob("*.safetensors"))
     if not found:

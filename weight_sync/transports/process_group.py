@@ -1,14 +1,13 @@
 """A process group of a trainer and its servers, outside of the default one of either.
 
-The trainer is rank 0 and broadcasts. The group meets under the same keys as one that
+The trainer is rank 0 and broadcasts. The group uses the same keys as one that
 `init_custom_process_group` of SGLang makes, so that its trainers and its engines join unchanged. It is
 registered nowhere: one process can be several ranks, and a trainer's own groups see nothing of it.
 
-Waiting ends in every case. NCCL is aborted; without that it does not notice a dead peer, and its
-watchdog would end the whole process. Gloo notices a closed connection at once, but a broadcast that
-waits for a silent peer cannot be taken back, and destroying its group would block the interpreter: it
-is left to a daemon thread until its own deadline, the group's `timeout_s`. A group that failed once is
-of no more use.
+Waiting ends in every case. NCCL is aborted, on a thread of its own (`nccl`). Gloo notices a closed
+connection at once, but a broadcast that waits for a silent peer cannot be taken back, and destroying its
+group would block the interpreter: it is left to a daemon thread until its own deadline, the group's
+`timeout_s`. A group that failed once is not used again.
 """
 
 from __future__ import annotations
@@ -18,13 +17,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -33,18 +33,19 @@ from headway.contracts.types import WeightUpdateMeta
 from weight_sync.channel import StagedWeights
 from weight_sync.manifest import DTYPES
 from weight_sync.tensors import check_fit
-from weight_sync.transports.detached import Watch, call_detached
+from weight_sync.transports.daemon_calls import Watch, call_detached, start_detached
+from weight_sync.transports.nccl import abort, failure_of, make_nccl_group
 
 TICK_S = 0.0005
-UNPROVEN = ""
-"""Digest of received weights: nobody published one, and to compute it takes as long as to receive."""
+UNVERIFIED = ""
+"""Digest of received weights: none was published, and computing it takes as long as receiving them."""
 
-GroupBackend = Literal["gloo", "nccl"]
+GroupBackend = Literal["gloo", "nccl", "ipc"]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupAddress:
-    """Where a group meets, and who we are in it."""
+    """Address of a group, and our rank in it."""
 
     name: str
     host: str
@@ -60,7 +61,7 @@ class TensorSpec:
 
     name: str
     dtype: str
-    """With or without `torch.` before it."""
+    """Type, with or without `torch.` in front."""
     shape: tuple[int, ...]
 
     @property
@@ -78,16 +79,31 @@ class TensorSpec:
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
+def group_device(backend: GroupBackend) -> torch.device:
+    """Return where this thread's groups send from and receive to: of a GPU, the thread's own.
+
+    Raises:
+        SyncError: this machine has no such backend.
+    """
+    _check_backend(backend)
+    if backend == "gloo" or (backend == "ipc" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 class WeightGroup:
     """A joined group; one thread sends or receives, any thread may close it."""
 
-    def __init__(self, address: GroupAddress, group: Any, timeout_s: float) -> None:
+    def __init__(
+        self, address: GroupAddress, group: Any, timeout_s: float, device: torch.device
+    ) -> None:
         self.address = address
+        self.device = device
+        """Device that it sends from and receives to."""
         self._group = group
         self._timeout_s = timeout_s
-        self._device = _device_of(address.backend)
-        self._begun: deque[tuple[Any, Callable[[], object]]] = deque()
-        """Broadcasts under way, the oldest first, and what is to be done when they have ended."""
+        self._begun: deque[tuple[Any, torch.Tensor, Callable[[], object]]] = deque()
+        """Broadcasts under way, the oldest first, with their memory, and what comes after them."""
 
     def receive(self, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
         """One broadcast per tensor, in this order.
@@ -121,12 +137,12 @@ class WeightGroup:
         }
 
     def begin_receiving(self, target: torch.Tensor, watch: Watch) -> None:
-        """One broadcast into [size] uint8 on the CPU, which it fills until it is finished.
+        """One broadcast into [size] uint8 on any device, which it fills until it is finished.
 
         Raises:
             SyncError: a peer died, or `watch` raised it; close the group, and leave the target alone.
         """
-        if self._device.type == "cpu":
+        if target.device == self.device:
             self._begin(target, watch)
         else:
             flat = self._buffer(target.shape, torch.uint8)
@@ -135,12 +151,12 @@ class WeightGroup:
     def begin_sending(self, payload: torch.Tensor, watch: Watch) -> None:
         """One broadcast of [size] uint8, from any device; for rank 0.
 
-        Nobody writes to the payload until it is finished.
+        The payload must not be written to until it is finished.
 
         Raises:
             SyncError: as for `begin_receiving`.
         """
-        self._begin(payload.to(self._device), watch)
+        self._begin(payload.to(self.device), watch)
 
     def finish(self, watch: Watch) -> None:
         """End the oldest broadcast that was begun.
@@ -148,35 +164,39 @@ class WeightGroup:
         Raises:
             SyncError: as for `begin_receiving`.
         """
-        work, then = self._begun[0]
+        work, _, then = self._begun[0]
         try:
             while not work.is_completed():
                 watch()
                 time.sleep(TICK_S)
+            if self.address.backend == "nccl" and (failure := failure_of(work)) is not None:
+                raise self._failed(failure) from failure
             work.wait()
         except RuntimeError as error:
             raise self._failed(error) from error
         finally:
             del work  # in the traceback of an error it would hold the connections
+        if self._group is None:  # what was aborted is completed as well
+            raise self._closed()
         self._begun.popleft()
         then()
 
     def close(self) -> None:
-        """Leave; does not block. Waiting peers are told by their broken connections."""
+        """Leave; does not block. Waiting peers notice that their connections break."""
         if self._group is None:
             return
         group, self._group = self._group, None
         if self.address.backend == "nccl":
-            group.abort()
+            start_detached(partial(abort, group))
             return
-        pending = [work for work, _ in self._begun if not work.is_completed()]
+        pending = [work for work, _, _ in self._begun if not work.is_completed()]
         self._begun.clear()  # also those that have ended hold the connections
         if pending:
             threading.Thread(target=_outlive, args=(group, pending), daemon=True).start()
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         try:
-            return torch.empty(shape, dtype=dtype, device=self._device)
+            return torch.empty(shape, dtype=dtype, device=self.device)
         except RuntimeError as error:
             raise SyncError(f"no memory to receive {shape} of {dtype}: {error}") from error
 
@@ -197,19 +217,27 @@ class WeightGroup:
     ) -> None:
         group = self._group
         if group is None:
-            raise SyncError(f"the group {self.address.name!r} was closed; join it again")
+            raise self._closed()
+
+        beside: Any = nullcontext()
+        if self.device.type == "cuda":  # the buffer is this thread's stream's
+            beside = torch.cuda.stream(torch.cuda.current_stream(self.device))
 
         def begin() -> Any:
-            return group.broadcast(buffer, 0)
+            with beside:
+                return group.broadcast(buffer, 0)
 
         try:
             # The first broadcast of NCCL makes the communicator, and blocks until all have come.
             work = begin() if self.address.backend == "gloo" else call_detached(begin, watch)
         except RuntimeError as error:
             raise self._failed(error) from error
-        self._begun.append((work, then))
+        self._begun.append((work, buffer, then))
 
-    def _failed(self, error: RuntimeError) -> SyncError:
+    def _closed(self) -> SyncError:
+        return SyncError(f"the group {self.address.name!r} was closed; join it again")
+
+    def _failed(self, error: Exception) -> SyncError:
         reason = str(error).partition("\n")[0]
         return SyncError(f"the broadcast in group {self.address.name!r} failed: {reason}")
 
@@ -226,12 +254,15 @@ def empty_bytes(size: int) -> torch.Tensor:
         raise SyncError(f"no memory for {size} bytes of weights: {error}") from error
 
 
-def make_group(address: GroupAddress, store: Store, timeout_s: float) -> WeightGroup:
-    """Meet the others in a store; blocks until all have come.
+def make_group(
+    address: GroupAddress, store: Store, timeout_s: float, device: torch.device
+) -> WeightGroup:
+    """Join the others through a store; blocks until all have joined.
 
     Args:
         store: a connection of its own, on which this may block.
         timeout_s: to wait for the others, and of Gloo for every broadcast.
+        device: from `group_device`.
 
     Raises:
         SyncError: they did not come in time, or this machine has no such backend.
@@ -246,20 +277,18 @@ def make_group(address: GroupAddress, store: Store, timeout_s: float) -> WeightG
         if is_gloo:
             group = ProcessGroupGloo(store, address.rank, address.world_size, limit)
         else:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = 2 * limit  # ours comes first
-            group = dist.ProcessGroupNCCL(store, address.rank, address.world_size, options)
+            group = make_nccl_group(store, address.rank, address.world_size, timeout_s)
         group._set_sequence_number_for_group()
     except (RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise SyncError(
             f"cannot join group {address.name!r} at {_endpoint(address)}: {reason}"
         ) from error
-    return WeightGroup(address, group, timeout_s)
+    return WeightGroup(address, group, timeout_s, device)
 
 
 def join_group(address: GroupAddress, timeout_s: float) -> WeightGroup:
-    """Meet a trainer who waits at the address; returns once all have come.
+    """Join a trainer that waits at the address; returns once all have joined.
 
     Raises:
         SyncError: they did not come in time, or this machine has no such backend.
@@ -278,7 +307,7 @@ def join_group(address: GroupAddress, timeout_s: float) -> WeightGroup:
     except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise SyncError(f"cannot join group {address.name!r} at {endpoint}: {reason}") from error
-    return make_group(address, store, timeout_s)
+    return make_group(address, store, timeout_s, group_device(address.backend))
 
 
 @runtime_checkable
@@ -312,7 +341,7 @@ class CollectiveReader:
         tensors = {**kept, **self._received}
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         check_fit(shapes, expected, tensors.__getitem__, meta.path)
-        return StagedWeights(meta.version, UNPROVEN, {name: tensors[name] for name in expected})
+        return StagedWeights(meta.version, UNVERIFIED, {name: tensors[name] for name in expected})
 
 
 def _check_backend(backend: GroupBackend) -> None:
@@ -322,12 +351,6 @@ def _check_backend(backend: GroupBackend) -> None:
 
 def _endpoint(address: GroupAddress) -> str:
     return f"tcp://{address.host}:{address.port}"
-
-
-def _device_of(backend: GroupBackend) -> torch.device:
-    if backend == "gloo":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _outlive(group: Any, pending: list[Any]) -> None:

@@ -1,7 +1,7 @@
 """Versions in memory that a trainer and the servers of its host share.
 
 The layout is that of a directory of versions, on a tmpfs. A server maps the blobs and swaps in tensors
-that lie in them: nothing is copied but once, by the publisher. It holds a shared lock on a blob until
+that are in them: the only copy is the publisher's. It holds a shared lock on a blob until
 the last tensor in it is gone, so that it is not written again before (`recycling`).
 """
 
@@ -18,24 +18,24 @@ import torch
 from headway.contracts.config.weight_sync import ReceiverConfig, SharedMemorySync
 from headway.contracts.errors import SyncError
 from headway.contracts.types import WeightUpdateMeta
-from weight_sync.patience import Patience
+from weight_sync.deadline import Deadline
 from weight_sync.publisher import StoredPublisher
 from weight_sync.store import StoredSource
-from weight_sync.transports.disk import LocalPlace
-from weight_sync.transports.recycling import Mappings, RecyclingStore
+from weight_sync.transports.blob_reuse import BlobReuseStore, Mappings
+from weight_sync.transports.disk import LocalReader
 
 SCHEME = "shm://"
 
 
-class SharedMemoryStore(RecyclingStore):
+class SharedMemoryStore(BlobReuseStore):
     """`Store` on a tmpfs."""
 
     def __init__(self, root: str) -> None:
         super().__init__(root, SCHEME)
 
 
-class SharedMemoryPlace(LocalPlace):
-    """`Place` on a tmpfs, mapped: what is read shares its memory with the blob."""
+class SharedMemoryReader(LocalReader):
+    """`BlobReader` on a tmpfs, mapped: tensors share memory with the blob."""
 
     def __init__(self, folder: Path, mappings: Mappings) -> None:
         super().__init__(folder)
@@ -47,7 +47,7 @@ class SharedMemoryPlace(LocalPlace):
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
         if (name, offset) in self._given:
-            # It was found wrong: somebody here wrote to the mapping, which then hides the file for good.
+            # It was damaged: this process wrote to the mapping, which then hides the file for good.
             return super().read(name, offset, size)
         self._given.add((name, offset))
         if name not in self._leases:
@@ -89,11 +89,11 @@ class SharedMemoryChannel:
         return StoredPublisher(SharedMemoryStore(config.root), config)
 
     def open_source(
-        self, path: str, meta: WeightUpdateMeta, config: ReceiverConfig, patience: Patience
+        self, path: str, meta: WeightUpdateMeta, config: ReceiverConfig, deadline: Deadline
     ) -> StoredSource:
         folder = Path(path.removeprefix(SCHEME)).resolve()
         self._mappings.prune()
-        return StoredSource(SharedMemoryPlace(folder, self._mappings), path, patience)
+        return StoredSource(SharedMemoryReader(folder, self._mappings), path, deadline)
 
 
 CHANNEL = SharedMemoryChannel()

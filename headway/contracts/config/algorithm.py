@@ -6,7 +6,14 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from headway.contracts.config.advantages import (
+    AdvantageConfig,
+    CriticAdvantageConfig,
+    GAEAdvantageConfig,
+    GRPOAdvantageConfig,
+)
 from headway.contracts.config.base import Config
+from headway.contracts.config.policy_losses import ClipLossConfig, PolicyLossConfig
 
 
 class OverlongConfig(Config):
@@ -28,6 +35,17 @@ class OverlongConfig(Config):
         return self
 
 
+class LengthPenaltyConfig(Config):
+    """A bonus for the shortest of a group that falls to a penalty for the longest (Kimi k1.5,
+    arXiv:2501.12599, 2.3.3)."""
+
+    coef: float = Field(1.0, gt=0.0)
+    """The shortest gains half of it, and the longest loses half of it, before `reward_bias` and
+    `reward_scaling`."""
+    right_above: float = 0.0
+    """Responses that score more are right, and gain; others only lose."""
+
+
 class RejectionConfig(Config):
     """Tokens, or whole sequences, that are too far from the behaviour policy leave the loss; they stay
     in its denominator."""
@@ -37,12 +55,12 @@ class RejectionConfig(Config):
     level: Literal["token", "sequence"] = "sequence"
     """Judge each token, or the sequence by one number."""
     statistic: Literal["mean", "sum", "max"] = "mean"
-    """Of a sequence's tokens; of `ratio` in log space, so that `mean` is the geometric mean and `sum` the
-    ratio of whole responses."""
+    """Statistic over a sequence's tokens; of `ratio` in log space, so that `mean` is the geometric
+    mean and `sum` the ratio of whole responses."""
     lower: float | None = None
-    """What lies below is rejected; None has no bound."""
+    """Lower bound: anything below it is rejected; None has no bound."""
     upper: float | None = None
-    """What lies above is rejected; None has no bound."""
+    """Upper bound: anything above it is rejected; None has no bound."""
 
     @model_validator(mode="after")
     def _check(self) -> RejectionConfig:
@@ -56,23 +74,13 @@ class RejectionConfig(Config):
 
 
 class AlgorithmConfig(Config):
-    objective: Literal["clip", "unclipped", "cispo", "sapo"] = "clip"
-    """`clip` is PPO's minimum of plain and clipped (arXiv:1707.06347), `unclipped` ratio · advantage,
-    `cispo` clips the weight but not the gradient (arXiv:2506.13585), `sapo` is a soft gate
-    (arXiv:2511.20347)."""
+    policy_loss: PolicyLossConfig = ClipLossConfig()
+    """What a token's ratio and advantage cost: a loss by `type`, with its own settings."""
+    advantage: AdvantageConfig = GRPOAdvantageConfig()
+    """How rewards become advantages: an estimator by `type`, with its own settings."""
     ratio_level: Literal["token", "sequence"] = "token"
-    """`sequence`: one ratio per response, the geometric mean of its tokens' (GSPO, arXiv:2507.18071)."""
-    eps_clip: float = Field(0.2, gt=0.0, le=1.0)
-    """Lower and, without `eps_clip_higher`, upper clip range of the ratio (PPO, arXiv:1707.06347); 1 has
-    no lower bound. Of `clip` and `cispo`."""
-    eps_clip_higher: float | None = Field(None, gt=0.0)
-    """Upper clip range of its own (DAPO, arXiv:2503.14476); None takes `eps_clip`."""
-    dual_clip: float | None = Field(None, gt=1.0)
-    """Bound on the ratio where the advantage is negative (arXiv:1912.09729); None has none. Of `clip`."""
-    sapo_temperature_positive: float = Field(1.0, gt=0.0)
-    """Steepness of SAPO's gate where the advantage is positive."""
-    sapo_temperature_negative: float = Field(1.05, gt=0.0)
-    """Steepness of SAPO's gate elsewhere."""
+    """`sequence`: one ratio per response, the geometric mean of its tokens' (GSPO, arXiv:2507.18071);
+    each token keeps its own advantage (GSPO-token, 4.3 there)."""
     aggregation: Literal[
         "token_mean",
         "sequence_mean_token_sum",
@@ -97,16 +105,21 @@ class AlgorithmConfig(Config):
     """Trajectories over which a KL that is off by 20 % or more moves the coefficient by about 20 %."""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     """Estimate from sampled tokens; k3 is the one of GRPO."""
+    kl_bound: float = Field(10.0, gt=0.0)
+    """Bound on a token's absolute estimate, in nats; beyond it the estimate has no gradient."""
+    kl_bias_correction: bool = False
+    """Weigh the estimate by policy / behaviour, with the gradient of both: unbiased although another
+    policy sampled (DeepSeek-V3.2, arXiv:2512.02556, 3.1). Of `kl_in: loss`."""
     kl_straight_through: bool = False
     """The estimate's value with the gradient of k2, which is that of the KL; k1 needs it."""
     decoupled: bool = True
     """Clip around the proximal policy and weigh by proximal / behaviour (AReaL, arXiv:2505.24298);
     false clips around the behaviour policy itself."""
-    proximal: Literal["recompute", "interpolate"] = "recompute"
+    proximal: Literal["recompute", "loglinear", "linear"] = "recompute"
     """`recompute` asks the policy before its first update; where a version is one update, that one's own
-    forward tells, and no other is made. `interpolate` saves it for good: the proximal logprobs are
-    guessed on the line from behaviour to current, by the token's version (AReaL's loglinear
-    approximation). Needs `decoupled`."""
+    forward gives, and no other is made. The others save it for good: the proximal policy is guessed on
+    the line from behaviour to current, by the token's version, of logprobs or of probabilities (AReaL's
+    approximations). Need `decoupled`."""
     behaviour_weight_cap: float | None = Field(5.0, gt=0.0)
     """Tokens with proximal / behaviour above this get weight 0; None keeps all. Needs `decoupled`."""
     behaviour_weight_floor: float | None = Field(None, gt=0.0)
@@ -115,51 +128,55 @@ class AlgorithmConfig(Config):
     """`clamp` moves weights to cap and floor in place of 0 (truncated importance sampling)."""
     behaviour_weight_level: Literal["token", "geometric", "sequence"] = "token"
     """The weight of the token, or of its whole sequence: geometric mean, or product."""
+    behaviour_weight_normalize: bool = False
+    """Divide the bounded weights by their mean over the batch, so that they do not change the size of the
+    step (verl's `rollout_is_batch_normalize`). Needs `decoupled`."""
+    opsm_threshold: float | None = Field(None, ge=0.0)
+    """Leave out tokens with a negative advantage of sequences whose mean log(behaviour / policy) is above
+    this, in nats (off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556, 3.1); None keeps all."""
     rejection: RejectionConfig | None = None
     """Leave out what is too far from the behaviour policy. Needs `decoupled`."""
     m2_threshold: float | None = Field(None, gt=0.0)
     """Leave out the tokens with the largest log(proximal / behaviour)² of a batch until its mean is below
     this (M2PO, arXiv:2510.01161); None keeps all. Needs `decoupled`."""
+    sampling_mask: Literal["replay", "ignore"] = "replay"
+    """Where sampling cuts the distribution (top_k, top_p, min_p): `replay` takes logprobs, ratios, KL and
+    entropy over the tokens that could be drawn, as the server reported them (DeepSeek-V3.2,
+    arXiv:2512.02556), and servers that report none refuse; `ignore` takes them over all tokens,
+    so ratios are biased and tokens that could not be drawn get a gradient."""
     distillation_coef: float = Field(0.0, ge=0.0)
     """Weight of log(teacher / policy) in each token's advantage, in nats (on-policy distillation,
     arXiv:2306.08543); above 0 a `teacher` is needed. `reward_scaling: 0` learns from it alone."""
-    baseline: Literal["group", "leave_one_out", "none"] = "group"
-    """Taken off the rewards: the mean of the group (GRPO), of the siblings (RLOO, arXiv:2402.14740), or
-    nothing (REINFORCE++, arXiv:2501.03262, with `advantage_norm: batch`)."""
-    scale_by_std: bool = True
-    """Divide centred rewards by the group's standard deviation (GRPO); false only centres (Dr. GRPO).
-    Without a baseline nothing is divided."""
-    unbiased_std: bool = True
-    """That deviation divides squares by one less than the number of rewards (TRL, verl, AReaL); false
-    divides by their number. In groups of one size it is a constant factor."""
-    scale_level: Literal["group", "batch"] = "group"
-    """`batch`: divide by the standard deviation of all rewards instead (LitePPO, arXiv:2508.08221)."""
     advantage_norm: Literal["none", "batch", "group"] = "none"
     """Centre and scale the tokens' advantages once more, over the batch or over each group."""
     discount: float = Field(1.0, ge=0.0, le=1.0)
     """Factor per action on the advantage of earlier actions; 0 leaves each what it earns itself."""
-    gae_lambda: float = Field(1.0, ge=0.0, le=1.0)
-    """Generalised advantages (arXiv:1506.02438): 0 trusts the critic after one action, 1 only what was
-    earned. Needs a `critic`."""
     num_minibatches: int = Field(1, ge=1)
     """Optimizer steps per version, or per epoch of one."""
     num_epochs: int = Field(1, ge=1)
-    """Times that a version learns from its batch, judged once (PPO's epochs)."""
+    """Number of times that a version learns from its batch, with advantages computed once (PPO's
+    epochs)."""
     early_stop_ratio: float | None = Field(None, gt=0.0)
     """A micro-batch whose mean ratio is above this gives no gradient; the step is taken nevertheless.
-    What is stopped depends on how ranks and `trainer.max_tokens_per_mb` cut a batch; None stops none."""
+    Micro-batches that the ranks compute at the same time are one, and stop together; which tokens
+    these are depends on `trainer.max_tokens_per_mb`. None stops none."""
     early_stop_kl: float | None = Field(None, gt=0.0)
     """The same for the estimate (k3) of KL(proximal || policy), in nats per token."""
     mask_truncated: bool = False
     """Leave trajectories that ran into `max_new_tokens` out of the loss."""
     zero_truncated: bool = False
     """Give trajectories that ran into `max_new_tokens` the reward 0, whatever their score."""
+    truncated_reward_scale: float = Field(1.0, ge=0.0, le=1.0)
+    """Factor on rewards above 0 of trajectories that ran into `max_new_tokens` (the stop-properly penalty
+    of ProRL v2 and NeMo-RL); 1 has no penalty. Rewards below 0 stay, as they would gain by it."""
+    length_penalty: LengthPenaltyConfig | None = None
+    """Reward short responses among siblings; None rewards none."""
     overlong: OverlongConfig | None = None
     """Penalty on long responses; None has none."""
     dense_rewards: Literal["none", "score", "gain"] = "none"
     """In place of the trajectory's reward, each action earns the score of the text that it leads to
     (`score`), or what that is above the score before it (`gain`), within `reward_clip`. Wants a score
-    after every token, and no baseline."""
+    after every token, and an estimator that compares no trajectories."""
     reward_scaling: float = 1.0
     """Factor on the score, after `reward_bias`."""
     reward_bias: float = 0.0
@@ -169,13 +186,15 @@ class AlgorithmConfig(Config):
 
     @property
     def has_proximal_pass(self) -> bool:
-        """Whether the policy is asked for its logprobs before it is updated.
+        """True if the policy is asked for its logprobs before it is updated.
 
         Where a version is one update, the logprobs of that update's own forward are the same.
         """
         is_one_update = self.num_minibatches * self.num_epochs == 1
         is_read_before = (
             self.m2_threshold is not None
+            or self.behaviour_weight_normalize
+            or self.policy_loss.asks_policy_first
             or self.distillation_coef > 0
             or (self.kl_coef > 0 and self.kl_in == "reward")
         )
@@ -186,6 +205,7 @@ class AlgorithmConfig(Config):
     def _check(self) -> AlgorithmConfig:
         conflicts = (
             *self._loss_conflicts(),
+            *self._kl_conflicts(),
             *self._reward_conflicts(),
             *self._correction_conflicts(),
         )
@@ -196,7 +216,7 @@ class AlgorithmConfig(Config):
 
     def _loss_conflicts(self) -> tuple[tuple[bool, str], ...]:
         is_normed = self.aggregation == "sequence_mean_token_sum_norm"
-        has_range = self.eps_clip_higher is not None or self._is_set("eps_clip")
+        loss = self.policy_loss
         return (
             (
                 is_normed and self.aggregation_max_tokens is None,
@@ -207,25 +227,18 @@ class AlgorithmConfig(Config):
                 "aggregation_max_tokens belongs to aggregation=sequence_mean_token_sum_norm",
             ),
             (
-                has_range and self.objective not in ("clip", "cispo"),
-                f"objective={self.objective} clips nothing; leave out eps_clip and eps_clip_higher",
+                loss.needs_behaviour_ratio and self.decoupled,
+                f"policy_loss.type={loss.type} takes the ratio to the behaviour policy; "
+                "set decoupled=false",
             ),
             (
-                self.dual_clip is not None and self.objective != "clip",
-                f"dual_clip belongs to objective=clip, not {self.objective}",
+                not loss.has_sequence_ratio and self.ratio_level == "sequence",
+                f"policy_loss.type={loss.type} reads no ratio of sequences; set ratio_level=token",
             ),
-            (
-                self.objective != "sapo"
-                and (
-                    self._is_set("sapo_temperature_positive")
-                    or self._is_set("sapo_temperature_negative")
-                ),
-                f"sapo_temperature_* belong to objective=sapo, not {self.objective}",
-            ),
-            (
-                self.objective == "sapo" and self.decoupled,
-                "objective=sapo gates the ratio to the behaviour policy; set decoupled=false",
-            ),
+        )
+
+    def _kl_conflicts(self) -> tuple[tuple[bool, str], ...]:
+        return (
             (
                 self.kl_estimator == "k1"
                 and self.kl_coef > 0
@@ -242,6 +255,18 @@ class AlgorithmConfig(Config):
                 "kl_straight_through chooses a gradient, and a penalty in the reward has none",
             ),
             (
+                self.kl_bias_correction and (self.kl_coef == 0 or self.kl_in == "reward"),
+                "kl_bias_correction weighs the penalty in the loss; set kl_coef, and kl_in=loss",
+            ),
+            (
+                self.kl_bias_correction and self.kl_straight_through,
+                "kl_bias_correction has a gradient of its own; leave out kl_straight_through",
+            ),
+            (
+                self._is_set("kl_bound") and self.kl_coef == 0,
+                "kl_bound bounds nothing while kl_coef=0; set it, or leave it out",
+            ),
+            (
                 self.kl_target is not None and self.kl_in != "reward",
                 "kl_target moves the coefficient of the penalty in the reward; set kl_in=reward",
             ),
@@ -249,42 +274,48 @@ class AlgorithmConfig(Config):
                 self.kl_target is None and self._is_set("kl_horizon"),
                 "kl_horizon belongs to kl_target",
             ),
-            (
-                self.scale_level == "batch" and not (self.scale_by_std and self.baseline != "none"),
-                "scale_level=batch needs scale_by_std and a baseline",
-            ),
         )
 
     def _reward_conflicts(self) -> tuple[tuple[bool, str], ...]:
-        names = ("zero_truncated", "overlong", "reward_scaling", "reward_bias")
+        names: tuple[str, ...]
+        names = ("zero_truncated", "truncated_reward_scale", "overlong", "length_penalty")
+        names += ("reward_scaling", "reward_bias")
         chosen = [name for name in names if self._is_set(name)]
         is_dense = self.dense_rewards != "none"
         return (
+            (
+                self.zero_truncated and self.truncated_reward_scale != 1.0,
+                f"truncated_reward_scale={self.truncated_reward_scale} scales what zero_truncated sets "
+                "to 0; leave one out",
+            ),
             (
                 is_dense and bool(chosen),
                 f"{', '.join(chosen)}: shape the score of a trajectory, which dense_rewards replaces",
             ),
             (
-                is_dense and self.baseline != "none",
-                f"baseline={self.baseline} is of whole trajectories; with dense_rewards set "
-                "baseline=none",
+                is_dense and self.advantage.compares_trajectories,
+                f"advantage.type={self.advantage.type} compares whole trajectories; with dense_rewards "
+                "set advantage.type=reward, or gae with a critic",
             ),
         )
 
     def _correction_conflicts(self) -> tuple[tuple[bool, str], ...]:
-        low, cap = self.behaviour_weight_floor, self.behaviour_weight_cap
+        low, cap, loss = self.behaviour_weight_floor, self.behaviour_weight_cap, self.policy_loss
         names: tuple[str, ...]
         names = ("behaviour_weight_floor", "behaviour_weight_action", "behaviour_weight_level")
+        names += ("behaviour_weight_normalize",)
         names += ("proximal", "rejection", "m2_threshold")
         chosen = [name for name in names if self._is_set(name)]
+        whole = [n for n in ("m2_threshold", "behaviour_weight_normalize") if self._is_set(n)]
+        whole += [f"policy_loss.type={loss.type}"] if loss.asks_policy_first else []
         return (
             (
                 not self.decoupled and bool(chosen),
                 f"{', '.join(chosen)}: without decoupled nothing is weighed by proximal / behaviour",
             ),
             (
-                self.proximal == "interpolate" and self.m2_threshold is not None,
-                "m2_threshold judges a batch before its updates; set proximal=recompute",
+                self.proximal != "recompute" and bool(whole),
+                f"{', '.join(whole)}: look at a batch before its updates; set proximal=recompute",
             ),
             (
                 low is not None and cap is not None and low > cap,
@@ -297,14 +328,14 @@ class AlgorithmConfig(Config):
         )
 
     def _is_set(self, name: str) -> bool:
-        """Whether a field differs from its default: a resolved file spells out every field."""
+        """True if a field differs from its default: a resolved file spells out every field."""
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
 
 class PPOAlgorithmConfig(AlgorithmConfig):
-    """With a critic, which takes the place of a baseline."""
+    """Algorithm with a critic, which takes the place of a baseline."""
 
-    baseline: Literal["none"] = "none"
-    """The critic's values are the baseline."""
+    advantage: CriticAdvantageConfig = GAEAdvantageConfig()
+    """How rewards and the critic's values become advantages."""
     advantage_norm: Literal["none", "batch", "group"] = "batch"
     """Centre and scale the tokens' advantages, over the batch or over each group."""

@@ -32,12 +32,16 @@ class CriticConfig(Config):
     """Values may move this far from those before the step, normalised; the larger loss of moved and plain
     counts (arXiv:2005.12729). None does not clip."""
     huber_delta: float | None = Field(None, gt=0.0)
-    """Beyond this error the loss is linear; None is half the square everywhere."""
+    """Error beyond which the loss is linear; None is half the square everywhere."""
+    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"] = (
+        "token_mean"
+    )
+    """Tokens -> loss: the mean over all tokens, or the mean over sequences of their mean or their sum."""
     normalization: Literal["none", "exponential", "cumulative"] = "none"
     """The critic speaks in units of the returns' running mean and spread: an exponential average, or the
     mean of all so far (PopArt's statistics, arXiv:1602.07714)."""
     decay: float = Field(0.99995, gt=0.0, lt=1.0)
-    """Of the exponential average, per version."""
+    """Decay of the exponential average, per version."""
     normalization_eps: float = Field(0.0, ge=0.0, lt=1.0)
     """The average is divided by the weight of what it has seen, but by no less than this; of
     `exponential`. Above 0 it leans to 0 at first where `decay` is nearer to 1 than this."""
@@ -54,6 +58,10 @@ class CriticConfig(Config):
             self._refuse(("decay", "normalization_eps"), "exponential")
         if self.normalization == "none":
             self._refuse(("initial_std",), "exponential or cumulative")
+        if self.optimizer.type == "empty":
+            raise ValueError(
+                "a critic is trained, and optimizer.type=empty trains nothing; set adam"
+            )
         return self
 
     def _refuse(self, names: tuple[str, ...], kinds: str) -> None:

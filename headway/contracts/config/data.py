@@ -1,14 +1,15 @@
-"""Which rows, as what text, in which order."""
+"""Rows of a data set: which ones, as what text, in which order."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
 from headway.contracts.config.base import Config
+from headway.contracts.config.frequency import FrequencyConfig
 
 
 class RowsConfig(Config):
-    """What every data set has."""
+    """Settings that every data set has."""
 
     path: str = Field(min_length=1)
     """JSON Lines file (or a directory of *.jsonl, read in name order), one prompt per row."""
@@ -41,7 +42,7 @@ class DemonstrationDataConfig(RowsConfig):
 
 
 class PairDataConfig(RowsConfig):
-    """Prompts with two answers, of which one is preferred."""
+    """Prompts with two answers, one of them preferred."""
 
     chosen_template: str = "{chosen}"
     """Python format string that gives the preferred answer."""
@@ -49,7 +50,7 @@ class PairDataConfig(RowsConfig):
     """Python format string that gives the other one."""
 
 
-class JudgedPairDataConfig(PairDataConfig):
+class MarginPairDataConfig(PairDataConfig):
     """Pairs that may say by how much."""
 
     margin_key: str | None = None
@@ -57,10 +58,10 @@ class JudgedPairDataConfig(PairDataConfig):
     arXiv:2307.09288, eq. 2); None asks for none."""
 
 
-class HeldOutConfig(Config):
+class HeldOutConfig(FrequencyConfig):
     """Rows that are not trained on."""
 
     path: str = Field(min_length=1)
     """JSON Lines file or directory of rows that are read as those of `data` are."""
-    every_steps: int = Field(50, ge=1)
-    """Steps between evaluations; the last step has one, too."""
+    every_steps: int | None = Field(50, ge=1)
+    """Steps between evaluations; the last step has one, too. None does not count steps."""

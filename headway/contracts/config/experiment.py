@@ -13,20 +13,22 @@ from headway.contracts.config.data import (
     DataConfig,
     DemonstrationDataConfig,
     HeldOutConfig,
-    JudgedPairDataConfig,
+    MarginPairDataConfig,
     PairDataConfig,
     RowsConfig,
 )
-from headway.contracts.config.dataflow import DataflowConfig, FixedDataflowConfig
+from headway.contracts.config.dataflow import DataflowConfig, RowsDataflowConfig
 from headway.contracts.config.evaluation import EvaluationConfig
+from headway.contracts.config.frequency import ExportConfig
 from headway.contracts.config.metrics import MetricsConfig
-from headway.contracts.config.model import ModelConfig, TrainedModelConfig
+from headway.contracts.config.model import RankModelConfig, TrainedModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
 from headway.contracts.config.preference import PreferenceConfig
 from headway.contracts.config.recovery import RecoveryConfig
 from headway.contracts.config.reference import ReferenceConfig
 from headway.contracts.config.rollout import RolloutConfig
 from headway.contracts.config.sampling import SamplingConfig
+from headway.contracts.config.teacher import TeacherServersConfig
 from headway.contracts.config.trainer import TrainerConfig
 from headway.contracts.config.weight_sync import WeightSyncConfig
 
@@ -34,10 +36,10 @@ HEAD_LACKS = {"lm": "gives no value of a sequence", "value": "predicts no tokens
 
 
 class ExperimentConfig(Config):
-    """What every experiment has."""
+    """Settings that every experiment has."""
 
     trained_head: ClassVar[Literal["lm", "value"]] = "lm"
-    """What kind of head the experiment trains."""
+    """Kind of head that the experiment trains."""
 
     run_dir: str = Field("runs/default", min_length=1)
     """Folder of metrics, checkpoints and `config.resolved.yaml`."""
@@ -46,6 +48,7 @@ class ExperimentConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig()
     trainer: TrainerConfig = TrainerConfig()
     metrics: MetricsConfig = MetricsConfig()
+    export: ExportConfig = ExportConfig()
 
     @model_validator(mode="after")
     def _check_head(self) -> ExperimentConfig:
@@ -55,11 +58,13 @@ class ExperimentConfig(Config):
                 f"model.head={head} {HEAD_LACKS[head]}, which this experiment trains; "
                 f"set model.head={wanted}"
             )
+        if self.optimizer.type == "empty":
+            raise ValueError("optimizer.type=empty trains nothing; set optimizer.type=adam")
         return self
 
 
 class SupervisedExperiment(ExperimentConfig):
-    """What experiments on a fixed data set have."""
+    """Settings of experiments on a fixed data set."""
 
     output_dir: str = Field(min_length=1)
     """Directory for the trained model and its tokenizer, in Hugging Face form."""
@@ -68,7 +73,7 @@ class SupervisedExperiment(ExperimentConfig):
     held_out: HeldOutConfig | None = None
     """Evaluate on rows that are not trained on; None does not."""
     recovery: RecoveryConfig = RecoveryConfig()
-    dataflow: FixedDataflowConfig = FixedDataflowConfig()
+    dataflow: RowsDataflowConfig = RowsDataflowConfig()
 
 
 class SFTExperiment(SupervisedExperiment):
@@ -84,7 +89,7 @@ class RWExperiment(SupervisedExperiment):
     trained_head: ClassVar[Literal["lm", "value"]] = "value"
 
     type: Literal["rw"] = "rw"
-    data: JudgedPairDataConfig
+    data: MarginPairDataConfig
 
 
 class DPOExperiment(SupervisedExperiment):
@@ -93,20 +98,28 @@ class DPOExperiment(SupervisedExperiment):
     type: Literal["dpo"] = "dpo"
     data: PairDataConfig
     algorithm: PreferenceConfig = PreferenceConfig()
-    reference: ModelConfig | None = None
+    reference: RankModelConfig | None = None
     """The frozen model that the policy is compared with; None takes the one that the run starts from:
     with `model.lora` the policy's own base, otherwise a second copy."""
 
+    @property
+    def has_base_reference(self) -> bool:
+        """True if the reference is the policy without its adapters, so that no second copy is
+        held."""
+        return self.model.lora is not None and self.reference is None
+
 
 class RolloutExperiment(ExperimentConfig):
-    """What experiments that learn from a rollout service have, whatever they learn by."""
+    """Settings of experiments that learn from a rollout service, whatever the algorithm."""
 
     data: DataConfig
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig
     reference: ReferenceConfig = ReferenceConfig()
-    teacher: ModelConfig | None = None
+    teacher: RankModelConfig | None = None
     """The model whose logprobs `algorithm.distillation_coef` learns from; it has the policy's tokens."""
+    teacher_servers: TeacherServersConfig | None = None
+    """One or several such models on generation servers, in place of `teacher`."""
     weight_sync: WeightSyncConfig
     recovery: RecoveryConfig = RecoveryConfig()
     evaluation: EvaluationConfig | None = None
@@ -117,6 +130,38 @@ class RolloutExperiment(ExperimentConfig):
     def batch_trajectories(self) -> int:
         """B: trajectories that the service samples for a version, and counts as consumed by it."""
         return self.data.batch_size * self.rollout.group_size
+
+    @property
+    def has_teacher(self) -> bool:
+        """True if the policy learns from a teacher's logprobs."""
+        return self.teacher is not None or self.teacher_servers is not None
+
+    @property
+    def has_base_reference(self) -> bool:
+        """True if the reference is the policy without its adapters, so that no second copy is
+        held."""
+        has_adapters, reference = self.model.lora is not None, self.reference
+        return has_adapters and reference.path is None and reference.ema_eta is None
+
+    @property
+    def scores_rollouts_later(self) -> bool:
+        """True if the trainer has answers scored once it has received them, beside the models'
+        inferences; otherwise the service scores each rollout as it ends."""
+        return False
+
+    @property
+    def reads_greedy_samples(self) -> bool:
+        """True if a group may have a sample that took the most likely tokens."""
+        return False
+
+    @model_validator(mode="after")
+    def _check_greedy_samples(self) -> RolloutExperiment:
+        if self.rollout.has_greedy_sample and not self.reads_greedy_samples:
+            raise ValueError(
+                "rollout.workflow.args.greedy_first samples one answer unlike its siblings, which only "
+                "algorithm.advantage.type=remax reads; leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_sampling(self) -> RolloutExperiment:
@@ -139,11 +184,42 @@ class PolicyExperiment(RolloutExperiment):
     def _check_models(self) -> PolicyExperiment:
         if self.reference != ReferenceConfig() and self.algorithm.kl_coef == 0:
             raise ValueError("reference keeps no policy near while algorithm.kl_coef=0; set it")
-        if (self.teacher is None) != (self.algorithm.distillation_coef == 0):
+        if self.has_teacher == (self.algorithm.distillation_coef == 0):
             raise ValueError(
                 f"algorithm.distillation_coef={self.algorithm.distillation_coef} "
-                f"{'wants' if self.teacher is None else 'learns nothing of'} a teacher; "
+                f"{'learns nothing of' if self.has_teacher else 'wants'} a teacher; "
                 "set both or neither"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_teacher(self) -> PolicyExperiment:
+        if self.teacher is not None and self.teacher_servers is not None:
+            raise ValueError("teacher and teacher_servers are two sources of one column; set one")
+        sampling = self.sampling
+        is_cut = sampling.top_k is not None or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        if self.teacher_servers is not None and (is_cut or sampling.temperature != 1.0):
+            raise ValueError(
+                f"sampling has temperature={sampling.temperature}, top_k={sampling.top_k}, "
+                f"top_p={sampling.top_p} and min_p={sampling.min_p}, and teacher_servers score prompts "
+                "at temperature 1 and over all tokens only; leave these at their defaults, or take a "
+                "teacher on the trainer's ranks (teacher.path)"
+            )
+        return self
+
+    @property
+    def reads_greedy_samples(self) -> bool:
+        """True if the estimator compares with a group's greedy sample."""
+        return self.algorithm.advantage.type in ("remax", "plugin")
+
+    @model_validator(mode="after")
+    def _check_remax(self) -> PolicyExperiment:
+        size = self.rollout.group_size
+        is_alone = size == 1 or not self.rollout.has_greedy_sample
+        if self.algorithm.advantage.type == "remax" and is_alone:
+            raise ValueError(
+                "algorithm.advantage.type=remax compares with a group's greedy sample; set "
+                f"rollout.workflow.args.greedy_first=true, and rollout.group_size={size} to 2 or more"
             )
         return self
 
@@ -164,9 +240,11 @@ class GRPOExperiment(PolicyExperiment):
 
     @model_validator(mode="after")
     def _check_critic(self) -> GRPOExperiment:
-        if self.algorithm.gae_lambda != 1.0:
+        advantage = self.algorithm.advantage
+        if advantage.critic == "needed":
             raise ValueError(
-                f"algorithm.gae_lambda={self.algorithm.gae_lambda} wants a critic; set type=ppo"
+                f"algorithm.advantage.type={advantage.type} wants a critic; set type=ppo, or another "
+                "estimator"
             )
         return self
 
@@ -179,8 +257,19 @@ class PPOExperiment(PolicyExperiment):
     critic: CriticConfig = CriticConfig()
 
     @model_validator(mode="after")
+    def _check_estimator(self) -> PPOExperiment:
+        advantage = self.algorithm.advantage
+        if advantage.critic == "unused":
+            raise ValueError(
+                f"algorithm.advantage.type={advantage.type} reads no values of a critic; set "
+                "algorithm.advantage.type=gae, or type=grpo for a run without a critic"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_warmup(self) -> PPOExperiment:
-        if self.critic.warmup_steps >= self.trainer.total_steps:
+        is_known = self.trainer.total_epochs is None
+        if is_known and self.critic.warmup_steps >= self.trainer.total_steps:
             raise ValueError(
                 f"critic.warmup_steps={self.critic.warmup_steps} leaves no step of "
                 f"trainer.total_steps={self.trainer.total_steps} to the policy"

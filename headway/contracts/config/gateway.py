@@ -7,11 +7,16 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, StringConstraints, field_validator, model_validator
 
-from headway.contracts.config.base import Config
+from headway.contracts.config.base import Config, Identifier
 from headway.contracts.errors import ConfigError
 
 EnvironmentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 """Names the variable that holds a secret: secrets never stand in a config."""
+
+
+HostName = Annotated[
+    str, StringConstraints(pattern=r"^(\*|\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*)$", max_length=253)
+]
 
 
 Role = Literal["submit", "consume", "server", "admin"]
@@ -25,18 +30,22 @@ INCLUDED: Mapping[Role, frozenset[Role]] = {
     "server": frozenset({"server"}),
     "admin": frozenset(ROLES),
 }
-"""What a token of one role may do."""
+"""Roles that each role includes."""
 
 
 class TokenConfig(Config):
     """A bearer token and what it may do."""
 
     name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
-    """Stands in audit lines."""
+    """Name of the token in audit lines."""
     env: EnvironmentName
     """Environment variable that holds the token."""
     roles: tuple[Role, ...] = Field(min_length=1)
-    """What it may do; `consume` includes `submit`, `admin` everything, `server` nothing else."""
+    """Roles of the token; `consume` includes `submit`, `admin` everything, `server` nothing
+    else."""
+    consumers: tuple[Identifier, ...] = Field((), max_length=1024)
+    """Names of consumers that it may use though another token owns them: an agent's token lists the
+    trainer's consumer. Any other name belongs to the token that used it first."""
 
 
 class TLSConfig(Config):
@@ -51,7 +60,7 @@ class TLSConfig(Config):
 
 
 class ServiceConfig(Config):
-    """Where a service listens."""
+    """Address, tokens and limits of an HTTP service."""
 
     host: str = "127.0.0.1"
     """Address to bind; beyond loopback, tokens are asked for unless `allow_anonymous`."""
@@ -67,13 +76,19 @@ class ServiceConfig(Config):
     """Further tokens, each with its roles. Without any token, every request is let through."""
     allow_anonymous: bool = False
     """Listen beyond loopback without a token."""
+    allowed_hosts: tuple[HostName, ...] = Field((), max_length=64)
+    """Names of this service: requests without a token for other names are refused, as are those of
+    web pages of other hosts. IP addresses, loopback names, names without a dot and the machine's own
+    need not stand here; `.example.com` allows all names below, `*` all."""
     tls: TLSConfig | None = None
-    """None speaks plain HTTP."""
+    """TLS of the service; None speaks plain HTTP."""
     header_timeout_s: float = Field(10.0, gt=0.0)
-    """A connection whose request has not arrived whole after so long is closed; its body has a second
-    more for every 64 KiB that came."""
+    """Seconds after which a connection whose request has not arrived whole is closed; its body has
+    a second more for every 64 KiB that came."""
+    unread_timeout_s: float = Field(60.0, gt=0.0)
+    """Seconds after which a connection whose client reads nothing of an answer is closed."""
     max_connections: int = Field(8192, ge=1)
-    """Connections at once; more get 503."""
+    """Connections at once; more get 503, or the place of an idle one of an address that has more."""
     drain_timeout_s: float = Field(5.0, ge=0.0)
     """After SIGTERM, seconds in which requests may end; what a generation server still generates
     then is answered with the tokens so far."""
@@ -108,23 +123,28 @@ def default_port(port: int) -> BeforeValidator:
 
 
 class ExecutorConfig(Config):
-    """Bounds on the rollouts in play."""
+    """Bounds on running rollouts."""
 
     max_concurrent: int = Field(512, ge=1)
-    """Trajectories in play at once, at most."""
+    """Maximum number of trajectories running at once."""
     max_queued: int = Field(65536, ge=1)
-    """Trajectories waiting for their turn, at most; more submissions get 429."""
-    max_queued_each: int | None = Field(None, ge=1)
-    """The same for every one consumer; None bounds only their sum."""
+    """Maximum number of trajectories in the queue; further submissions get 429."""
+    max_prompt_bytes: int = Field(1 << 20, ge=1024)
+    """Maximum bytes of one prompt or conversation in UTF-8; longer ones are refused before they are
+    encoded. A mebibyte takes about a second of one core, and 300 MiB meanwhile."""
+    max_row_size: int = Field(1 << 21, ge=1024)
+    """Maximum number of characters and values in the `data` of one prompt."""
+    max_queued_per_consumer: int | None = Field(None, ge=1)
+    """The same for each consumer; None bounds only their sum."""
     adapt: bool = True
-    """Fewer than `max_concurrent` are in play while servers run out of cache: the bound is halved when
+    """Fewer than `max_concurrent` run while servers run out of cache: the bound is halved when
     they preempt, and grows again while they do not."""
     min_concurrent: int = Field(8, ge=1)
-    """Where halving stops."""
+    """Lower bound at which halving stops."""
     lease_s: float = Field(30.0, gt=0.0)
-    """Rollouts of a gateway that was silent for so long are played by another that shares the ledger."""
+    """Seconds of silence after which a gateway's rollouts are run by another that shares the ledger."""
     rollout_timeout_s: float = Field(600.0, gt=0.0)
-    """Seconds after which a rollout in play is cancelled and recorded as failed."""
+    """Seconds after which a running rollout is cancelled and recorded as failed."""
     max_attempts: int = Field(5, ge=1)
     """Attempts per rollout while generation servers fail under it."""
     error_window: int = Field(128, ge=1)
@@ -132,23 +152,23 @@ class ExecutorConfig(Config):
     error_budget: int = Field(16, ge=0)
     """Failures within the window that are tolerated; one more and `wait` raises."""
     reward_workers: int = Field(1, ge=1)
-    """Processes that run verifiers."""
+    """Processes that run verifiers for one consumer; as many more start when others need them."""
     reward_timeout_s: float = Field(10.0, gt=0.0)
     """Seconds after which a verifier is killed."""
     reward_memory_bytes: int = Field(4 << 30, ge=256 << 20)
-    """Address space of each process that runs verifiers, at most."""
+    """Maximum address space of each process that runs verifiers, in bytes."""
     reward_wait_s: float = Field(300.0, gt=0.0)
-    """Seconds for a reward that awaits others, a sandbox or a reward model, with its wait for a turn
-    there; then it is judged again."""
+    """Seconds for a reward that awaits others, a sandbox or a reward model; then the answer is
+    scored again. Its wait for a turn in the sandbox does not count."""
     reward_attempts: int = Field(3, ge=1)
-    """Times that one answer is judged while the verifier itself fails."""
-    max_scored: int = Field(32, ge=1)
-    """Answers of `POST /v1/rewards/score` that are judged at once; more wait, and those of rollouts do
-    not wait behind them."""
+    """Number of attempts to score one answer while the verifier itself fails."""
+    max_concurrent_scores: int = Field(32, ge=1)
+    """Number of answers of `POST /v1/rewards/score` that are scored at once; more wait, and those
+    of rollouts do not wait behind them."""
 
 
 class SandboxConfig(Config):
-    """How untrusted programs are run."""
+    """Sandbox for untrusted programs."""
 
     type: Literal["auto", "bubblewrap", "landlock", "unsafe", "remote", "none"] = "auto"
     """`auto` takes the first of bubblewrap and landlock that contains a probe, or refuses programs."""
@@ -156,11 +176,15 @@ class SandboxConfig(Config):
     """`unsafe`, also as the last resort of `auto`: resource limits only. A program can read and delete
     files."""
     workers: int | None = Field(None, ge=1)
-    """Programs that run at a time; None takes one per two cores."""
+    """Programs of one consumer that run at a time; None takes one per two cores. As many again are kept
+    for consumers that run none."""
     wall_factor: float = Field(4.0, ge=1.0)
     """Wall seconds allowed per CPU second: a machine under load is no fault of the program."""
+    cgroup: str | None = Field(None, pattern=r"^/")
+    """Folder of cgroup v2 that was delegated to the service, with memory and pids, in which the kernel
+    counts what programs use; None takes the one that systemd delegated, if any."""
     url: str | None = Field(None, pattern=r"^https?://[^\s]+$")
-    """Of a remote sandbox (`POST /run_code`, as SandboxFusion has it)."""
+    """URL of a remote sandbox (`POST /run_code`, as SandboxFusion has it)."""
 
     @model_validator(mode="after")
     def _check(self) -> SandboxConfig:
@@ -174,22 +198,22 @@ class SandboxConfig(Config):
 
 
 class OutboundConfig(Config):
-    """Which services workflows and rewards may call."""
+    """Services that workflows and rewards may call."""
 
     allow: tuple[str, ...] = Field((), max_length=64)
     """URL prefixes, `https://rewards.example/v1/`; nothing else is called."""
     allow_private: bool = False
     """Also addresses of private networks, loopback and link-local."""
     timeout_s: float = Field(60.0, gt=0.0)
-    """Seconds for one call, at most."""
-    max_response_bytes: int = Field(8 << 20, ge=1024)
+    """Maximum seconds of one call."""
+    max_response_bytes: int = Field(1 << 20, ge=1024)
     """Largest answer that is read."""
     max_connections: int = Field(256, ge=1)
     """Calls at once; more wait."""
 
 
 class SessionsConfig(Config):
-    """Sessions, in which a client of this service plays the turns."""
+    """Sessions, in which a client of this service runs the turns."""
 
     max_sessions: int = Field(1024, ge=1)
     """Open at once; more get 429."""
@@ -198,21 +222,22 @@ class SessionsConfig(Config):
     max_turns: int = Field(256, ge=1)
     """Requests that are answered in one session; further ones are refused."""
     public_url: str | None = Field(None, pattern=r"^https?://[^\s]*[^\s/]$", max_length=512)
-    """Where agents reach this gateway; None takes what `POST /v1/sessions` was sent to, and for agents
-    that a workflow calls, what the gateway listens on."""
+    """URL at which agents reach this gateway; None takes the host to which `POST /v1/sessions` was
+    sent if it is a name of this gateway, and otherwise, as for agents that a workflow calls, the
+    address on which it listens."""
 
 
 class RetentionConfig(Config):
-    """How long ended rollouts are remembered."""
+    """Time for which ended rollouts are remembered."""
 
     ended_s: float | None = Field(None, gt=0.0)
-    """Forget what ended longer ago, but for counts; None keeps everything."""
+    """Seconds after its end until a rollout is forgotten, except in counts; None keeps everything."""
     interval_s: float = Field(60.0, gt=0.0)
-    """Between looks for what may be forgotten."""
+    """Seconds between searches for rollouts to forget."""
 
 
 class FleetConfig(Config):
-    """How generation servers are watched."""
+    """Monitoring of generation servers."""
 
     lease_s: float = Field(10.0, gt=0.0)
     """A server that sent no heartbeat for this long is lost."""
@@ -225,16 +250,20 @@ class FleetConfig(Config):
     """Share of the live servers that must have staged a version before it is committed; 1 asks for
     all. The others are fenced until they have caught up."""
     straggler_s: float = Field(30.0, ge=0.0)
-    """Seconds for the others to stage a version too, once the quorum has; who takes longer is fenced
-    and catches up. Over a process group all are waited for."""
+    """Seconds for the others to stage a version too, once the quorum has; a server that takes
+    longer is fenced and catches up. Over a process group all are waited for."""
     commit_order: Literal["simultaneous", "rolling"] = "simultaneous"
     """All servers swap at once, or one after the other."""
     server_wait_s: float = Field(300.0, gt=0.0)
     """A request waits this long for a ready server with room before it fails."""
     max_failures: int = Field(3, ge=1)
     """Failed requests in a row after which a server is quarantined."""
+    max_deaths: int = Field(2, ge=1)
+    """Number of servers that may die with a request in flight; it then fails for good, and no other
+    server gets it. A server that was stopped cleanly, or fell silent, did not die."""
     quarantine_s: float = Field(10.0, gt=0.0)
-    """How long at first; doubled each time up to 16 times, then a single request tries it."""
+    """Length of the first quarantine; doubled each time up to 16 times, then a single request tries
+    the server."""
     hedge_after_s: float | None = Field(None, gt=0.0)
     """A request without an answer for so long is also sent to another server, and the first answer
     counts; None never does. It favours short answers where both sample by themselves."""

@@ -18,9 +18,9 @@ class HybridConfig(Config):
     """Type of the weights that generate; None takes `model.dtype`. Another one than training holds is a
     copy."""
     keep: Literal["nothing", "frozen", "all"] = "frozen"
-    """What generation goes on holding of its own copies while the model trains: nothing; what training
-    does not change (with adapters, all but them), which then is gathered once; or all of it, to be
-    written to again."""
+    """Copies that generation keeps while the model trains: none; what training does not change
+    (with adapters, everything but them), which is then gathered once; or all of them, to be written
+    to again."""
     rename: dict[str, str] = {}
     """Parameter of the trainer -> name that the generation backend knows; a prefix that ends in `*` is
     replaced by the value's prefix. Names that nothing matches stay."""
@@ -39,5 +39,10 @@ class HybridConfig(Config):
             raise ValueError(
                 "pack_weights=True would hold the weights a second time; set it to false to generate in "
                 "the trainer's process"
+            )
+        if backend.device != "auto":
+            raise ValueError(
+                f"device={backend.device}: generation runs where the trainer does; leave it out, and set "
+                "trainer.device"
             )
         return backend

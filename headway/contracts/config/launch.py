@@ -11,8 +11,8 @@ from pydantic import Field, model_validator
 from headway.contracts.config.base import Config
 from headway.contracts.config.experiment import ExperimentConfig
 from headway.contracts.config.gateway import GatewayConfig
-from headway.contracts.config.rollout_experiments import RolloutExperimentConfig
-from headway.contracts.config.server import ServerConfig
+from headway.contracts.config.rollout_experiments import PolicyLearner, RolloutExperimentConfig
+from headway.contracts.config.server import ServerConfig, SGLangConfig, VLLMConfig
 
 SHARED_MEMORY = "/dev/shm"
 
@@ -24,7 +24,7 @@ def shared_root(run_dir: str) -> str:
 
 
 class LaunchConfig(Config):
-    """The launcher fills in what the processes tell one another: URLs, ready files,
+    """The launcher fills in what the processes need to know of one another: URLs, ready files,
     weights, and where tokens come from.
 
     Versions go through shared memory unless `trainer.weight_sync` names a type or a place; over the
@@ -45,8 +45,25 @@ class LaunchConfig(Config):
     threads_per_process: int | None = Field(None, ge=1)
     """Computing threads of each server and trainer rank (OMP_NUM_THREADS); None takes the environment's
     OMP_NUM_THREADS, or shares the machine's cores evenly."""
+    share_gpus: bool = False
+    """Let servers share GPUs with other processes where there are too few; each process then has to
+    fit beside the others. Ranks never share. False refuses to start."""
     start_timeout_s: float = Field(300.0, gt=0.0)
     """Seconds until a process must be ready."""
+
+    @model_validator(mode="after")
+    def _check_sampling_mask(self) -> LaunchConfig:
+        backend, trainer = self.server.backend, self.trainer
+        has_mask = not isinstance(backend, SGLangConfig | VLLMConfig)
+        if has_mask or not trainer.sampling.cuts_distribution:
+            return self
+        if isinstance(trainer, PolicyLearner) and trainer.algorithm.sampling_mask == "replay":
+            raise ValueError(
+                f"server.backend.type={backend.type} reports no sampling masks, and trainer.sampling "
+                "cuts the distribution (top_k, top_p or min_p); cut nothing, serve with embedded_torch, "
+                "or set trainer.algorithm.sampling_mask=ignore, which biases ratios"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""Where the figures of a run go besides its folder."""
+"""Destinations of a run's metrics besides its folder."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class MetricsConfig(Config):
     tags: tuple[str, ...] = ()
     """Labels to find the run by (`wandb`)."""
     peak_tflops: float | None = Field(None, gt=0.0)
-    """What one device does at best, in 10¹² floating-point operations per second, which `mfu` is a share
-    of; None takes it from a table of GPUs (dense bfloat16), and knows none for others and for CPUs."""
+    """Peak of one device, in 10¹² floating-point operations per second, to which `mfu` refers; None
+    takes it from a table of GPUs (dense bfloat16), which knows no other GPUs and no CPUs."""

@@ -1,4 +1,4 @@
-"""Which model, and how it is held in memory."""
+"""The model, and how it is held in memory."""
 
 from __future__ import annotations
 
@@ -8,18 +8,29 @@ from pydantic import Field
 
 from headway.contracts.config.base import Config
 
+Device = Literal["auto", "cuda", "cpu"]
+"""Device on which a process computes. `auto`: its GPU, or the CPU of a machine that has none."""
+
 
 class ModelConfig(Config):
     path: str = Field(min_length=1)
     """Directory of a Hugging Face causal language model (config.json, *.safetensors, tokenizer.json)."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the parameters in memory."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the parameters in memory. `auto` is bfloat16 on the GPU of a generation server, and float32
+    elsewhere."""
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     """Attention kernel of transformers."""
     init_from_scratch: bool = False
     """Random weights from config.json instead of the stored ones."""
     seed: int = Field(0, ge=0)
     """Seed of random weights."""
+
+
+class RankModelConfig(ModelConfig):
+    """A model that the ranks of a trainer hold."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the parameters in memory; `trainer.compute_dtype` is that of the passes."""
 
 
 class LoraConfig(Config):
@@ -37,8 +48,8 @@ class LoraConfig(Config):
     """Share of the adapters' inputs that a training pass drops; other passes drop nothing."""
 
 
-class TrainedModelConfig(ModelConfig):
-    """What a trainer asks for besides."""
+class TrainedModelConfig(RankModelConfig):
+    """Further model settings of a trainer."""
 
     head: Literal["lm", "value"] = "lm"
     """`lm` predicts tokens; `value` gives one number per position (critic, reward model): stored as a

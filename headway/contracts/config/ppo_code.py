@@ -1,6 +1,6 @@
 """PPO on verified answers to code and math tasks, in the words of the `ppo-code` experiment.
 
-One section, `ppo`, holds what there is to choose; what actor, critic and reference are told follows
+One section, `ppo`, holds what there is to choose; the settings of actor, critic and reference follow
 from it.
 """
 
@@ -11,14 +11,14 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from headway.contracts.config.algorithm import AlgorithmConfig
-from headway.contracts.config.base import Config, PartConfig
+from headway.contracts.config.base import ComponentConfig, Config
 from headway.contracts.config.critic import CriticConfig, ValueModelConfig
 from headway.contracts.config.experiment import RolloutExperiment
 from headway.contracts.config.optimizer import OptimizerConfig
 from headway.contracts.config.rollout import RolloutConfig
 
 WRONG_SCORE = -1.0
-"""What a wrong answer scores, before bias and scaling: no answer scores less."""
+"""Score of a wrong answer, before bias and scaling: no answer scores less."""
 INITIAL_VALUE_STD = 0.1
 """A normalised critic's first values are a tenth of what it says."""
 
@@ -70,11 +70,19 @@ class PPOCodeConfig(Config):
     """A reward is (score - `reward_output_bias`) times this."""
     reward_output_bias: float = 0.0
     """Taken off the score, which is 1 of a right and -1 of a wrong answer (`check_xml_format`)."""
-    rw_type: Literal["sparse"] = "sparse"
-    """An answer is scored once, as a whole."""
+    rm_output_scaling: float | None = Field(None, gt=0.0)
+    """Factor on the score of `reward_model`; None takes `reward_output_scaling`."""
+    reward_source: Literal["verifier", "model", "both"] = "verifier"
+    """`verifier` asks `rollout.reward`. `model` asks `reward_model`: the reward is
+    (its score - `reward_output_bias`) · `rm_output_scaling`. `both` adds the model's score, times
+    `rm_output_scaling`, to the verifier's reward."""
+    rw_type: Literal["sparse", "dense"] = "sparse"
+    """`sparse` scores an answer once, as a whole; `dense` has `reward_model` score the text after every
+    token, too, for `use_dense_reward`."""
     use_dense_reward: bool = False
     """Reward every action by a score after every token, in place of the answer's own;
-    `mask_no_eos_with_zero`, bias and scaling are of the latter."""
+    `mask_no_eos_with_zero`, bias and scaling of a verifier are of the latter. The scores are those of the
+    rollout's turns, or with `rw_type: dense` those of the reward model."""
     reward_delta: bool = True
     """A dense reward is what an action gained, the score after it less the score before; false: the score
     after it."""
@@ -82,7 +90,7 @@ class PPOCodeConfig(Config):
     """A wrong answer scores -0.8, not -1, if it is `<think>…</think><answer>…</answer>` and nothing else;
     the first `<think>` may be the prompt's."""
     check_verifier_status: bool = False
-    """Stop the run at a batch without any score above the lowest, as of a verifier that judges nothing.
+    """Stop the run at a batch without any score above the lowest, as from a verifier that scores nothing.
     (One that fails gives no score, and is asked again, whatever this says.)"""
     mask_no_eos_with_zero: bool = False
     """Give answers that ran into a limit no score; what the KL costs stays."""
@@ -100,6 +108,10 @@ class PPOCodeConfig(Config):
     """Decay of `exp`, per version."""
     value_norm_eps: float = Field(1e-5, ge=0.0, lt=1.0)
     """`exp` is debiased by the weight of what it has seen, or by this if that is less."""
+    force_no_logits_mask: bool = False
+    """Take logprobs over all tokens, although `sampling` may have cut some of them (top_p, top_k, min_p):
+    ratios are then biased, and tokens that could not be drawn get a gradient. False takes them over the
+    tokens that could be drawn, which `embedded_torch` reports."""
     ref_ema_eta: float | None = Field(None, ge=0.0, le=1.0)
     """The reference follows the policy: after each version it is eta · policy + (1 - eta) · reference, so
     that 1 copies the policy; 0 and None leave it as it is."""
@@ -107,7 +119,7 @@ class PPOCodeConfig(Config):
     """At the end of an epoch, prompts leave whose last group's mean reward, before `max_reward_clip`, was
     above this."""
     dataset_max_filter_percentage: float = Field(0.0, ge=0.0, le=1.0)
-    """At most this share of the prompts in play leaves at a time, those of the highest rewards first."""
+    """Maximum share of the running prompts that leaves at a time, those of the highest rewards first."""
 
     @property
     def num_samples(self) -> int:
@@ -115,8 +127,14 @@ class PPOCodeConfig(Config):
         return self.group_size if self.generation_size is None else self.generation_size
 
     @property
+    def model_output_scaling(self) -> float:
+        """Factor on the score of the reward model."""
+        scaling = self.rm_output_scaling
+        return self.reward_output_scaling if scaling is None else scaling
+
+    @property
     def lowest_reward(self) -> float:
-        """Of a wrong answer; before `max_reward_clip`."""
+        """Reward of a wrong answer, before `max_reward_clip`."""
         return (WRONG_SCORE - self.reward_output_bias) * self.reward_output_scaling
 
     @model_validator(mode="after")
@@ -125,6 +143,18 @@ class PPOCodeConfig(Config):
             raise ValueError(
                 f"generation_size={self.generation_size} is less than group_size={self.group_size}, "
                 "which is taken from it; raise it, or leave it out"
+            )
+        if self.rw_type == "dense" and not (
+            self.use_dense_reward and self.reward_source == "model"
+        ):
+            raise ValueError(
+                "rw_type=dense scores every token by a model, for use_dense_reward; set "
+                "reward_source=model and use_dense_reward=true"
+            )
+        if self.use_dense_reward and self.rw_type == "sparse" and self.reward_source != "verifier":
+            raise ValueError(
+                f"reward_source={self.reward_source} scores whole answers, which use_dense_reward=true "
+                "ignores; set rw_type=dense and reward_source=model"
             )
         if self.group_adv_norm and not self.adv_norm:
             raise ValueError("group_adv_norm says over what adv_norm is; set adv_norm=true")
@@ -138,7 +168,7 @@ class PPOCodeConfig(Config):
         """`(whether it is there, what is to be done, fields that are without effect otherwise)`."""
         norm = ("value_norm_type", "value_norm_beta", "value_norm_eps")
         adaptive = ("adaptive_kl_target", "adaptive_kl_horizon")
-        sparse = ("mask_no_eos_with_zero", "reward_output_scaling", "reward_output_bias")
+        sparse = ("reward_output_scaling", "reward_output_bias")
         return (
             (
                 self.kl_ctl > 0,
@@ -159,9 +189,24 @@ class PPOCodeConfig(Config):
             ),
             (self.use_dense_reward, "set use_dense_reward=true", ("reward_delta",)),
             (
+                not self.use_dense_reward or self.rw_type == "dense",
+                "shape the score of an answer, which use_dense_reward=true ignores",
+                sparse,
+            ),
+            (
                 not self.use_dense_reward,
                 "shape the score of an answer, which use_dense_reward=true ignores",
-                (*sparse, "check_xml_format"),
+                ("mask_no_eos_with_zero", "check_xml_format"),
+            ),
+            (
+                self.reward_source != "verifier",
+                "scales the score of a model; set reward_source=model or both",
+                ("rm_output_scaling",),
+            ),
+            (
+                self.reward_source != "model",
+                "reward_source=model asks no verifier; leave these out",
+                ("check_xml_format", "check_verifier_status"),
             ),
             (
                 self.dataset_max_filter_percentage > 0,
@@ -171,24 +216,27 @@ class PPOCodeConfig(Config):
         )
 
     def _is_set(self, name: str) -> bool:
-        """Whether a field differs from its default: a resolved file spells out every field."""
+        """True if a field differs from its default: a resolved file spells out every field."""
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
 
 class PPOCodeRolloutConfig(RolloutConfig):
-    reward: PartConfig = PartConfig(name="code")
+    reward: ComponentConfig = ComponentConfig(name="code")
     """Registered verifier that scores a trajectory: 1 is right, 0 is wrong, and counts as -1."""
     group_size: int = Field(1, ge=1, le=1024)
     """Trajectories per prompt that are sampled; follows from `ppo`."""
     max_staleness: int = Field(0, ge=0)
-    """Versions between sampling and consumption, at most (η); 0 is synchronous. The loss clips around the
-    policy that sampled, and corrects nothing else of its age."""
+    """Maximum number of versions between sampling and consumption (η); 0 is synchronous. The loss
+    clips around the policy that sampled, and corrects nothing else of its age."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Prompts of more tokens are left out; None keeps all."""
+    fill_to_max_length: bool = False
+    """Lengthen every prompt to `max_prompt_tokens`, by repeats of its last token in front: for
+    measurements alone."""
     max_context_tokens: int | None = Field(None, ge=2)
     """Tokens per sequence that every generation server can hold, prompt included: the longest prompt and
     `sampling.max_new_tokens` have to fit (limits of rows, `data.max_new_tokens_key`, are not looked at).
-    None takes what the servers tell at the start, and leaves out the prompts that do not fit."""
+    None takes what the servers report at the start, and leaves out the prompts that do not fit."""
 
 
 class VerifiedPPOExperiment(RolloutExperiment):
@@ -205,6 +253,8 @@ class VerifiedPPOExperiment(RolloutExperiment):
     """The critic to start from; None takes the policy's model, with a scalar head in place of its own."""
     critic_optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW of the critic, and its schedule."""
+    reward_model: ValueModelConfig | None = None
+    """The model that scores answers where `ppo.reward_source` asks it; its tokens are the policy's."""
 
     @property
     def trained_trajectories(self) -> int:
@@ -212,8 +262,15 @@ class VerifiedPPOExperiment(RolloutExperiment):
         return self.data.batch_size * self.ppo.group_size
 
     @property
+    def scores_rollouts_later(self) -> bool:
+        """Unless rewards come with the rollouts' turns, or a call of the configuration brings them."""
+        is_replaced = any("scores" in call.output_keys for call in self.dataflow.calls)
+        comes_with_turns = self.ppo.use_dense_reward and self.ppo.rw_type == "sparse"
+        return not comes_with_turns and not is_replaced
+
+    @property
     def algorithm(self) -> AlgorithmConfig:
-        """What the policy learns by."""
+        """Algorithm by which the policy learns."""
         ppo = self.ppo
         kl: dict[str, Any] = {}
         if ppo.kl_ctl > 0:
@@ -221,21 +278,20 @@ class VerifiedPPOExperiment(RolloutExperiment):
         if ppo.use_adaptive_kl_ctl:
             kl |= {"kl_target": ppo.adaptive_kl_target, "kl_horizon": ppo.adaptive_kl_horizon}
         # Without values δ is the reward, and both factors only ever stand together.
-        discount, gae_lambda = ppo.discount, ppo.gae_lambda
+        discount = ppo.discount
+        advantage: dict[str, Any] = {"type": "gae", "gae_lambda": ppo.gae_lambda}
         if ppo.disable_value:
-            discount, gae_lambda = discount * gae_lambda, 1.0
+            discount, advantage = discount * ppo.gae_lambda, {"type": "reward"}
         scope = "group" if ppo.group_adv_norm else "batch"
         gain = "gain" if ppo.reward_delta else "score"
         return AlgorithmConfig.model_validate(
             {
                 **kl,
-                "eps_clip": ppo.eps_clip,
-                "dual_clip": ppo.c_clip,
+                "policy_loss": {"eps_clip": ppo.eps_clip, "dual_clip": ppo.c_clip},
                 "decoupled": False,
-                "baseline": "none",
+                "advantage": advantage,
                 "advantage_norm": scope if ppo.adv_norm else "none",
                 "discount": discount,
-                "gae_lambda": gae_lambda,
                 "num_minibatches": ppo.ppo_n_minibatches,
                 "num_epochs": ppo.actor_sample_reuse,
                 "early_stop_ratio": ppo.early_stop_imp_ratio,
@@ -243,15 +299,25 @@ class VerifiedPPOExperiment(RolloutExperiment):
                 "mask_truncated": ppo.mask_too_long,
                 "zero_truncated": ppo.mask_no_eos_with_zero,
                 "dense_rewards": gain if ppo.use_dense_reward else "none",
-                "reward_scaling": ppo.reward_output_scaling,
-                "reward_bias": 0.0 - ppo.reward_output_bias,
+                **self._reward_shape(),
                 "reward_clip": ppo.max_reward_clip,
+                "sampling_mask": "ignore" if ppo.force_no_logits_mask else "replay",
             }
         )
 
+    def _reward_shape(self) -> dict[str, float]:
+        """Return bias and scaling of the scores; those of a model are rewards already."""
+        ppo = self.ppo
+        if ppo.reward_source != "verifier":
+            return {}
+        return {
+            "reward_scaling": ppo.reward_output_scaling,
+            "reward_bias": 0.0 - ppo.reward_output_bias,
+        }
+
     @property
     def critic(self) -> CriticConfig | None:
-        """What the critic learns by; None without one."""
+        """Settings of the critic; None without one."""
         ppo = self.ppo
         if ppo.disable_value:
             return None
@@ -280,7 +346,7 @@ class VerifiedPPOExperiment(RolloutExperiment):
             return tree
         try:
             ppo = PPOCodeConfig.model_validate(tree.get("ppo", {}))
-        except ValidationError:  # told with the section's own path
+        except ValidationError:  # reported with the section's own path
             return tree
         follows: dict[str, dict[str, Any]] = {
             "rollout": {"group_size": ppo.num_samples},
@@ -309,7 +375,7 @@ class VerifiedPPOExperiment(RolloutExperiment):
             )
         if self.reference.path is not None and ppo.kl_ctl == 0:
             raise ValueError("reference keeps no policy near while ppo.kl_ctl=0; set it")
-        if self.teacher is not None:
+        if self.has_teacher:
             raise ValueError("ppo learns nothing of a teacher; leave it out")
         if ppo.ppo_n_minibatches > self.data.batch_size:
             raise ValueError(
@@ -319,6 +385,12 @@ class VerifiedPPOExperiment(RolloutExperiment):
         has_critic_section = self.critic_model is not None or self.critic_optimizer != (
             OptimizerConfig()
         )
+        if (self.reward_model is None) != (ppo.reward_source == "verifier"):
+            raise ValueError(
+                f"ppo.reward_source={ppo.reward_source} "
+                f"{'asks no' if self.reward_model is not None else 'wants a'} reward_model; "
+                "set both or neither"
+            )
         if ppo.disable_value and has_critic_section:
             raise ValueError(
                 "ppo.disable_value=true leaves out the critic; leave out critic_model and "
@@ -329,6 +401,10 @@ class VerifiedPPOExperiment(RolloutExperiment):
     @model_validator(mode="after")
     def _check_context(self) -> VerifiedPPOExperiment:
         prompt, context = self.rollout.max_prompt_tokens, self.rollout.max_context_tokens
+        if self.rollout.fill_to_max_length and prompt is None:
+            raise ValueError(
+                "rollout.fill_to_max_length=true wants the length; set rollout.max_prompt_tokens"
+            )
         if context is None:
             return self
         if prompt is None:
@@ -353,7 +429,7 @@ class PPOCodeExperiment(VerifiedPPOExperiment):
 
 
 class PPOMathRolloutConfig(PPOCodeRolloutConfig):
-    reward: PartConfig = PartConfig(name="math")
+    reward: ComponentConfig = ComponentConfig(name="math")
     """Registered verifier that scores a trajectory: 1 is right, 0 is wrong, and counts as -1."""
 
 

@@ -1,4 +1,4 @@
-"""Whatever learns from a rollout service, told apart by `type`."""
+"""Every experiment that learns from a rollout service, distinguished by `type`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from headway.contracts.config.critic import CriticConfig
+from headway.contracts.config.critic import CriticConfig, ValueModelConfig
 from headway.contracts.config.experiment import GRPOExperiment, PolicyExperiment, PPOExperiment
 from headway.contracts.config.ppo_code import (
     PPOCodeExperiment,
@@ -19,8 +19,13 @@ PolicyLearner = PolicyExperiment | VerifiedPPOExperiment
 
 
 def critic_of(config: PolicyLearner) -> CriticConfig | None:
-    """What its critic learns by; None without one."""
+    """Return the settings of the experiment's critic; None without one."""
     return config.critic if isinstance(config, PPOExperiment | VerifiedPPOExperiment) else None
+
+
+def reward_model_of(config: PolicyLearner) -> ValueModelConfig | None:
+    """Return the model that scores answers; None if none does."""
+    return config.reward_model if isinstance(config, VerifiedPPOExperiment) else None
 
 
 def _grpo_unless_named(given: object) -> object:

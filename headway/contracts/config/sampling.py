@@ -1,4 +1,4 @@
-"""How tokens are sampled: the `gconfig` of a request."""
+"""Sampling of tokens: the `gconfig` of a request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ class SamplingConfig(Config):
     """Sampling parameters of one sequence.
 
     Reported logprobs are those of the temperature-scaled distribution, after penalties and
-    `logit_bias`, before `top_k`, `top_p` and `min_p` cut it (the convention of SGLang's server).
+    `logit_bias`, before `top_k`, `top_p` and `min_p` cut it (the convention of SGLang's server); with
+    `LLMRequest.sampling_mask`, after.
     Greedy sampling reports the distribution of temperature 1.
     """
 
@@ -52,6 +53,12 @@ class SamplingConfig(Config):
     """Added to the logits of these token ids; 100 forces and -100 forbids."""
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     """Seed of this request: same seed, same version, same tokens. None draws one."""
+
+    @property
+    def cuts_distribution(self) -> bool:
+        """True if some tokens cannot be drawn, because of `top_k`, `top_p` or `min_p`."""
+        is_cut = self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
+        return is_cut and self.temperature > 0.0
 
     @model_validator(mode="after")
     def _check(self) -> SamplingConfig:

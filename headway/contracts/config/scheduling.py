@@ -1,4 +1,4 @@
-"""What a trainer asks of the launcher or scheduler that starts it."""
+"""Resources that a trainer asks of the launcher or scheduler that starts it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TimeLimit = Annotated[
 
 
 class SchedulingConfig(Config):
-    """Of one rank, where nothing else is said; None leaves it to the scheduler."""
+    """Resources of one rank, unless stated otherwise; None leaves it to the scheduler."""
 
     nodes: int = Field(1, ge=1)
     """Machines."""
@@ -27,7 +27,7 @@ class SchedulingConfig(Config):
     """Cores; None takes `trainer.num_threads`, or 1."""
     gpu: int | None = Field(None, ge=0, le=1)
     """Devices: a rank trains on one, or on the CPU. None is what the rank that is asked has; then
-    `headway slurm` asks for none."""
+    `headway slurm` asks for one if `trainer.device` is cuda, and else for none."""
     mem: int = Field(8192, ge=1)
     """Memory of the host, in MiB."""
     nodelist: Word | None = None
@@ -46,4 +46,4 @@ class SchedulingConfig(Config):
     begin: Word | None = None
     """Earliest start (Slurm: `16:00`, `now+1hour`, `2030-01-20T12:34:00`)."""
     deadline: Word | None = None
-    """Latest end, likewise: a job that cannot make it is not started."""
+    """Latest end: a job that cannot make it is not started."""

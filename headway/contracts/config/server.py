@@ -6,18 +6,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, StringConstraints, field_validator, model_validator
 
-from headway.contracts.config.base import Config
+from headway.contracts.config.base import Config, PluginConfig
 from headway.contracts.config.gateway import (
     EnvironmentName,
     ExecutorConfig,
     ServiceConfig,
     default_port,
 )
-from headway.contracts.config.model import ModelConfig
+from headway.contracts.config.model import Device, ModelConfig
 from headway.contracts.config.weight_sync import ReceiverConfig
 
 UpdatePolicy = Literal["keep", "recompute", "abort", "drain"]
-"""What a swap does to running sequences: `keep` goes on with the KV cache, `recompute` rebuilds it
+"""Effect of a swap on running sequences: `keep` goes on with the KV cache, `recompute` rebuilds it
 under the new weights, `abort` answers with the tokens so far, `drain` lets them end first."""
 
 
@@ -25,15 +25,22 @@ class EmbeddedTorchConfig(Config):
     """The embedded torch backend: CPU or one GPU."""
 
     type: Literal["embedded_torch"] = "embedded_torch"
+    device: Device = "auto"
+    """`cuda` is refused where PyTorch can use no GPU; `auto` is refused where there is one that it cannot
+    use, and takes the CPU where there is none."""
     max_sequences: int = Field(128, ge=1)
-    """Sequences decoded together, at most."""
+    """Maximum number of sequences decoded together."""
     max_context: int | None = Field(None, ge=2)
     """Tokens per sequence, prompt included; None takes the model's limit."""
     max_prefill_tokens: int = Field(2048, ge=1)
-    """Prompt tokens computed in one step, at most: a longer prompt is cut into chunks, between
+    """Maximum number of prompt tokens computed in one step: a longer prompt is split into chunks, between
     which running sequences go on."""
     kv_cache_bytes: int | None = Field(None, ge=1 << 16)
-    """Memory for keys and values; None takes 40 % of what is free."""
+    """Memory for keys and values; None takes 40 % of what is free. On a GPU None takes 80 % of what is
+    free beside a second copy of the weights, which a swap needs; 40 % where the type of the weights has
+    no FlashAttention."""
+    cuda_graphs: bool = True
+    """On a GPU, record the launches of a decode step once per batch size, and replay them as one."""
     pack_weights: bool = True
     """On the CPU, hold the weights of linear layers a second time, in the layout of its kernels."""
     num_threads: int | None = Field(None, ge=1)
@@ -79,11 +86,12 @@ class SGLangConfig(EngineProcessConfig):
 
     type: Literal["sglang"] = "sglang"
     receive: Literal["files", "group"] = "files"
-    """How versions reach the engine. `files`: this server receives and proves them while the engine
-    generates, and the engine loads them at the commit. `group`: the engine's own processes join the
-    trainer's process group (one data-parallel and one pipeline rank), and the bytes flow from GPU to
-    GPU into the live weights; nothing is generated from the first bucket until the commit, and the
-    server holds nothing that others could fetch. Versions that do not flow come as files either way."""
+    """Path of versions to the engine. `files`: this server receives and verifies them while the
+    engine generates, and the engine loads them at the commit. `group`: the engine's own processes
+    join the trainer's process group (one data-parallel and one pipeline rank), and the bytes flow
+    from GPU to GPU into the live weights; nothing is generated from the first bucket until the
+    commit, and the server holds nothing that others could fetch. Versions that do not flow come as
+    files either way."""
 
 
 class VLLMConfig(EngineProcessConfig):
@@ -98,14 +106,22 @@ class FakeBackendConfig(Config):
     type: Literal["fake"] = "fake"
     token_latency_s: float = Field(0.0, ge=0.0)
     """Seconds per token."""
-    vocab_size: int = Field(1000, ge=2)
-    """Tokens are drawn from [0, vocab_size)."""
+    vocab_size: int | None = Field(None, ge=2)
+    """Tokens are drawn from [0, vocab_size); None takes the model's, or 1000 where there is none."""
     max_context: int = Field(32768, ge=2)
     """Tokens per sequence, prompt included."""
 
 
+class PluginBackendConfig(PluginConfig):
+    """A backend of another package: of an installed one by its entry point
+    (`headway.generation_backends`), or of one of `modules`."""
+
+    num_gpus: int = Field(1, ge=0)
+    """GPUs that one server asks for where there are some."""
+
+
 BackendConfig = Annotated[
-    EmbeddedTorchConfig | SGLangConfig | VLLMConfig | FakeBackendConfig,
+    EmbeddedTorchConfig | SGLangConfig | VLLMConfig | FakeBackendConfig | PluginBackendConfig,
     Field(discriminator="type"),
 ]
 
@@ -117,6 +133,9 @@ class ServerConfig(Config):
     service: Annotated[ServiceConfig, default_port(8001)] = ServiceConfig(port=8001)
     model: ModelConfig
     backend: BackendConfig = EmbeddedTorchConfig()
+    modules: tuple[str, ...] = Field((), max_length=64)
+    """Python modules to import at the start, whose `register_backend` adds generation backends; and, of a
+    server that runs rollouts without a gateway, what the gateway's `modules` add."""
     gateway: GatewayURL | tuple[GatewayURL, ...] | None = None
     """Gateway to register with; None serves alone. Of several, which share a ledger, one is reported to,
     and the next when that does not answer."""
@@ -130,11 +149,11 @@ class ServerConfig(Config):
     initial_version: int = Field(0, ge=0)
     """Version of the weights in `model.path`."""
     update_policy: UpdatePolicy = "keep"
-    """What a new version does to the sequences that are running."""
+    """Effect of a new version on the sequences that are running."""
     group_timeout_s: float = Field(300.0, gt=0.0)
     """Seconds to wait for the other members of a weight update group: to meet, and for each bucket."""
     max_in_flight: int = Field(4096, ge=1)
-    """Requests running or waiting, at most; more get 429."""
+    """Maximum number of requests running or waiting; more get 429."""
     request_timeout_s: float | None = Field(None, gt=0.0)
     """Seconds after which a request is ended and answered with 504; None has no limit."""
     served_model_name: str | None = None

@@ -1,4 +1,4 @@
-"""How versions travel from the trainer to the servers."""
+"""Transports: how versions travel from the trainer to the servers."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from headway.contracts.config.base import Config
+from headway.contracts.config.base import Config, PluginConfig
 from headway.contracts.config.gateway import EnvironmentName
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "float8_e4m3fn"]
+MAX_CHAIN = 128
+"""Versions that a server reads one after the other to make one."""
 
 
 class DeltaConfig(Config):
     """Publish only what changed since the version before."""
 
-    full_every: int = Field(16, ge=1)
+    full_every: int = Field(16, ge=1, le=MAX_CHAIN)
     """Every n-th version is published whole, so that a chain stays short."""
     level: int = Field(1, ge=1, le=19)
     """Effort of zstd: 1 is fastest."""
 
 
 class PublishConfig(Config):
-    """What every transport does to the weights on their way out."""
+    """Changes that every transport makes to the weights on their way out."""
 
     dtype: Dtype | None = None
     """Cast on publication; None keeps the trainer's type."""
@@ -41,7 +43,7 @@ class PublishConfig(Config):
 
 
 class StoredSync(PublishConfig):
-    """A transport under which versions lie somewhere."""
+    """A transport that stores versions."""
 
     keep: int = Field(3, ge=1)
     """Newest versions to keep; older ones are deleted, but never what a kept one is based on."""
@@ -64,7 +66,7 @@ class DiskSync(StoredSync):
 
     @property
     def origin(self) -> str:
-        """What a server's `weights.allow` must hold."""
+        """Entry that a server's `weights.allow` must hold."""
         return self.root if "://" in self.root else str(Path(self.root).resolve())
 
 
@@ -77,7 +79,7 @@ class SharedMemorySync(StoredSync):
 
     @property
     def origin(self) -> str:
-        """What a server's `weights.allow` must hold."""
+        """Entry that a server's `weights.allow` must hold."""
         return f"shm://{Path(self.root).resolve()}"
 
 
@@ -98,7 +100,8 @@ class HttpSync(StoredSync):
 
     @property
     def origin(self) -> str:
-        """What a server's `weights.allow` must hold; any port of the host unless one is fixed."""
+        """Entry that a server's `weights.allow` must hold; any port of the host unless one is
+        fixed."""
         if self.advertise_url is not None:
             return self.advertise_url
         return f"http://{_bracketed(self.host)}:{self.port or ''}"
@@ -108,8 +111,9 @@ class CollectiveSync(PublishConfig):
     """Weights broadcast to the servers in a process group."""
 
     type: Literal["collective"] = "collective"
-    backend: Literal["gloo", "nccl"] = "gloo"
-    """Gloo on CPU, NCCL on GPU."""
+    backend: Literal["gloo", "nccl", "ipc"] = "gloo"
+    """Gloo on CPU, NCCL on GPU. `ipc` is for servers on the trainer's host: they open its memory by
+    handle, CUDA IPC on a GPU that they must see, too, shared memory on the CPU."""
     host: str = "127.0.0.1"
     """Address under which servers reach the trainer's rendezvous."""
     port: int = Field(0, ge=0, le=65535)
@@ -119,12 +123,20 @@ class CollectiveSync(PublishConfig):
 
     @property
     def origin(self) -> str:
-        """What a server's `weights.allow` must hold; any port of the host unless one is fixed."""
+        """Entry that a server's `weights.allow` must hold; any port of the host unless one is
+        fixed."""
         return f"{self.backend}://{_bracketed(self.host)}:{self.port or ''}"
 
 
+class PluginSync(PluginConfig, PublishConfig):
+    """A transport of an installed package (entry point `headway.weight_transports`)."""
+
+    origin: str = Field(min_length=1)
+    """Directory or URL prefix that a server's `weights.allow` must hold."""
+
+
 def _bracketed(host: str) -> str:
-    """As it stands in a URL."""
+    """Return a host as it stands in a URL."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -133,17 +145,20 @@ def _disk_unless_named(given: object) -> object:
 
 
 WeightSyncConfig = Annotated[
-    Annotated[DiskSync | SharedMemorySync | HttpSync | CollectiveSync, Field(discriminator="type")],
+    Annotated[
+        DiskSync | SharedMemorySync | HttpSync | CollectiveSync | PluginSync,
+        Field(discriminator="type"),
+    ],
     BeforeValidator(_disk_unless_named),
 ]
 
 
 class ReceiverConfig(Config):
-    """Where a server takes versions from."""
+    """Places from which a server takes versions."""
 
     allow: tuple[str, ...] = ()
     """Directories and URL prefixes from which versions may come; none refuses every publication.
-    Process groups are allowed by `gloo:` or `nccl:`."""
+    Process groups are allowed by `gloo:`, `nccl:` or `ipc:`."""
     peers: bool = True
     """Also fetch from generation servers that the gateway names, and serve them what this one holds."""
     cache_dir: str | None = None
@@ -153,5 +168,8 @@ class ReceiverConfig(Config):
     """Environment variable with the bearer token for fetching over HTTP."""
     num_connections: int = Field(4, ge=1, le=64)
     """Connections at once when fetching over HTTP."""
+    on_device: bool = True
+    """Hold what comes to a GPU over NCCL or handles there, and serve it from there; false brings it to
+    the host first. Engines that read files get it by the host always."""
     stage_timeout_s: float = Field(300.0, gt=0.0)
     """Seconds without any progress after which staging is given up."""

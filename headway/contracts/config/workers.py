@@ -1,12 +1,13 @@
-"""What the workers of a group are made of (`trainer.workers`)."""
+"""Workers of a group (`trainer.workers`)."""
 
 from __future__ import annotations
 
 from pydantic import Field, model_validator
 
 from headway.contracts.config.algorithm import AlgorithmConfig
-from headway.contracts.config.base import Config, JsonObject
+from headway.contracts.config.base import ComponentConfig, Config, JsonObject
 from headway.contracts.config.critic import CriticConfig, ValueModelConfig
+from headway.contracts.config.metrics import MetricsConfig
 from headway.contracts.config.model import TrainedModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
 from headway.contracts.config.reference import ReferenceConfig
@@ -15,46 +16,108 @@ from headway.contracts.config.trainer import TrainerConfig
 
 
 class GenerationConfig(Config):
-    """How a worker with the role rollout generates."""
+    """Generation by a worker with the role rollout."""
 
-    engine: str = Field("forward", min_length=1)
-    """Registered rollout engine."""
+    engine: str = Field("hybrid", min_length=1)
+    """Registered rollout engine: `hybrid` shares the weights that are trained, `forward` runs a whole
+    pass of the training engine per token, for tests."""
     args: JsonObject = {}
-    """Keyword arguments of the engine."""
-    sampling: SamplingConfig = SamplingConfig()
-    """How tokens are sampled; responses are as wide as its `max_new_tokens`."""
+    """Keyword arguments of the engine; those of `hybrid` are the fields of `HybridConfig`."""
     pad_token_id: int = Field(0, ge=0)
-    """What stands where a row has no token."""
+    """Token that pads a row."""
+
+
+class WorkerRewardConfig(Config):
+    """Reward of a worker with the role reward: a rule or a model."""
+
+    rule: ComponentConfig | None = None
+    """Registered reward, such as a verifier; it reads the text of prompt and response, and the row."""
+    failed_score: float | None = None
+    """Score of a response whose rule fails; None ends the run."""
+    model: ValueModelConfig | None = None
+    """Sequence classification model with one label."""
+    input_tokenizer: str | None = Field(None, min_length=1)
+    """Directory of the policy's tokenizer, if the reward model has another one: sequences are decoded
+    with this, and encoded again with the reward model's. None gives the model the policy's tokens."""
+    max_length: int = Field(4096, ge=1)
+    """Tokens that the reward model reads of a sequence that was encoded again; the rest is cut off."""
+
+    @model_validator(mode="after")
+    def _check(self) -> WorkerRewardConfig:
+        if self.rule is not None and self.model is not None:
+            raise ValueError("reward.rule and reward.model both score; set one of them")
+        if self.input_tokenizer is not None and self.model is None:
+            raise ValueError("reward.input_tokenizer is read for reward.model; set that, too")
+        return self
+
+
+class OffloadConfig(Config):
+    """State that models move to the CPU's memory while another one computes; nothing on the CPU."""
+
+    parameters: bool = False
+    """Offload parameters. Those of the policy stay while it generates."""
+    optimizer: bool = False
+    """Offload the state of optimizers, except during their updates."""
 
 
 class WorkersConfig(Config):
     """One for all roles: each reads the sections that it needs."""
 
     model: TrainedModelConfig
-    """Of the policy."""
+    """Model of the policy."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW of the policy, and its schedule."""
     trainer: TrainerConfig = TrainerConfig()
+    metrics: MetricsConfig = MetricsConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    critic: CriticConfig = CriticConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling of tokens; responses are as wide as its `max_new_tokens`."""
+    critic: CriticConfig | None = None
+    """The critic; None has none, or its defaults where a worker has that role."""
     reference: ReferenceConfig = ReferenceConfig()
-    reward_model: ValueModelConfig | None = None
-    """Model of the role reward."""
+    reward: WorkerRewardConfig = WorkerRewardConfig()
     generation: GenerationConfig = GenerationConfig()
+    offload: OffloadConfig = OffloadConfig()
+
+    @property
+    def has_base_reference(self) -> bool:
+        """True if the reference is the policy without its adapters, so that no second copy is held."""
+        return self.model.lora is not None and self.reference.path is None
 
     @model_validator(mode="after")
     def _check(self) -> WorkersConfig:
         algorithm = self.algorithm
-        if algorithm.proximal == "interpolate" or algorithm.m2_threshold is not None:
+        wants_batch = (
+            algorithm.m2_threshold is not None
+            or algorithm.behaviour_weight_normalize
+            or algorithm.policy_loss.asks_policy_first
+        )
+        if algorithm.proximal != "recompute" or wants_batch:
             raise ValueError(
-                "algorithm.proximal=interpolate and algorithm.m2_threshold want versions, or the whole "
-                "batch, which workers do not have; unset them"
+                f"algorithm.proximal={algorithm.proximal}, m2_threshold, behaviour_weight_normalize and "
+                f"policy_loss.type={algorithm.policy_loss.type} may want versions, or the whole batch, "
+                "which workers do not have; unset them"
             )
-        if algorithm.num_minibatches != 1:
+        if self.sampling.cuts_distribution and algorithm.sampling_mask == "replay":
             raise ValueError(
-                f"algorithm.num_minibatches={algorithm.num_minibatches} is for trainers without "
-                "workers; note mini_batch_size in the batch's meta"
+                "sampling cuts the distribution (top_k, top_p or min_p), and workers pass on "
+                "no sampling masks; cut nothing, or set algorithm.sampling_mask=ignore, which biases "
+                "ratios"
             )
         if self.reference.ema_eta is not None:
             raise ValueError("reference.ema_eta: the reference of workers stays as it is; unset it")
+        if self.trainer.cpu_offload and self.offload != OffloadConfig():
+            raise ValueError(
+                "trainer.cpu_offload keeps parameters and optimizer off the GPU for good; leave out "
+                "offload"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_minibatches(self) -> WorkersConfig:
+        if self.algorithm.num_minibatches != 1:
+            raise ValueError(
+                f"algorithm.num_minibatches={self.algorithm.num_minibatches} is for experiments; note "
+                "mini_batch_size in the batch's meta"
+            )
         return self

@@ -1,11 +1,11 @@
-"""Who consumes rollouts."""
+"""Consumers of rollouts."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
-from headway.contracts.config.base import MAX_COUNT, Config
-from headway.contracts.types import Identifier, PolicyVersion
+from headway.contracts.config.base import MAX_COUNT, Config, Identifier
+from headway.contracts.types import ConsumerSpec, PolicyVersion
 
 
 class ConsumerRequest(Config):
@@ -16,6 +16,17 @@ class ConsumerRequest(Config):
     max_staleness: int = Field(ge=0, lt=MAX_COUNT)
     step: int = Field(ge=-1, lt=MAX_COUNT)
     version: PolicyVersion = Field(ge=0)
+
+    @classmethod
+    def of(cls, spec: ConsumerSpec) -> ConsumerRequest:
+        """Return the request that attaches this consumer."""
+        return cls(
+            consumer=spec.consumer,
+            batch_size=spec.batch_size,
+            max_staleness=spec.max_staleness,
+            step=spec.step,
+            version=spec.version,
+        )
 
 
 class ConsumerResponse(Config):
@@ -36,4 +47,4 @@ class DetachRequest(Config):
 
 class DetachResponse(Config):
     cancelled: int
-    """Trajectories that were waiting, in play or unconsumed."""
+    """Trajectories that were queued, running or unconsumed."""

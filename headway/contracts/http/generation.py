@@ -9,8 +9,8 @@ from pydantic import Field
 from headway.contracts.config.base import Config
 
 PauseMode = Literal["abort", "in_place", "retract"]
-"""What a pause does to running sequences: end them with the tokens so far, freeze them with their KV
-cache, or send them back to the queue without it (SGLang's words)."""
+"""Effect of a pause on running sequences: end them with the tokens so far, freeze them with their
+KV cache, or send them back to the queue without it (SGLang's words)."""
 
 
 class GenerationAbortRequest(Config):

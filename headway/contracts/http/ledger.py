@@ -1,4 +1,4 @@
-"""Counts and proof of the ledger."""
+"""Counts and audit of the ledger."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LedgerCounts(Config):
 
 
 class LedgerAudit(Config):
-    """The ledger's own proof, recomputed from its append-only event log."""
+    """The ledger's own audit, recomputed from its append-only event log."""
 
     counts: LedgerCounts
     lost: int

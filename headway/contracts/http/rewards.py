@@ -6,12 +6,12 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from headway.contracts.config.base import Config, JsonObject, PartConfig
+from headway.contracts.config.base import ComponentConfig, Config, JsonObject
 from headway.contracts.errors import ErrorBody
 from headway.contracts.types import TokenId, Verdict
 
 MAX_ANSWERS = 256
-"""Of one request."""
+"""Maximum number of answers in one request."""
 MAX_CHARS = 4 << 20
 MAX_TOKENS = 1 << 20
 
@@ -21,13 +21,13 @@ class AnswerToScore(Config):
     text, a reward that looks at tokens sees none."""
 
     prompt: str | None = Field(default=None, max_length=MAX_CHARS)
-    """Its text; without text and tokens it is empty."""
+    """Text of the prompt; without text and tokens it is empty."""
     prompt_ids: tuple[TokenId, ...] | None = Field(default=None, max_length=MAX_TOKENS)
-    """Its tokens, in place of the text."""
+    """Tokens of the prompt, in place of the text."""
     completion: str | None = Field(default=None, max_length=MAX_CHARS)
-    """What is judged, as text."""
+    """The completion that is scored, as text."""
     completion_ids: tuple[TokenId, ...] | None = Field(default=None, max_length=MAX_TOKENS)
-    """What is judged, as tokens."""
+    """The completion that is scored, as tokens."""
     data: JsonObject = {}
     """The rest of the data row, as in a prompt."""
 
@@ -44,7 +44,7 @@ class AnswerToScore(Config):
 class ScoreRequest(Config):
     """`POST /v1/rewards/score`."""
 
-    reward: PartConfig
+    reward: ComponentConfig
     answers: tuple[AnswerToScore, ...] = Field(min_length=1, max_length=MAX_ANSWERS)
 
 
@@ -64,4 +64,4 @@ class ScoreFailure(Config):
 
 class ScoreResponse(Config):
     results: list[ScoreView | ScoreFailure]
-    """In the order of the answers."""
+    """Scores in the order of the answers."""

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from headway.contracts.config.base import MAX_COUNT, Config
-from headway.contracts.types import Identifier, PolicyVersion, RolloutRequest, StopReason, Verdict
+from headway.contracts.config.base import MAX_COUNT, Config, Identifier
+from headway.contracts.sampling_mask import SamplingMask
+from headway.contracts.types import PolicyVersion, RolloutRequest, StopReason, Verdict
 
 RolloutState = Literal[
     "queued",
@@ -48,7 +49,8 @@ class WaitRequest(Config):
     format: ResultFormat = "safetensors"
     """`safetensors` answers with `codec` columns, `json` with a `BatchView`."""
     term: int = Field(0, ge=0)
-    """What `POST /v1/consumer` answered: an older incarnation of a consumer is refused. 0 is unknown."""
+    """Term that `POST /v1/consumer` returned: an older incarnation of a consumer is refused. 0 is
+    unknown."""
     version: PolicyVersion | None = Field(None, ge=0)
     """The version that the staleness of what is given out by `rollout_ids` counts from: for an evaluation
     the one that it is of. None takes the newest."""
@@ -82,6 +84,8 @@ class TrajectoryView(Config):
     details: dict[str, Any]
     stop_reason: StopReason
     turns: list[TurnView]
+    sampling_mask: SamplingMask | None = None
+    """Tokens that could be drawn at each position, which `logprobs` are over; None: all."""
 
 
 class GroupView(Config):
@@ -93,7 +97,7 @@ class GroupView(Config):
 
 
 class BatchView(Config):
-    """What `wait` answers in JSON."""
+    """JSON response of `wait`."""
 
     groups: list[GroupView]
 
@@ -147,7 +151,7 @@ class EventView(Config):
 
 
 RolloutDetail = Literal["full", "summary"]
-"""Of a `RolloutView`: `summary` is without the result, and never reads it."""
+"""Detail of a `RolloutView`: `summary` is without the result, and never reads it."""
 
 
 class RolloutView(Config):
@@ -161,7 +165,7 @@ class RolloutView(Config):
 
 
 class RequeueRequest(Config):
-    """`POST /v1/ledger/requeue`: play failed rollouts once more."""
+    """`POST /v1/ledger/requeue`: run failed rollouts once more."""
 
     rollout_ids: tuple[Identifier, ...] = Field(min_length=1, max_length=65536)
 
@@ -178,4 +182,4 @@ class ConsumedRequest(Config):
     checkpoint_step: int = Field(ge=-1, lt=MAX_COUNT)
     """Consumption up to this step is safe in a checkpoint: payloads may be forgotten."""
     term: int = Field(0, ge=0)
-    """As of `WaitRequest`."""
+    """Term as in `WaitRequest`."""

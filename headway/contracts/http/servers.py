@@ -1,4 +1,4 @@
-"""Generation servers as they report themselves, and what the fleet tells of them."""
+"""Generation servers as they report themselves, and as the fleet reports them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from headway.contracts.config.base import MAX_COUNT, Config
-from headway.contracts.types import Identifier, PolicyVersion
+from headway.contracts.config.base import MAX_COUNT, Config, Identifier
+from headway.contracts.types import PolicyVersion
 
 ServerState = Literal["joining", "ready", "reserved", "fenced", "quarantined", "draining", "lost"]
 
@@ -33,7 +33,7 @@ class ScaleResponse(Config):
     kv_usage: float
     """Share of the key-value cache in use, mean over ready servers."""
     headroom: int | None
-    """Trajectories that staleness lets start beyond those in play; None without a bound."""
+    """Number of trajectories that staleness lets start beyond those running; None without a bound."""
 
 
 class ServerReport(Config):
@@ -49,7 +49,7 @@ class ServerReport(Config):
     """Seconds in which the engine had work, since the server started."""
     uptime_s: float = Field(0.0, ge=0.0)
     digest: str = ""
-    """Of the weights that serve; empty if it is not known."""
+    """Digest of the weights that serve; empty if it is not known."""
     kv_usage: float = Field(0.0, ge=0.0, le=1.0)
     """Share of the key-value cache in use."""
     preemptions: int = Field(0, ge=0, lt=MAX_COUNT)

@@ -1,19 +1,19 @@
-"""Sessions, over which an agent of any kind is played."""
+"""Sessions, through which an agent of any kind is run."""
 
 from __future__ import annotations
 
 from pydantic import Field, FiniteFloat
 
-from headway.contracts.config.base import Config, JsonObject, PartConfig
+from headway.contracts.config.base import ComponentConfig, Config, Identifier, JsonObject
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.http.rollouts import RolloutState
-from headway.contracts.types import Identifier, VersionBounds
+from headway.contracts.types import VersionBounds
 
 
 class SessionRequest(Config):
     """`POST /v1/sessions`: a rollout whose turns are made by a client of this service.
 
-    Answered when the rollout is in play, so it may take as long as capacity takes; idempotent by
+    Answered when the rollout is running, so it may take as long as capacity takes; idempotent by
     `rollout_id`. The client then uses `openai_url` or `anthropic_url` with `api_key`.
     """
 
@@ -22,14 +22,16 @@ class SessionRequest(Config):
     group_id: Identifier | None = None
     """Siblings of one task share it; None takes the rollout id."""
     data: JsonObject = {}
-    """For the reward."""
-    reward: PartConfig | None = None
+    """Data of the row, for the reward."""
+    reward: ComponentConfig | None = None
     """Scores the session when it ends without a reward of its own."""
     gconfig: SamplingConfig = SamplingConfig()
     """Bounds and defaults of every request in the session."""
     args: JsonObject = {}
-    """Of the `session` workflow."""
+    """Arguments of the `session` workflow."""
     versions: VersionBounds = VersionBounds()
+    sampling_mask: bool = False
+    """As in a rollout's request; logprobs that the client is given are then under the mask, too."""
     timeout_s: float = Field(60.0, ge=0.0, le=300.0)
     """Seconds to wait for capacity before 429."""
 
@@ -50,9 +52,9 @@ class SessionEndRequest(Config):
     """`POST /v1/sessions/{session_id}/end`, with the session's key; idempotent."""
 
     reward: FiniteFloat | None = None
-    """Of the whole session; None has the submitted reward judge the last answer."""
+    """Reward of the whole session; None has the submitted reward score the last answer."""
     turn_rewards: dict[int, FiniteFloat] = Field({}, max_length=65536)
-    """By turn, counted from 0 in the order of the answers (`metadata.turn` of each)."""
+    """Rewards by turn, counted from 0 in the order of the answers (`metadata.turn` of each)."""
     details: JsonObject = {}
     failed: str | None = Field(None, min_length=1, max_length=4096)
     """The agent broke: the rollout is recorded as failed with this reason."""

@@ -19,27 +19,32 @@ class StatusResponse(Config):
     head: PolicyVersion = 0
     """Newest published version: numbers up to it are used up; above `version` after a rollback."""
     running: int
-    """Trajectories being played."""
+    """Number of running trajectories."""
     capacity: int
     """Trajectories that may start now."""
     max_staleness: int | None
     counts: LedgerCounts
     servers: list[ServerStatus] = []
     smallest_context_tokens: int | None = None
-    """Tokens per sequence that every server can hold, prompt included; None if none tells its own."""
+    """Tokens per sequence that every server can hold, prompt included; None if none reports its own."""
     largest_context_tokens: int | None = None
     """Tokens per sequence that some server can hold; more is refused when it is submitted. None if a
-    server does not tell its own, or none is there."""
+    server does not report its own, or none is there."""
     updates: int = 0
     """Committed weight updates."""
     updates_in_flight: int = 0
     """Committed updates during which at least one sequence was being generated."""
     generated_tokens: int = 0
     last_failures: list[str] = []
+    longest_stall_s: float = 0.0
+    """Longest stand-still of this process's event loop since it serves, without time in which it waited
+    for a CPU."""
+    stalls: int = 0
+    """Stand-stills of 0.1 s or longer."""
 
 
 class HistoryPoint(Config):
-    """What one gateway saw in the seconds up to a moment."""
+    """State of one gateway over the seconds up to a moment."""
 
     at: float
     """Seconds since the epoch."""
@@ -58,23 +63,23 @@ class HistoryPoint(Config):
     min_reward: float | None = None
     max_reward: float | None = None
     staleness: dict[int, int] = {}
-    """At delivery by this gateway since the point before: versions -> trajectories."""
+    """Staleness at delivery by this gateway since the previous point: versions -> trajectories."""
 
 
 class DashboardResponse(Config):
     """`GET /v1/dashboard`: what the page at `/ui` shows of the service; cheap."""
 
     service_version: str
-    """Of this package."""
+    """Version of this package."""
     now: float
     """Seconds since the epoch, by the gateway's clock."""
     interval_s: float
-    """Between the points of the history."""
+    """Seconds between the points of the history."""
     status: StatusResponse
     weights: WeightStatus
     scale: ScaleResponse
     sessions_open: int
-    """In this gateway."""
+    """Open sessions of this gateway."""
     history: list[HistoryPoint]
     """Oldest first; those after `after`, if that was asked for."""
 

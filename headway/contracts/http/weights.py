@@ -6,10 +6,10 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from headway.contracts.config.base import MAX_COUNT, Config
+from headway.contracts.config.base import MAX_COUNT, Config, Identifier
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.http.paths import WEIGHTS_HELD
-from headway.contracts.types import Identifier, PolicyVersion
+from headway.contracts.types import PolicyVersion
 
 
 def held_root(version: PolicyVersion) -> str:
@@ -30,11 +30,11 @@ class WeightUpdateRequest(Config):
     version: PolicyVersion = Field(ge=0)
     path: WeightPath
     policy: UpdatePolicy | None = None
-    """What the swap does to running sequences; None takes each server's `update_policy`."""
+    """Effect of the swap on running sequences; None takes each server's `update_policy`."""
     publisher: Identifier | None = None
     """The attached consumer who publishes; needed while one is attached."""
     term: int = Field(0, ge=0, lt=MAX_COUNT)
-    """What `POST /v1/consumer` answered; an older incarnation of the publisher is refused."""
+    """Term that `POST /v1/consumer` returned; an older incarnation of the publisher is refused."""
 
 
 class WeightCancelRequest(Config):
@@ -46,8 +46,8 @@ class WeightCancelRequest(Config):
     reason: str = Field("", max_length=4096)
 
 
-class Seat(Config):
-    """See `types.GroupSeat`."""
+class GroupRankBody(Config):
+    """See `types.GroupRank`."""
 
     rank: int = Field(ge=1, lt=MAX_COUNT)
     world_size: int = Field(ge=2, lt=MAX_COUNT)
@@ -64,10 +64,10 @@ class WeightPrepareRequest(Config):
     version: PolicyVersion = Field(ge=0)
     path: WeightPath
     digest: str | None = None
-    """What the version must turn out to be."""
+    """Digest that the version must turn out to have."""
     fallbacks: tuple[WeightPath, ...] = Field((), max_length=64)
-    seat: Seat | None = None
-    """For a process group."""
+    group_rank: GroupRankBody | None = None
+    """Rank in the process group, if the version flows through one."""
     timeout_s: float = Field(300.0, gt=0.0)
     """Staging is given up after this long, and what was staged is dropped if no commit follows within
     it."""
@@ -76,7 +76,7 @@ class WeightPrepareRequest(Config):
 class WeightPrepareResponse(Config):
     version: PolicyVersion
     digest: str
-    """Of what was staged; empty if it cannot be known."""
+    """Digest of what was staged; empty if it cannot be known."""
 
 
 class WeightCommitRequest(Config):
@@ -101,7 +101,7 @@ class WeightUpdateResponse(Config):
     running: int = Field(0, ge=0, lt=MAX_COUNT)
     """Sequences that were being generated at the moment of the swap."""
     digest: str = ""
-    """Of the version that serves; empty if it is not known."""
+    """Digest of the version that serves; empty if it is not known."""
 
 
 class WeightPinRequest(Config):
@@ -133,15 +133,15 @@ class WeightReservation(Config):
     """
 
     name: Identifier
-    """Of who asks: repeats have the same."""
+    """Name of the reservation: repeated requests carry the same one."""
     version: PolicyVersion = Field(ge=0)
-    """What serves, or a kept version."""
+    """The version that serves, or a kept version."""
     servers: int = Field(1, ge=1, lt=MAX_COUNT)
     """Servers to take out of the others' traffic, at most; one is always left to it."""
 
 
 class ReservationStatus(Config):
-    """How a reservation stands."""
+    """State of a reservation."""
 
     servers: list[str]
     """Servers that stay at the version, or are being brought to it."""
@@ -161,15 +161,15 @@ class WeightStatus(Config):
     """`GET /v1/weights`."""
 
     committed: WeightRecord | None
-    """What serves; None before the first publication."""
+    """The version that serves; None before the first publication."""
     head: PolicyVersion
     """Newest published version; numbers up to it are used up."""
     epoch: int
-    """Of the last transaction."""
+    """Epoch of the last transaction."""
     pinned: PolicyVersion | None
     reserved: PolicyVersion | None = None
     """The version that some servers stay at."""
     publishing: PolicyVersion | None
     """A version whose transaction is under way."""
     kept: list[WeightRecord]
-    """Where earlier versions lay; a rollback finds out whether they still do."""
+    """Locations of earlier versions; a rollback finds out whether they still exist."""

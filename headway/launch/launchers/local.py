@@ -2,17 +2,20 @@
 
 The gateway comes first (its URL goes into the others' configs), then the servers, then the trainer.
 A server or gateway that dies is started again, up to `max_restarts` times; rollouts that were lost
-with it go back to the ledger by themselves. A trainer that dies ends the run: `--resume` goes on
-from its checkpoint. Every process's own configuration lies in `run_dir/configs`, and that of the whole
-run in `run.yaml` beside them.
+with it go back to the ledger by themselves. A trainer that fails is started again from its newest
+checkpoint as often as `recovery` of its configuration allows; after that, or where its user has to mend
+the input, it ends the run. Every process's own configuration is in `run_dir/configs`, and that of the
+whole run in `run.yaml` beside them.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+import threading
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,45 +25,53 @@ from pydantic import BaseModel
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.weight_sync import HttpSync, ReceiverConfig
 from headway.contracts.errors import ServiceError
+from headway.launch.launchers.placement import place
+from headway.launch.launchers.preload import PRELOADED, child_environment
 from headway.launch.launchers.version_store import discard_versions
+from headway.runtime.command import EXIT_USAGE
 from headway.runtime.config import dump_yaml
+from headway.runtime.fork_server import ForkServer
+from headway.runtime.gpus import GpuSurvey, survey_gpus
 from headway.runtime.process import Process, ProcessSpec
 from headway.runtime.secret import read_token
-from headway.runtime.template import ProcessTemplate
+
+log = logging.getLogger(__name__)
 
 GRACE_S = 15.0
-PRELOADED = (
-    "inference_server.main",
-    "inference_server.backends.embedded.backend",
-    "trainer.main",
-    "trainer.experiments.policy",
-    "trainer.backends.fsdp2",
-    "trainer.interfaces.ppo_actor",
-    "transformers.generation.utils",
-    "torch.distributed.checkpoint.state_dict",
-    "uvloop",
-    "headway.rollout.gateway",
-)
-"""Modules that the processes of a run import, by name: the launcher itself imports none of them."""
 
 
 class LocalRun:
     """Starts a run, keeps it alive, ends it; a context manager that leaves no process behind."""
 
-    def __init__(self, config: LaunchConfig, template: ProcessTemplate | None = None) -> None:
-        """Args:
-        template: what processes are forked from; None makes one in `start`, for this run.
+    def __init__(
+        self,
+        config: LaunchConfig,
+        fork_server: ForkServer | None = None,
+        survey: GpuSurvey | None = None,
+    ) -> None:
+        """Give every process its devices.
+
+        Args:
+            fork_server: what processes are forked from; None makes one in `start`, for this run.
+            survey: GPUs of this machine; None asks the driver.
+        Raises:
+            ConfigError: there are fewer than the processes want.
         """
         self._config = config
-        self._template = template
-        self._own_template: ProcessTemplate | None = None
+        self._placement = place(config, survey or survey_gpus(), os.environ)
+        self._fork_server = fork_server
+        self._own_fork_server: ForkServer | None = None
         self._owns_versions = False
         self._run_dir = Path(config.trainer.run_dir).resolve()
         self._processes: dict[str, Process] = {}
         self._restarts = 0
+        self._retries = 0
+        self._retry_at: float | None = None
+        """Time at which a failed trainer is started again, by the monotonic clock."""
+        self._stopping = threading.Lock()
         self.url = ""
         self.token = read_token(config.gateway.service.env_for("consume"))
-        """What callers of the gateway carry."""
+        """Token of the gateway's callers."""
 
     def __enter__(self) -> Self:
         return self
@@ -76,9 +87,9 @@ class LocalRun:
     def start(self) -> None:
         """Start everything side by side; returns once all servers are ready."""
         self._write_config("run", self._config)
-        if self._template is None:
+        if self._fork_server is None:
             environment = child_environment(self._num_threads())
-            self._template = self._own_template = ProcessTemplate(PRELOADED, environment)
+            self._fork_server = self._own_fork_server = ForkServer(PRELOADED, environment)
         self.start_gateway()
         # The gateway holds the ledger: no other run uses this run folder, a killed one may have.
         self._owns_versions = True
@@ -126,8 +137,13 @@ class LocalRun:
     def _servers(self) -> list[str]:
         return [f"server-{number}" for number in range(self._config.num_servers)]
 
-    def start_trainer(self) -> None:
-        """Start the trainer, under torchrun if it has several ranks."""
+    def start_trainer(self, resumes: bool = False) -> None:
+        """Start the trainer, under torchrun if it has several ranks.
+
+        Args:
+            resumes: it goes on from its newest checkpoint, if there is one, whatever its configuration
+                says.
+        """
         given = self._config.trainer.rollout
         rollout = given.model_copy(
             update={
@@ -137,14 +153,18 @@ class LocalRun:
                 "connect_timeout_s": max(given.connect_timeout_s, self._config.start_timeout_s),
             }
         )
-        trainer = self._config.trainer.model_copy(update={"rollout": rollout})
+        recovery = self._config.trainer.recovery
+        if resumes:
+            recovery = recovery.model_copy(update={"mode": "auto"})
+        changes = {"rollout": rollout, "recovery": recovery}
+        trainer = self._config.trainer.model_copy(update=changes)
         ranks = self._config.num_trainer_ranks
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
         module = _module("trainer") if ranks == 1 else _module(*torchrun, "trainer")
         self._launch("trainer", module, trainer)
 
     def watch(self) -> int | None:
-        """Restart what died; the trainer's exit status once it has ended, else None.
+        """Restart what died; the trainer's exit status once it has ended for good, else None.
 
         Raises:
             ServiceError: a service died more often than `max_restarts`; with the end of its log.
@@ -159,9 +179,26 @@ class LocalRun:
                     f"{process.log_tail()}"
                 )
             self._restarts += 1
-            self._processes[name] = Process(process.spec, self._template)
+            self._processes[name] = Process(process.spec, self._fork_server)
+        return self._watch_trainer()
+
+    def _watch_trainer(self) -> int | None:
+        """The trainer's exit status once it has ended and is not started again, else None."""
         trainer = self._processes.get("trainer")
-        return None if trainer is None else trainer.exit_code()
+        code = None if trainer is None else trainer.exit_code()
+        recovery = self._config.trainer.recovery
+        if code in (None, 0, EXIT_USAGE) or self._retries >= recovery.max_retries:
+            return code
+        if self._retry_at is None:
+            self._retry_at = time.monotonic() + recovery.retry_after_s
+            log.warning(
+                "the trainer failed and is started again",
+                extra={"status": code, "after_s": recovery.retry_after_s},
+            )
+        if time.monotonic() >= self._retry_at:
+            self._retries, self._retry_at = self._retries + 1, None
+            self.start_trainer(resumes=True)
+        return None
 
     def process(self, name: str) -> Process:
         """A started process, for example `trainer` or `server-0`."""
@@ -174,18 +211,20 @@ class LocalRun:
                 self._processes[name].signal(signal.SIGTERM)
 
     def stop(self) -> None:
-        """End every process, the trainer first."""
-        for name in reversed(self._processes):  # started last, stopped first
-            self._processes[name].stop(GRACE_S)
-        self._processes.clear()
-        if self._owns_versions:
-            discard_versions(self._config)
-        if self._own_template is not None:
-            self._own_template.close()
-            self._template = self._own_template = None
+        """End every process, the trainer first; whoever calls again waits for the same end."""
+        with self._stopping:
+            for name in reversed(self._processes):  # started last, stopped first
+                self._processes[name].stop(GRACE_S)
+            self._processes.clear()
+            if self._owns_versions:
+                discard_versions(self._config)
+            if self._own_fork_server is not None:
+                self._own_fork_server.close()
+                self._fork_server = self._own_fork_server = None
 
     def _num_threads(self) -> int | None:
-        """Of each process; more threads than cores wait for one another most of the time."""
+        """Return the number of threads of each process; more threads than cores mostly wait for one
+        another."""
         given = self._config.threads_per_process
         if given is not None or "OMP_NUM_THREADS" in os.environ:
             return given
@@ -193,7 +232,8 @@ class LocalRun:
         return max(1, len(os.sched_getaffinity(0)) // num_processes)
 
     def _receiver(self) -> ReceiverConfig:
-        """Where servers may take weights from: our trainer, and whatever else they were given."""
+        """Return the places from which servers may take weights: our trainer, and whatever else
+        they were given."""
         weights, sync = self._config.server.weights, self._config.trainer.weight_sync
         allow = tuple(dict.fromkeys((*weights.allow, sync.origin)))
         token_env = sync.token_env if isinstance(sync, HttpSync) else None
@@ -208,16 +248,19 @@ class LocalRun:
             name=name,
             argv=argv,
             log=self._run_dir / "logs" / f"{name}.log",
-            env=child_environment(self._num_threads()),
+            env={
+                **child_environment(self._num_threads()),
+                **self._placement.environment(name),
+            },
             ready_file=None if name == "trainer" else self._ready_file(name),
         )
-        self._processes[name] = Process(spec, self._template_for(name))
+        self._processes[name] = Process(spec, self._fork_server_for(name))
 
-    def _template_for(self, name: str) -> ProcessTemplate | None:
-        """The gateway imports little: it is up before a new template has imported the rest."""
-        if name == "gateway" and self._template is not None and not self._template.is_ready():
+    def _fork_server_for(self, name: str) -> ForkServer | None:
+        """The gateway imports little: it is up before a new fork server has imported the rest."""
+        if name == "gateway" and self._fork_server is not None and not self._fork_server.is_ready():
             return None
-        return self._template
+        return self._fork_server
 
     def _write_config(self, name: str, config: BaseModel) -> None:
         file = self._config_file(name)
@@ -229,12 +272,6 @@ class LocalRun:
 
     def _ready_file(self, name: str) -> Path:
         return self._run_dir / "configs" / f"{name}.ready.json"
-
-
-def child_environment(threads: int | None) -> Mapping[str, str]:
-    """What every child gets besides this process's environment."""
-    quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONUNBUFFERED": "1"}
-    return quiet if threads is None else quiet | {"OMP_NUM_THREADS": str(threads)}
 
 
 def run_module(

@@ -1,4 +1,4 @@
-"""Where versions of a run on one machine lie if its configuration is silent: shared memory, or disk."""
+"""Default store for the versions of a run on one machine: shared memory, or disk."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def place_versions(config: LaunchConfig) -> tuple[LaunchConfig, str | None]:
 
 
 def discard_versions(config: LaunchConfig) -> None:
-    """Free the shared memory of a run; a resumed one publishes its weights anew."""
+    """Free the shared memory of a run; a resumed one publishes its weights again."""
     sync, root = config.trainer.weight_sync, shared_root(config.trainer.run_dir)
     if isinstance(sync, SharedMemorySync) and sync.root == root:
         shutil.rmtree(root, ignore_errors=True)
 
 
 def _problem(version_bytes: int | None, folder: Path) -> str | None:
-    """Why versions cannot lie in a folder; None if they can."""
+    """Return why a folder cannot hold versions; None if it can."""
     if not folder.is_dir():
         return f"there is no {folder}"
     if version_bytes is None:
@@ -59,7 +59,7 @@ def _problem(version_bytes: int | None, folder: Path) -> str | None:
 
 
 def _version_bytes(config: LaunchConfig) -> int | None:
-    """Size of a published version by the model's files; None if there are none that tell."""
+    """Size of a published version in bytes, by the model's files; None if they do not show it."""
     dtype = config.trainer.weight_sync.dtype or config.trainer.model.dtype
     files = sorted(Path(config.trainer.model.path).glob("*.safetensors"))
     try:

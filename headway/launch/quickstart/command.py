@@ -39,7 +39,7 @@ headway quickstart --resume"""
     "--run-dir",
     metavar="FOLDER",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder of the run; runs/quickstart-TIME unless told.",
+    help="Folder of the run; runs/quickstart-TIME by default.",
 )
 @click.option(
     "--resume",
@@ -47,7 +47,7 @@ headway quickstart --resume"""
     flag_value="",
     metavar="[RUN_DIR]",
     type=click.Path(file_okay=False),
-    help="Go on with a run that was interrupted; the newest one unless told.",
+    help="Go on with a run that was interrupted; the newest one by default.",
 )
 @click.option(
     "--lengths",

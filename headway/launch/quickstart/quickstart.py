@@ -25,7 +25,7 @@ WARM_START_TIMEOUT_S = 900.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What there is to choose."""
+    """Options of the quick start."""
 
     steps: int
     eta: int

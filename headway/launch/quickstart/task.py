@@ -88,7 +88,7 @@ def make_rows(count: int, seed: int, noise: float = 0.0) -> Iterator[dict[str, s
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, str | int]]) -> None:
-    """As JSON Lines."""
+    """Write the rows as JSON Lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

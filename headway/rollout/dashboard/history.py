@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from headway.contracts.http.status import HistoryPoint, StatusResponse
-from headway.rollout.watched_ledger import Attempt
+from headway.rollout.ledger.observer import Attempt
 
 INTERVAL_S = 2.0
 LENGTH = 300
 """Points that are kept: ten minutes."""
 
 
-class History:
-    """A `Witness` that keeps a bounded series; used on one event loop."""
+class ServiceHistory:
+    """A `LedgerObserver` that keeps a bounded series; used on one event loop."""
 
     def __init__(self) -> None:
         self._points: deque[HistoryPoint] = deque(maxlen=LENGTH)
@@ -31,7 +31,7 @@ class History:
         """No part of the picture."""
 
     def note(self, now: float, status: StatusResponse) -> None:
-        """Add a point, with what was heard since the one before."""
+        """Add a point, with what happened since the previous one."""
         counts, rewards = status.counts, self._rewards
         self._points.append(
             HistoryPoint(

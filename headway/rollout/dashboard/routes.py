@@ -7,6 +7,7 @@ nothing inline; text from rollouts reaches it as JSON and is only ever set as te
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -16,11 +17,11 @@ from fastapi.responses import FileResponse
 from headway import __version__
 from headway.contracts.errors import NotFound
 from headway.contracts.http import paths
-from headway.contracts.http.status import DashboardResponse
-from headway.rollout.dashboard.history import INTERVAL_S, History
-from headway.rollout.fleet.fleet import Fleet
-from headway.rollout.fleet.scale import headroom_of
-from headway.rollout.routes import service_of
+from headway.contracts.http.servers import ScaleResponse
+from headway.contracts.http.status import DashboardResponse, StatusResponse
+from headway.contracts.http.weights import WeightStatus
+from headway.rollout.dashboard.history import INTERVAL_S, ServiceHistory
+from headway.rollout.service.routes import service_of, status_of
 from headway.runtime.json_route import JsonRoute
 
 STATIC = Path(__file__).with_name("static")
@@ -40,11 +41,16 @@ HEADERS = {
 }
 
 
-def dashboard_routes(history: History) -> APIRouter:
+FleetView = Callable[[Request, StatusResponse], tuple[WeightStatus, ScaleResponse]]
+"""Function that returns a gateway's versions and the number of servers that it asks for."""
+
+
+def dashboard_routes(history: ServiceHistory, fleet_view: FleetView) -> APIRouter:
     """The routes of a gateway that shows itself.
 
     Args:
         history: of this gateway.
+        fleet_view: of the gateway behind a request, with the status that it has now.
     """
     router = APIRouter(route_class=JsonRoute)
     files = {path.name: path for path in STATIC.iterdir() if path.suffix in MEDIA_TYPES}
@@ -64,17 +70,15 @@ def dashboard_routes(history: History) -> APIRouter:
         request: Request, after: Annotated[float, Query(allow_inf_nan=False)] = 0.0
     ) -> DashboardResponse:
         service = service_of(request)
-        status = await service.status()
-        fleet = service.generator
-        if not isinstance(fleet, Fleet):
-            raise TypeError(f"a dashboard shows a fleet, not a {type(fleet).__name__}")
+        status = await status_of(request)
+        weights, scale = fleet_view(request, status)
         return DashboardResponse(
             service_version=__version__,
             now=time.time(),
             interval_s=INTERVAL_S,
             status=status,
-            weights=fleet.weights(),
-            scale=fleet.scale(status.counts, headroom_of(status)),
+            weights=weights,
+            scale=scale,
             sessions_open=0 if service.sessions is None else service.sessions.num_open,
             history=history.since(after),
         )

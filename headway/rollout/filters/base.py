@@ -1,7 +1,7 @@
 """Filters by name: which finished groups are worth training on.
 
 A group that a filter drops is counted, gives its capacity back, and is never delivered; its prompt is not
-played again (dynamic sampling, as in DAPO, arXiv:2503.14476: submit further prompts).
+run again (dynamic sampling, as in DAPO, arXiv:2503.14476: submit further prompts).
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from typing import Any, Protocol
 
 from headway.contracts.registry import Registry
 from headway.contracts.types import TrajectoryGroup
-from headway.rollout.parts import args_model, build_part
+from headway.rollout.components.arguments import args_model, build_component
 
 
 class Filter(Protocol):
     """Pure and quick: it runs on the event loop."""
 
     def keep(self, group: TrajectoryGroup) -> str | None:
-        """None keeps the group; else the reason for dropping it, the same words for the same cause."""
+        """Return None to keep the group, else the reason for dropping it, the same words for the
+        same cause."""
 
 
 FILTERS: Registry[Callable[..., Filter]] = Registry(
@@ -44,7 +45,7 @@ def make_filter(name: str, args: Mapping[str, Any]) -> Filter:
         UnknownName: nobody registered the name.
         ConfigError: the arguments do not fit.
     """
-    return build_part(FILTERS.get(name), "filter", name, args)
+    return build_component(FILTERS.get(name), "filter", name, args)
 
 
 def filter_schema(name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Drops groups with answers that are too short, too long or cut off."""
+"""Drops groups with answers that are too short, too long or truncated."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from headway.contracts.types import TrajectoryGroup
 
 
 class RewardRange:
-    """Keeps a group whose mean reward lies strictly between `low` and `high`."""
+    """Keeps a group whose mean reward is strictly between `low` and `high`."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""The fleet: generation servers that come and go, and who of them plays what."""
+"""The fleet: generation servers that come and go, and which of them takes which request."""

@@ -1,4 +1,5 @@
-"""How many trajectories are in play: fewer while servers run out of cache, more while they have room.
+"""Bound on the running trajectories: fewer while servers run out of cache, more while they have
+room.
 
 Additive increase, multiplicative decrease. Servers differ, so each counts by its capacity: where one
 of eight equal servers preempts, the eighth of the bound that is its own is halved.
@@ -6,18 +7,19 @@ of eight equal servers preempts, the eighth of the bound that is its own is halv
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 
 from headway.contracts.http.servers import ServerStatus
 from headway.rollout.fleet.routing import Lane, shares
+from headway.runtime.clock import monotonic
 
 FULL = 0.8
 """Share of a cache in use from which a server has no room for more trajectories."""
 GROWTH_S = 64.0
 """Seconds in which the bound grows from nothing to all, while every server has room."""
 CUT_INTERVAL_S = 1.0
-"""What preempts within this of a cut may still be due to what was in play before."""
+"""Seconds after a reduction in which preemptions may still be due to the trajectories that were in
+play before it."""
 
 
 class AdaptiveBound:
@@ -33,7 +35,7 @@ class AdaptiveBound:
 
     @property
     def limit(self) -> int:
-        """Trajectories that may be in play."""
+        """Number of trajectories that may run."""
         return int(self._limit)
 
     def observe(self, servers: Sequence[ServerStatus], now: float | None = None) -> int:
@@ -43,7 +45,7 @@ class AdaptiveBound:
             servers: all of them; those that are ready count.
             now: seconds of a clock that never goes back.
         """
-        now = time.monotonic() if now is None else now
+        now = monotonic() if now is None else now
         ready = {server.server_id: server for server in servers if server.state == "ready"}
         self._note_preemptions(ready.values())
         parts = shares({name: Lane(0, server.max_running) for name, server in ready.items()})

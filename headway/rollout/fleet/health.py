@@ -1,4 +1,4 @@
-"""Whether a server that answers heartbeats also answers requests."""
+"""Health of a server that answers heartbeats: whether it also answers requests."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ class Health:
     max_failures: int
     quarantine_s: float
     until: float | None = None
-    """When the quarantine ends; None while there is none."""
+    """Time when the quarantine ends; None while there is none."""
     _num_failures: int = 0
     _num_quarantines: int = 0
-    """In a row."""
+    """Number of quarantines in a row."""
     _is_tried: bool = False
-    """A request is on its way that will tell."""
+    """True while a request is on its way whose result decides."""
 
     @property
     def is_quarantined(self) -> bool:
-        """Until a request has succeeded again."""
+        """True until a request has succeeded again."""
         return self.until is not None
 
     def admits(self, now: float) -> bool:
-        """Whether a request may be sent: any while it is well, one after the quarantine."""
+        """True if a request may be sent: any while the server is healthy, one after the
+        quarantine."""
         return self.until is None or (now >= self.until and not self._is_tried)
 
     def begin(self) -> bool:
@@ -48,11 +49,15 @@ class Health:
         self._num_failures = self._num_quarantines = 0
         self.until = None
 
-    def fail(self, now: float, is_trial: bool = False) -> bool:
-        """A request failed by the server's fault; whether a quarantine begins by that."""
+    def fail(self, now: float, is_trial: bool = False, at_once: bool = False) -> bool:
+        """A request failed by the server's fault; whether a quarantine begins by that.
+
+        Args:
+            at_once: one such failure is enough.
+        """
         self._num_failures += 1
         is_well = self.until is None
-        if is_well and self._num_failures < self.max_failures:
+        if is_well and self._num_failures < self.max_failures and not at_once:
             return False
         if not is_well and not is_trial:
             return False  # it was sent before the quarantine

@@ -1,24 +1,18 @@
 """The generation servers that reported themselves, and every call to them.
 
-    joining ─► ready, reserved ◄─► fenced        draining, lost: nothing more goes there
+A server that is silent for `lease_s`, or refuses a connection, is `lost`: calls to it fail with
+`BackendError` at once. It returns by reporting. One that fails requests is quarantined; one answer that
+cannot have been sampled is enough for that.
 
-`ready` takes traffic, `reserved` that of the one version that it stays at. Who has another version than
-it should is `joining` or `fenced` until it has caught up; `publication` decides that. A server that is
-silent for `lease_s`, or refuses a connection, is `lost`: calls to it fail with `BackendError` at once. It
-returns by reporting. One that is ready and fails requests is shown as `quarantined`: it takes no traffic,
-but part in publications.
-
-Some report to this gateway, the others to another one that tells of them (`roll_call`).
+Some report to this gateway, the others to another one that passes their reports on (`membership_sync`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -26,14 +20,16 @@ from pydantic import BaseModel
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.context import ContextLimits
 from headway.contracts.errors import BackendError, Draining, NotFound, ServiceError
-from headway.contracts.http.servers import ServerReport, ServerState, ServerStatus
-from headway.contracts.http.weights import WeightRecord
+from headway.contracts.http.servers import ServerReport, ServerStatus
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
 from headway.rollout.fleet.health import Health
-from headway.rollout.signal import Signal
-from headway.runtime.connections import Connections
+from headway.rollout.fleet.member import Member
+from headway.rollout.fleet.response_validator import ResponseValidator
+from headway.runtime.clock import monotonic
+from headway.runtime.connections import Connections, NoResponse
 from headway.runtime.secret import authorization
-from headway.runtime.server_calls import post_generate, post_order
+from headway.runtime.server_calls import InvalidGeneration, post_generate, post_order
+from headway.runtime.tasks import Signal, cancel_and_wait
 from headway.runtime.tls import client_context
 
 log = logging.getLogger(__name__)
@@ -44,90 +40,24 @@ MAX_CONNECTIONS = 4096
 CLIENT_KEEP_ALIVE_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 FORGET_LOST_S = 600.0
-LEAVING: frozenset[ServerState] = frozenset({"draining", "lost"})
-SERVING: frozenset[ServerState] = frozenset({"ready", "reserved"})
-
-
-@dataclass(eq=False)
-class Member:
-    """One generation server."""
-
-    report: ServerReport
-    """Its newest; version and digest also from what it answered to a commit."""
-    state: ServerState
-    last_seen: float
-    health: Health
-    lost_at: float = 0.0
-    is_own: bool = True
-    """It reports to this gateway, which brings it to the committed version."""
-    is_held: bool = False
-    """It drains by order, until that is undone."""
-    busy_until: float = 0.0
-    """It has no room before this moment (monotonic clock)."""
-    outstanding_tokens: int = 0
-    num_deviations: int = 0
-    """Reports of another version than the committed one, in a row."""
-    deviates_from: WeightRecord | None = None
-    """What was committed when the last of them was looked at."""
-    is_publishing: bool = False
-    """It takes part in a transaction, which decides what it serves."""
-    catching_up: asyncio.Task[None] | None = None
-    aims_at: WeightRecord | None = None
-    """What it is being brought to."""
-
-    @property
-    def name(self) -> str:
-        """Its id."""
-        return self.report.server_id
-
-    @property
-    def is_leaving(self) -> bool:
-        """It drains or is lost."""
-        return self.state in LEAVING
-
-    @property
-    def is_serving(self) -> bool:
-        """It takes requests, if only for one version."""
-        return self.state in SERVING
-
-    @property
-    def shown_state(self) -> ServerState:
-        """Its state, as others are told."""
-        is_ill = self.is_serving and self.health.is_quarantined
-        return "quarantined" if is_ill else self.state
-
-    def is_free(self, now: float) -> bool:
-        """Whether a request may be sent to it."""
-        return self.is_serving and self.busy_until <= now and self.health.admits(now)
-
-    def holds(self, num_tokens: int) -> bool:
-        """Whether it can hold a sequence; yes while it does not tell its limit."""
-        limit = self.report.max_context_tokens
-        return limit is None or num_tokens <= limit
-
-    def free_at(self) -> float:
-        """When it may be, as far as that is known; infinite while a trial goes on."""
-        until = self.health.until
-        return self.busy_until if until is None else max(self.busy_until, until)
-
-    @property
-    def is_catching_up(self) -> bool:
-        """It is being brought to the committed version."""
-        return self.catching_up is not None and not self.catching_up.done()
+"""Seconds for which a server that fell silent stays in the list after its lease."""
 
 
 class Members:
     """The table of servers; used on one event loop."""
 
-    def __init__(self, config: FleetConfig, token: str | None = None) -> None:
+    def __init__(
+        self, config: FleetConfig, bounds: ResponseValidator, token: str | None = None
+    ) -> None:
         self.arrival = Signal()
         """Raised when a server joins, becomes ready or has room again."""
         self.is_open = False
         self.num_quarantines = 0
-        """That began."""
-        self.is_blind = False
-        """What other gateways are told cannot be heard: their servers are lost by nobody's silence."""
+        """Number of quarantines that began."""
+        self.is_out_of_sync = False
+        """True while other gateways cannot be heard: no silence then loses their servers."""
         self._config = config
+        self._bounds = bounds
         self._opened_at = 0.0
         self._lease_s = config.lease_s
         self._token = token
@@ -139,7 +69,7 @@ class Members:
     async def start(self) -> None:
         """Open connections and begin to watch leases."""
         self.is_open = True
-        self._opened_at = time.monotonic()
+        self._opened_at = monotonic()
         self._connections = Connections(
             client_context(),
             authorization(self._token),
@@ -152,9 +82,7 @@ class Members:
     async def aclose(self) -> None:
         """Close connections; calls in flight fail."""
         self.is_open = False
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        await cancel_and_wait([self._watch])
         for member in self._members.values():
             self.lose(member, "the gateway is shutting down")
         catching_up = [
@@ -178,7 +106,8 @@ class Members:
         ]
 
     def context_limits(self) -> ContextLimits:
-        """Of every server that was seen lately: one that drains or was lost may come back."""
+        """Return the limits of every server that was seen lately: one that drains or was lost may
+        come back."""
         return ContextLimits.of(member.report for member in self._members.values())
 
     def ready(self) -> list[Member]:
@@ -214,28 +143,29 @@ class Members:
         return [member for member in self._members.values() if not member.is_leaving]
 
     async def until_back(self, count: int) -> None:
-        """Wait until so many servers are here, as long as the leases of a former process last."""
+        """Wait until that many servers are here, as long as the leases of a former process last."""
         await self.until_present(count, self._opened_at + self._lease_s)
 
     async def until_present(self, count: int, deadline: float) -> None:
-        """Wait until so many servers are here, or the deadline (monotonic clock) is over."""
+        """Wait until that many servers are here, or the deadline (monotonic clock) is over."""
         arrival = self.arrival.event()
-        while len(self.present()) < count and (left_s := deadline - time.monotonic()) > 0:
+        while len(self.present()) < count and (left_s := deadline - monotonic()) > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await arrival.wait()
             arrival = self.arrival.event()
 
-    def heed(self, report: ServerReport) -> Member:
+    def on_report(self, report: ServerReport) -> Member:
         """Registration or heartbeat."""
         member = self._take(report)
         member.is_own = True
-        member.last_seen = time.monotonic()
+        member.last_seen = monotonic()
         return member
 
-    def overhear(self, report: ServerReport, age_s: float) -> Member | None:
-        """What a server said to another gateway, some seconds ago; None if it is old news."""
-        seen_at = time.monotonic() - age_s
+    def on_shared_report(self, report: ServerReport, age_s: float) -> Member | None:
+        """Take a server's report to another gateway, some seconds old; return None if it is no
+        news."""
+        seen_at = monotonic() - age_s
         known = self._members.get(report.server_id)
         if known is not None and seen_at < max(known.last_seen, known.lost_at):
             return None
@@ -266,46 +196,49 @@ class Members:
         health = Health(self._config.max_failures, self._config.quarantine_s)
         if before is not None:
             health = before.health
-        member = Member(report, "joining", time.monotonic(), health)
-        member.is_held = before is not None and before.is_held
-        if member.is_held:
+        member = Member(report, "joining", monotonic(), health)
+        member.drain_requested = before is not None and before.drain_requested
+        if member.drain_requested:
             self.drain(member)
         self._members[report.server_id] = member
         self.arrival.notify()
         return member
 
-    def hold(self, member: Member, is_held: bool) -> None:
+    def set_draining(self, member: Member, drain_requested: bool) -> None:
         """Let it drain by order, or join again.
 
         One that shuts down drains anyway.
         """
-        if is_held:
-            member.is_held = True
+        if drain_requested:
+            member.drain_requested = True
             self.drain(member)
-        elif member.is_held:
-            member.is_held = False
+        elif member.drain_requested:
+            member.drain_requested = False
             if member.state == "draining" and not member.report.draining:
                 log.info("server joins again", extra={"server": member.name})
                 member.state = "joining"
 
     def note_room(self, member: Member) -> None:
         """A request ended there: its place is free, whatever the server had said before."""
-        if member.busy_until > time.monotonic():
+        if member.busy_until > monotonic():
             member.busy_until = 0.0
             self.arrival.notify()
 
     def note_version(self, member: Member, version: PolicyVersion, digest: str | None) -> None:
-        """It answered what it serves: newer than what another gateway still tells of it."""
+        """It answered what it serves: newer than what another gateway still reports of it."""
         serving = {"version": version, "digest": digest}
         member.report = member.report.model_copy(update=serving)
-        member.last_seen = time.monotonic()
+        member.last_seen = monotonic()
 
     async def generate(self, member: Member, req: LLMRequest, rid: str) -> LLMResponse:
-        """See `post_generate`; how it ends tells of the server's health."""
+        """See `post_generate`; how it ends shows the server's health."""
         is_trial = member.health.begin()
+        url, vocab_size = member.report.url, self._bounds.vocab_size
         try:
-            call = post_generate(self._http, member.report.url, req, rid=rid)
+            call = post_generate(self._http, url, req, rid=rid, vocab_size=vocab_size)
             response = await self._call(member, call)
+            if not self._bounds.knows(response):
+                await self._bounds.check(response, url)
         except ServiceError as error:
             self._blame(member, error, is_trial)
             raise
@@ -322,10 +255,18 @@ class Members:
         is_fault = isinstance(error, BackendError) or type(error) is ServiceError
         if isinstance(error, Draining) or not is_fault or member.state == "lost":
             return
-        self._fail(member, str(error), is_trial)
+        is_lie = isinstance(error.__cause__, (InvalidGeneration, NoResponse))
+        self._fail(member, str(error), is_trial, is_lie)
 
-    def _fail(self, member: Member, reason: str, is_trial: bool = True) -> None:
-        if member.health.fail(time.monotonic(), is_trial):
+    def charge(self, member: Member, reason: str) -> None:
+        """It failed a request that another server could answer."""
+        if member.state != "lost":
+            self._fail(member, reason, is_trial=False)
+
+    def _fail(
+        self, member: Member, reason: str, is_trial: bool = True, at_once: bool = False
+    ) -> None:
+        if member.health.fail(monotonic(), is_trial, at_once):
             self.num_quarantines += 1
             log.warning("server quarantined", extra={"server": member.name, "reason": reason})
 
@@ -345,7 +286,7 @@ class Members:
             if isinstance(error.__cause__, ConnectionError):
                 if member.state != "lost":
                     self._fail(member, str(error))  # one that breaks off and comes back is ill, too
-                self.lose(member, str(error))
+                self.lose(member, str(error), has_died=True)
             raise
 
     def set_ready(self, member: Member, is_reserved: bool = False) -> None:
@@ -373,30 +314,31 @@ class Members:
             log.info("server drains", extra={"server": member.name})
             member.state = "draining"
 
-    def lose(self, member: Member, reason: str) -> None:
-        """What is asked of it fails now, so that it may be asked of another."""
+    def lose(self, member: Member, reason: str, *, has_died: bool = False) -> None:
+        """Make calls to it fail now, so that they may be sent to another server."""
         if member.state == "lost":
             return
         level = logging.INFO if member.state == "draining" else logging.WARNING
         log.log(level, "server lost", extra={"server": member.name, "reason": reason})
         member.state = "lost"
-        member.lost_at = time.monotonic()
+        member.has_died = has_died
+        member.lost_at = monotonic()
         if self._connections is not None:
-            self._connections.cut(member.report.url, f"server {member.name} was lost")
+            self._connections.drop(member.report.url, f"server {member.name} was lost")
 
     async def _watch_leases(self) -> None:
         while True:
-            before = time.monotonic()
+            before = monotonic()
             await asyncio.sleep(self._lease_s / 4)
-            if time.monotonic() - before > self._lease_s / 2:
+            if monotonic() - before > self._lease_s / 2:
                 continue  # this process was stopped or starved: heartbeats wait in its own sockets
             for name, member in list(self._members.items()):
-                silent_s = time.monotonic() - member.last_seen
-                if not member.is_own and self.is_blind:
+                silent_s = monotonic() - member.last_seen
+                if not member.is_own and self.is_out_of_sync:
                     continue
                 if silent_s > self._lease_s:
                     self.lose(member, f"no heartbeat for {silent_s:.1f} s")
-                if silent_s > FORGET_LOST_S:
+                if silent_s > self._lease_s + FORGET_LOST_S:
                     self._forgotten_tokens += member.report.generated_tokens
                     del self._members[name]
 

@@ -1,4 +1,4 @@
-"""How many generation servers there are, in which state; units are in the names."""
+"""Number of generation servers by state; units are in the names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def show_fleet(
     statuses: Callable[[], Sequence[ServerStatus]],
     num_quarantines: Callable[[], int],
 ) -> None:
-    """Show a fleet as it is whenever the page is read.
+    """Show a fleet as it is whenever metrics are read.
 
     Args:
         registry: where.

@@ -1,4 +1,5 @@
-"""Which server a request goes to: the least loaded for its size, with what shares a prefix kept together.
+"""Routing of requests: to the server that is least loaded for the request's size, with requests
+that share a prefix kept together.
 
 The turns of a session share their history, the siblings of a group their prompt: the server that
 has computed it once goes on with it. A request follows its session, else its group, else nobody; it
@@ -19,7 +20,7 @@ from headway.contracts.types import LLMRequest
 SPILL = 1.25
 SLACK = 8
 MAX_HOMES = 16384
-"""Groups and sessions remembered; the one that was of no use for longest is forgotten."""
+"""Groups and sessions remembered; the least recently used one is forgotten."""
 
 
 class Lane(NamedTuple):
@@ -37,7 +38,7 @@ def load_of(req: LLMRequest) -> int:
 
 
 def shares(lanes: Mapping[str, Lane]) -> dict[str, float]:
-    """The part of all work that is each server's: by capacity, or equal if one does not tell its own."""
+    """Return each server's share of all work: by capacity, or equal if one does not report its own."""
     if not lanes:
         return {}
     if any(lane.capacity == 0 for lane in lanes.values()):
@@ -97,7 +98,8 @@ class Router:
         return chosen
 
     def forget(self, server: str | None = None) -> None:
-        """What was computed there is of no use any more; None: anywhere, for the weights changed."""
+        """Forget the prefixes that a server computed; None: those of all servers, since the weights
+        changed."""
         if server is None:
             self._homes.clear()
         for key in [key for key, home in self._homes.items() if home == server]:

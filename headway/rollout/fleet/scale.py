@@ -1,4 +1,4 @@
-"""How many generation servers the work asks for: `GET /v1/scale`, for autoscalers and people.
+"""Number of generation servers that the work asks for: `GET /v1/scale`, for autoscalers and people.
 
 More are wanted at once, fewer only after less was enough for `SETTLE_S`. Rollouts that staleness does
 not let start are no work: further servers would be idle.
@@ -7,7 +7,6 @@ not let start are no work: further servers would be idle.
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from headway.contracts.http.ledger import LedgerCounts
 from headway.contracts.http.servers import ScaleResponse, ServerStatus
 from headway.contracts.http.status import StatusResponse
 from headway.rollout.fleet.concurrency import FULL
+from headway.runtime.clock import monotonic
 
 SETTLE_S = 300.0
 """Servers take minutes to start: what was wanted within this is still wanted."""
@@ -28,18 +28,18 @@ MEMORY_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What there is to do, in trajectories."""
+    """Work to do, in trajectories."""
 
     queued: int
     running: int
     headroom: int | None = None
-    """What staleness lets start beyond those in play; None has no bound."""
+    """Trajectories that staleness lets start beyond those running; None has no bound."""
     rate: float | None = None
     """Ended per server and second; None while none has ended."""
 
     @property
     def startable(self) -> int:
-        """What waits for servers, and for nothing else."""
+        """Trajectories that wait for servers, and for nothing else."""
         return self.queued if self.headroom is None else min(self.queued, max(0, self.headroom))
 
 
@@ -49,13 +49,13 @@ def wanted_servers(
     target_wait_s: float,
     max_servers: int | None = None,
 ) -> ScaleResponse:
-    """The servers that hold what is in play, and start what waits within `target_wait_s`."""
+    """Number of servers that hold what is running, and start what waits within `target_wait_s`."""
     ready = [server for server in servers if server.state == "ready"]
     held = max(int(demand.running > 0), math.ceil(len(ready) * _occupancy(ready) / FULL))
     for_queue = _for_queue(len(ready), demand, target_wait_s)
     wanted, reason = max(
         (for_queue, f"{demand.startable} trajectories wait for servers"),
-        (held, f"what is in play fills {held}"),
+        (held, f"what is running fills {held}"),
         (1, "one server waits for work"),
         key=lambda choice: choice[0],
     )
@@ -78,7 +78,7 @@ def wanted_servers(
 
 
 def headroom_of(status: StatusResponse) -> int | None:
-    """What `Demand` calls so, of a service."""
+    """Return a service's `Demand.headroom`."""
     return None if status.max_staleness is None else status.capacity
 
 
@@ -90,7 +90,7 @@ class Scaler:
         self._ended = 0.0
         self._server_s = 0.0
         self._last: tuple[float, int, bool] | None = None
-        """When, what had ended by then, and whether anything was in play."""
+        """Time, number of ended trajectories by then, and whether anything was running."""
         self._wishes: deque[tuple[float, int]] = deque()
         self._gauges = ScaleGauges(metrics)
 
@@ -109,7 +109,7 @@ class Scaler:
             headroom: see `Demand`.
             now: seconds of a clock that never goes back.
         """
-        now = time.monotonic() if now is None else now
+        now = monotonic() if now is None else now
         self._measure(sum(server.state == "ready" for server in servers), counts, now)
         rate = self._ended / self._server_s if self._ended and self._server_s else None
         demand = Demand(counts.queued, counts.leased, headroom, rate)
@@ -173,7 +173,7 @@ def _for_queue(num_ready: int, demand: Demand, target_wait_s: float) -> int:
 
 
 def _wait_s(num_ready: int, demand: Demand) -> float | None:
-    """None while it cannot be estimated."""
+    """Return the seconds that the work waits; None while it cannot be estimated."""
     if demand.startable == 0:
         return 0.0
     if demand.rate is None:
@@ -182,7 +182,7 @@ def _wait_s(num_ready: int, demand: Demand) -> float | None:
 
 
 def _occupancy(ready: Sequence[ServerStatus]) -> float:
-    """The fuller of memory and of places, where all servers tell."""
+    """Return the larger of the used shares of memory and of slots, where all servers report them."""
     places = sum(server.max_running for server in ready)
     usage = _mean([server.kv_usage for server in ready])
     if not places or any(server.max_running == 0 for server in ready):

@@ -1,4 +1,4 @@
-"""What a trajectory ledger promises, and the states of a rollout.
+"""Protocol of a trajectory ledger, role by role, and the states of a rollout.
 
     submit ─► queued ─lease─► leased ─complete─► ready ─deliver─► delivered ─consume─► consumed(step)
                  ▲              │ │ │              │ ▲                │  ▲                │
@@ -22,138 +22,50 @@ owners together. Clocks are the store's.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from headway.contracts.http.ledger import LedgerAudit, LedgerCounts
 from headway.contracts.http.rollouts import RolloutState
 from headway.contracts.types import PolicyVersion, RolloutRequest, TrajectoryGroup
-
-OPEN_STATES: tuple[RolloutState, ...] = ("queued", "leased", "ready", "delivered")
-"""A rollout in one of these may still be consumed."""
+from headway.rollout.ledger.records import Capacity, Delivery, Entry, Event, Lease
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """One rollout to play."""
-
-    request: RolloutRequest
-    attempt: int
-    """1 for the first, and for the first after the rollout was revived."""
-    age_s: float = 0.0
-    """Seconds since its submission, or since it was revived."""
-    fence: int = 0
-    """Grows with every lease of this rollout: a report under one that is not the newest is refused."""
-
-    @property
-    def rollout_id(self) -> str:
-        """Of the request."""
-        return self.request.rollout_id
-
-    @property
-    def key(self) -> str:
-        """Names this lease: a rollout that goes back to the queue may be leased before it is let go."""
-        return f"{self.request.rollout_id}#{self.fence}"
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """How many trajectories may start now, and under which version."""
-
-    version: PolicyVersion
-    """Committed; recorded as the version that a lease was admitted at."""
-    free: int
-    """Trajectories that this owner has room for, whoever consumes them."""
-    consumer: str | None = None
-    """The attached consumer, whose rollouts are bounded in staleness; the queue of the others is a line
-    of its own, and neither blocks the other."""
-    budget: int | None = None
-    """Trajectories of the attached consumer that may be leased, ready, delivered or consumed, at most:
-    what the bound allows at this version. None has no bound."""
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """What a `deliver` call found."""
-
-    payloads: tuple[bytes, ...] | None
-    """One codec payload per group, in submission order; None when fewer than asked are ready."""
-    num_ready: int
-    """Groups that are ready."""
-    dropped: int
-    """Trajectories that this call dropped as too stale."""
-    is_held_back: bool = False
-    """A group in play can be consumed by this batch only, so the batch waits for it."""
-    given: tuple[tuple[int, int], ...] = ()
-    """Staleness and trajectories of each group that this call gave out, and no call before it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One rollout as the ledger knows it."""
-
-    request: RolloutRequest
-    state: RolloutState
-    attempt: int
-    submitted_at: float
-    """Seconds since the epoch, by the store's clock."""
-    changed_at: float
-    oldest_version: PolicyVersion | None
-    staleness: int | None
-    """At delivery, in versions."""
-    reason: str | None
-    step: int | None
-    """Which consumed it."""
-    mean_reward: float | None
-    payload: bytes | None = None
-    """The codec payload, while it is kept and if it was asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One line of the event log."""
-
-    event: str
-    detail: str | None
-    at: float
-
-
-class Ledger(Protocol):
-    """Durable record of every rollout."""
-
-    is_shared: bool
-    """Whether other gateways may write to it too: then `revision` tells of their changes."""
-
-    async def connect(self) -> None:
-        """Open the store as a visitor who leases nothing: for tools beside a running gateway."""
-
-    async def open(self, owner: str, lease_s: float) -> None:
-        """Open the store as one of its owners.
-
-        What a former process had leased is requeued at once, in a store that others write to too if it
-        was of the same place (`owner`); the rest is left to `expire`.
-        """
-
-    async def revision(self) -> int:
-        """A number that grows with every change, whoever made it."""
+class RolloutQueue(Protocol):
+    """Rollouts before and after they run: submission, cancellation, requeuing, forgetting."""
 
     async def submit(
         self,
         requests: Sequence[RolloutRequest],
         max_queued: int,
-        max_queued_each: int | None = None,
+        max_queued_per_consumer: int | None = None,
     ) -> list[bool]:
         """Queue rollouts; per request whether it was new.
 
         Args:
             max_queued: trajectories that may wait in all.
-            max_queued_each: trajectories that may wait for one consumer.
+            max_queued_per_consumer: trajectories that may wait for one consumer.
         Raises:
             Conflict: a known id with other content; nothing of this call is stored.
             QueueFull: more than `max_queued` trajectories would wait; nothing is stored.
         """
 
-    async def lease(self, admission: Admission) -> list[Lease]:
+    async def cancel(self, rollout_ids: Sequence[str], reason: str) -> int:
+        """End rollouts that are not consumed; returns the groups that were ended by this call."""
+
+    async def cancel_all(self, consumer: str, reason: str) -> int:
+        """End what the consumer has not consumed; returns the trajectories."""
+
+    async def revive(self, rollout_ids: Sequence[str]) -> int:
+        """Queue failed rollouts once more, with all their attempts; returns the groups."""
+
+    async def compact(self, older_than_s: float) -> int:
+        """Forget rollouts that ended so long ago, except in counts and audit; return the groups."""
+
+
+class WorkQueue(Protocol):
+    """The queue for those who run it: each lease ends with one report, or expires."""
+
+    async def lease(self, admission: Capacity) -> list[Lease]:
         """Take queued rollouts that may start: highest priority first, then the oldest.
 
         The head of each line waits until its whole group fits; what waits for a `min_version` above
@@ -185,6 +97,10 @@ class Ledger(Protocol):
     async def requeue(self, lease: Lease, reason: str) -> None:
         """Put the rollout back; it keeps its place in the order. Raises as `complete`."""
 
+
+class DeliveryQueue(Protocol):
+    """Finished groups for their consumers: given out, consumed, given back."""
+
     async def deliver(
         self,
         delivery_id: str,
@@ -209,7 +125,7 @@ class Ledger(Protocol):
         """Give out exactly these groups, or none.
 
         Raises:
-            Fruitless: some of them ended without a result.
+            RolloutsFailed: some of them ended without a result.
             NotFound: one of them was never submitted.
             Conflict: one of them was given out before, or the delivery id gave out others.
         """
@@ -227,17 +143,12 @@ class Ledger(Protocol):
     async def give_back(self, consumer: str, step: int) -> int:
         """Make ready again what was delivered or consumed after `step`; returns the groups.
 
-        What `consume` was told is safe in a checkpoint, and then is not, is queued to be played again.
+        What was consumed as safe in a checkpoint, and then is not, is queued to be run again.
         """
 
-    async def cancel(self, rollout_ids: Sequence[str], reason: str) -> int:
-        """End rollouts that are not consumed; returns the groups that were ended by this call."""
 
-    async def cancel_all(self, consumer: str, reason: str) -> int:
-        """End what the consumer has not consumed; returns the trajectories."""
-
-    async def revive(self, rollout_ids: Sequence[str]) -> int:
-        """Queue failed rollouts once more, with all their attempts; returns the groups."""
+class LedgerReader(Protocol):
+    """Queries to the ledger; they change nothing."""
 
     async def get(self, rollout_id: str, with_payload: bool = False) -> Entry | None:
         """One rollout."""
@@ -249,7 +160,7 @@ class Ledger(Protocol):
         limit: int = 100,
         before: str | None = None,
     ) -> list[Entry]:
-        """Rollouts, newest submission first; `before` is the last id of the page before."""
+        """Rollouts, newest submission first; `before` is the last id of the previous page."""
 
     async def events(self, rollout_id: str) -> list[Event]:
         """The log of one rollout, oldest first."""
@@ -260,38 +171,38 @@ class Ledger(Protocol):
     async def audit(self) -> LedgerAudit:
         """Recompute every state from the event log and compare."""
 
-    async def compact(self, older_than_s: float) -> int:
-        """Forget rollouts that ended so long ago, but for their part in counts and audit; the groups."""
+    async def revision(self) -> int:
+        """A number that grows with every change, by any gateway."""
 
-    async def get_note(self, key: str) -> str | None:
+
+class KeyValueStore(Protocol):
+    """Small durable values that belong to the run."""
+
+    is_shared: bool
+    """True if other gateways write to the store, too: then `revision` reports their changes."""
+
+    async def get_value(self, key: str) -> str | None:
         """A small durable value that belongs to the run."""
 
-    async def put_note(self, key: str, value: str) -> None:
+    async def set_value(self, key: str, value: str) -> None:
         """Store a small durable value: once this returns, it survives a power cut."""
 
-    async def swap_note(self, key: str, old: str | None, new: str) -> bool:
-        """`put_note` if the note is `old` (None: absent) still; whether it was."""
+    async def compare_and_set(self, key: str, old: str | None, new: str) -> bool:
+        """`set_value` if the note is `old` (None: absent) still; whether it was."""
+
+
+class Ledger(RolloutQueue, WorkQueue, DeliveryQueue, LedgerReader, KeyValueStore, Protocol):
+    """Durable record of every rollout: all roles, for the one that opens and closes the store."""
+
+    async def connect(self) -> None:
+        """Open the store as a visitor who leases nothing: for tools beside a running gateway."""
+
+    async def open(self, owner: str, lease_s: float) -> None:
+        """Open the store as one of its owners.
+
+        What a former process had leased is requeued at once, in a store that others write to too if it
+        was of the same place (`owner`); the rest is left to `expire`.
+        """
 
     async def close(self) -> None:
         """Flush and close."""
-
-
-def row_of(entry: Entry) -> dict[str, Any]:
-    """An entry as flat JSON, for exports and listings; without its payload."""
-    return {
-        "rollout_id": entry.request.rollout_id,
-        "consumer": entry.request.consumer,
-        "group_id": entry.request.prompt.group_id,
-        "group_size": entry.request.prompt.group_size,
-        "workflow": entry.request.workflow.name,
-        "reward": entry.request.reward.name,
-        "state": entry.state,
-        "attempt": entry.attempt,
-        "submitted_at": entry.submitted_at,
-        "changed_at": entry.changed_at,
-        "oldest_version": entry.oldest_version,
-        "staleness": entry.staleness,
-        "mean_reward": entry.mean_reward,
-        "step": entry.step,
-        "reason": entry.reason,
-    }

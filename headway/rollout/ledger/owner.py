@@ -1,6 +1,6 @@
-"""Who leases: a process, at a place that only one process has at a time.
+"""Owners of leases: a process, at a place that only one process has at a time.
 
-Who is started again at a place knows by that name what a former process there has left behind, and need
+A process that is started again at a place finds by that name what the former one left behind, and need
 not wait for the end of its leases. An empty place is nobody's: nothing is known of who was there.
 """
 
@@ -16,5 +16,5 @@ def new_owner(place: str) -> str:
 
 
 def place_of(owner: str) -> str:
-    """Where it is, or was."""
+    """Return the place of an owner, present or former."""
     return owner.rpartition("/")[0]

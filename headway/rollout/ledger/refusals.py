@@ -1,13 +1,13 @@
-"""What a ledger refuses, in the same words on every store."""
+"""Refusals of a ledger, in the same words on every store."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headway.contracts.errors import Conflict, Fruitless, NotFound, QueueFull
+from headway.contracts.errors import Conflict, NotFound, QueueFull, RolloutsFailed
 
 MAX_NAMED = 16
-"""Rollouts that one refusal names; of the others it tells the number."""
+"""Number of rollouts that one refusal names; the others are counted."""
 MAX_REASON_CHARS = 500
 
 
@@ -24,7 +24,7 @@ def queue_full(queued: int, most: int, consumer: str | None = None) -> QueueFull
         )
     return QueueFull(
         f"{queued} trajectories of consumer {consumer!r} would wait, "
-        f"executor.max_queued_each={most}; submit later"
+        f"executor.max_queued_per_consumer={most}; submit later"
     )
 
 
@@ -46,7 +46,7 @@ def never_submitted(rollout_id: str) -> NotFound:
     return NotFound(f"rollout {rollout_id!r} was never submitted, or was forgotten")
 
 
-def fruitless(ended: Sequence[tuple[str, str, str | None]]) -> Fruitless:
+def rollouts_failed(ended: Sequence[tuple[str, str, str | None]]) -> RolloutsFailed:
     """They ended without a result.
 
     Args:
@@ -57,7 +57,7 @@ def fruitless(ended: Sequence[tuple[str, str, str | None]]) -> Fruitless:
         for rollout_id, state, reason in ended[:MAX_NAMED]
     ]
     more = [f"and {len(ended) - MAX_NAMED} more"] if len(ended) > MAX_NAMED else []
-    return Fruitless("; ".join(told + more))
+    return RolloutsFailed("; ".join(told + more))
 
 
 def given_out(rollout_id: str) -> Conflict:

@@ -1,4 +1,4 @@
-"""Which event leads from which state to which: the one table that every store obeys."""
+"""State machine of rollouts: the one table of events and states that every store obeys."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NEXT_STATE: Mapping[EventName, tuple[tuple[RolloutState | None, ...], RolloutSta
 
 STATES: tuple[RolloutState, ...] = get_args(RolloutState)
 ENDED: tuple[RolloutState, ...] = ("consumed", "failed", "filtered", "stale", "cancelled")
-FRUITLESS: tuple[RolloutState, ...] = ("failed", "filtered", "stale", "cancelled")
+WITHOUT_RESULT: tuple[RolloutState, ...] = ("failed", "filtered", "stale", "cancelled")
 """Ended without a result that could still be given out."""
 
 
@@ -70,7 +70,7 @@ def fenced(rollout_id: str, fence: int, state: str | None) -> Fenced:
     """A report under a lease that has ended."""
     return Fenced(
         f"lease {fence} of rollout {rollout_id!r} has ended (the rollout is {state or 'forgotten'} now); "
-        "drop what it played"
+        "drop its result"
     )
 
 

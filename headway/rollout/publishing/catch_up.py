@@ -1,9 +1,9 @@
-"""How a server comes to what is committed beside the publications: who joins, failed, or went astray.
+"""Bring servers to the committed version beside publications: those that join, failed, or diverged.
 
 It holds no lock and keeps no publication waiting: it stages what is committed now, and only if that is
 still committed after its swap, it takes traffic. Else it goes on to what came meanwhile; at once, since
-nobody may be left who holds the former version. A server that is reserved for a version is brought to
-that one in the same way.
+no server may be left that holds the former version. A server that is reserved for a version is
+brought to that one in the same way.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import logging
 
 from headway.contracts.errors import Fenced, ServiceError
 from headway.contracts.http.weights import WeightRecord
-from headway.rollout.fleet.members import Member, Members
-from headway.rollout.publishing.book import WeightBook
+from headway.rollout.fleet.member import Member
+from headway.rollout.fleet.members import Members
 from headway.rollout.publishing.orders import WeightOrders
 from headway.rollout.publishing.reservation import Reservation
+from headway.rollout.versions.publication_state import PublicationState
 
 log = logging.getLogger(__name__)
 
 MAX_DEVIATIONS = 1
 """A server sends its reports one after the other, so of those that come after a commit only the first can
 be from before it; where gateways pass them on, one more may be on its way. Where versions come faster
-than reports, each may be from before the newest one: so they are counted anew for every version."""
+than reports, each may be from before the newest one: so they are counted again for every version."""
 
 
 class CatchUp:
@@ -32,12 +33,12 @@ class CatchUp:
     def __init__(
         self,
         members: Members,
-        book: WeightBook,
+        state: PublicationState,
         orders: WeightOrders,
         reservation: Reservation,
     ) -> None:
         self._members = members
-        self._book = book
+        self._state = state
         self._orders = orders
         self._reservation = reservation
 
@@ -58,7 +59,7 @@ class CatchUp:
             return
         if member.catching_up is not None and member.is_catching_up:
             if not _is_same(member.aims_at, self._target(member)):
-                member.catching_up.cancel()  # the next report begins anew
+                member.catching_up.cancel()  # the next report starts over
             return
         if member.state in ("joining", "fenced"):
             if self.is_current(member):
@@ -80,7 +81,7 @@ class CatchUp:
         if member.deviates_from != target:
             member.deviates_from, member.num_deviations = target, 0
         member.num_deviations += 1
-        if member.num_deviations > MAX_DEVIATIONS + self._book.notes.is_shared:
+        if member.num_deviations > MAX_DEVIATIONS + self._state.notes.is_shared:
             self._members.fence(
                 member,
                 f"it reports version {member.report.version} {member.report.digest}, wanted is "
@@ -88,13 +89,14 @@ class CatchUp:
             )
 
     def _target(self, member: Member) -> WeightRecord | None:
-        """What it is to serve; None is the model that servers start with."""
+        """Return the version that a server is to serve; None is the model that servers start
+        with."""
         if self._reservation.holds(member):
             return self._reservation.record
-        return self._book.committed
+        return self._state.committed
 
     def is_current(self, member: Member) -> bool:
-        """Whether its last report tells of what it is to serve."""
+        """True if its last report names the version that it is to serve."""
         record, report = self._target(member), member.report
         if record is None:
             return report.version == 0
@@ -102,10 +104,10 @@ class CatchUp:
         return report.version == record.version and (not is_known or report.digest == record.digest)
 
     async def _bring(self, member: Member) -> None:
-        epoch = self._book.epoch
+        epoch = self._state.epoch
         try:
             while not await self._bring_once(member):
-                epoch = self._book.epoch
+                epoch = self._state.epoch
         except ServiceError as error:
             self._members.fence(member, f"catching up: {error}")
             if isinstance(error, Fenced):
@@ -115,21 +117,21 @@ class CatchUp:
 
     async def _answer_fence(self, member: Member, epoch: int) -> None:
         """A server has heard of a newer epoch than this one."""
-        await self._book.refresh()
-        if self._book.epoch > epoch:
-            return  # it comes from a gateway that shares the book; the next report tries again
+        await self._state.refresh()
+        if self._state.epoch > epoch:
+            return  # it comes from a gateway with the same ledger; the next report tries again
         log.error("server obeys another gateway, too", extra={"server": member.name})
-        await self._book.next_epoch()  # it reports here: this is the one to obey
+        await self._state.next_epoch()  # it reports here: this is the one to obey
 
     async def _bring_once(self, member: Member) -> bool:
-        """Whether that was all."""
-        record, epoch = self._target(member), self._book.epoch
+        """Bring it a step further; return True if nothing is left to do."""
+        record, epoch = self._target(member), self._state.epoch
         if member.is_leaving or record is None:
             return True
         member.aims_at = record
         digest = await self._orders.prepare(member, record, epoch)
         if record.digest is None:
-            await self._book.prove(record, digest)
+            await self._state.prove(record, digest)
             record = record.model_copy(update={"digest": digest})
         if record == self._target(member):
             await self._orders.commit(member, record, epoch)
@@ -140,7 +142,7 @@ class CatchUp:
 
 
 def _is_same(one: WeightRecord | None, other: WeightRecord | None) -> bool:
-    """Whether they are one publication; a digest may have become known meanwhile."""
+    """True if they are one publication; a digest may have become known meanwhile."""
     if one is None or other is None:
         return one is other
     return (one.version, one.path) == (other.version, other.path)

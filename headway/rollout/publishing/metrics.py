@@ -1,15 +1,15 @@
-"""What the publications of a gateway took, and how they ended; units are in the names."""
+"""Metrics of a gateway's publications: how long they took, and how they ended; units are in the
+names."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from headway.contracts.errors import ServiceError
 from headway.contracts.http.weights import WeightStatus
+from headway.runtime.metrics import counted_outcome
 
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
@@ -38,18 +38,8 @@ class PublicationMetrics:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Count one transaction by how the block ends."""
-        outcome = "internal"
-        try:
+        with counted_outcome(self._outcomes, lambda: "committed"):
             yield
-            outcome = "committed"
-        except ServiceError as error:
-            outcome = error.code
-            raise
-        except asyncio.CancelledError:
-            outcome = "cancelled"
-            raise
-        finally:
-            self._outcomes.labels(outcome).inc()
 
     def _histogram(self, name: str, meaning: str) -> Histogram:
         return Histogram(

@@ -14,7 +14,7 @@ from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import BackendError, Fenced, SyncError
 from headway.contracts.http.paths import WEIGHTS_ABORT, WEIGHTS_COMMIT, WEIGHTS_PREPARE
 from headway.contracts.http.weights import (
-    Seat,
+    GroupRankBody,
     WeightAbortRequest,
     WeightCommitRequest,
     WeightPrepareRequest,
@@ -24,29 +24,30 @@ from headway.contracts.http.weights import (
     held_root,
 )
 from headway.contracts.types import PolicyVersion
-from headway.rollout.fleet.members import Member, Members
+from headway.rollout.fleet.member import Member
+from headway.rollout.fleet.members import Members
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
-GROUP_SCHEMES = ("gloo://", "nccl://")
+GROUP_SCHEMES = ("gloo://", "nccl://", "ipc://")
 MAX_PEERS = 3
-"""Servers that one is told to fetch from when a version's path fails."""
+"""Maximum number of servers to fetch from when a version's path fails."""
 ABORT_TIMEOUT_S = 5.0
-"""Who does not hear of an abort drops what it staged by itself, later."""
+"""Timeout of an abort: a server that does not receive it drops what it staged by itself, later."""
 
 
 def is_group(path: str) -> bool:
-    """Whether a version flows through a process group: it lies nowhere afterwards."""
+    """True if a version flows through a process group: it is stored nowhere afterwards."""
     return path.startswith(GROUP_SCHEMES)
 
 
-def seats(members: Sequence[Member]) -> list[Seat]:
-    """Their places in a process group, behind the trainer at rank 0."""
+def group_ranks(members: Sequence[Member]) -> list[GroupRankBody]:
+    """Return the ranks of servers in a process group, behind the trainer at rank 0."""
     world_size = 1 + sum(member.report.num_ranks for member in members)
     ranks = [1]
     for member in members:
         ranks.append(ranks[-1] + member.report.num_ranks)
-    return [Seat(rank=rank, world_size=world_size) for rank in ranks[:-1]]
+    return [GroupRankBody(rank=rank, world_size=world_size) for rank in ranks[:-1]]
 
 
 class WeightOrders:
@@ -61,16 +62,16 @@ class WeightOrders:
         member: Member,
         record: WeightRecord,
         epoch: int,
-        seat: Seat | None = None,
+        group_rank: GroupRankBody | None = None,
         timeout_s: float | None = None,
     ) -> str:
         """Stage a version on one server; the digest of what it staged, empty if it cannot know.
 
         Raises:
-            SyncError: it refused, or nobody is left to fetch the version from.
+            SyncError: it refused, or no place is left to fetch the version from.
             BackendError: it is gone, or too slow.
         """
-        path, *fallbacks = self._sources(member, record, seat)
+        path, *fallbacks = self._sources(member, record, group_rank)
         staging_s = self._config.update_timeout_s if timeout_s is None else timeout_s
         order = WeightPrepareRequest(
             epoch=epoch,
@@ -78,7 +79,7 @@ class WeightOrders:
             path=path,
             digest=record.digest or None,
             fallbacks=tuple(fallbacks),
-            seat=seat,
+            group_rank=group_rank,
             # What is staged must not expire while others commit before it.
             timeout_s=staging_s + self._config.commit_timeout_s * self._num_turns(),
         )
@@ -87,7 +88,7 @@ class WeightOrders:
         except Fenced:
             raise
         except SyncError as error:
-            if seat is not None or not is_group(path):
+            if group_rank is not None or not is_group(path):
                 raise
             raise SyncError(
                 f"version {record.version} came through a process group, and neither it nor a server "
@@ -101,7 +102,7 @@ class WeightOrders:
         """Swap it in; returns the sequences that were running there at that moment.
 
         Raises:
-            ServiceError: it has another version, or nobody knows.
+            ServiceError: it has another version, or its version is unknown.
         """
         order = WeightCommitRequest(epoch=epoch, version=record.version, policy=policy)
         timeout_s = self._config.commit_timeout_s
@@ -126,7 +127,9 @@ class WeightOrders:
             return_exceptions=True,
         )
 
-    def _sources(self, member: Member, record: WeightRecord, seat: Seat | None) -> list[str]:
+    def _sources(
+        self, member: Member, record: WeightRecord, group_rank: GroupRankBody | None
+    ) -> list[str]:
         """The path of a version, and then the servers that hold it."""
         peers = [
             other.report.url + held_root(record.version)
@@ -134,7 +137,7 @@ class WeightOrders:
             if other is not member and other.report.version == record.version
         ]
         peers = random.sample(peers, min(MAX_PEERS, len(peers)))
-        is_gone = seat is None and is_group(record.path)
+        is_gone = group_rank is None and is_group(record.path)
         # Without peers, only this server itself can still have it: staged, when its gateway died.
         return peers if is_gone and peers else [record.path, *peers]
 

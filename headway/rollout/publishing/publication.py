@@ -3,11 +3,11 @@
     announce ─► prepare ─► digests agree, quorum ─► RECORD ─► commit ─► ack
                    └─────► abort: the old version goes on serving
 
-- One transaction at a time (`_turn`), over all gateways that share a ledger; each has an epoch, durable
+- One transaction at a time (`_update`), over all gateways that share a ledger; each has an epoch, durable
   before the first server hears of it. Servers obey the highest epoch, so what is left of an
   interrupted transaction cannot commit.
-- `RECORD` (`WeightBook.commit`) is the commit point. Killed before it, the gateway comes back with the
-  old version, and the publisher's repeat finds what servers have staged. Killed after it, it comes
+- `RECORD` (`PublicationState.commit`) is the commit point. Killed before it, the gateway comes back with
+  the old version, and the publisher's repeat finds what servers have staged. Killed after it, it comes
   back with the new one, and who had not committed is caught up.
 - It concerns the servers that are `ready` when it begins; all others catch up (`catch_up`).
 """
@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -32,18 +31,18 @@ from headway.contracts.http.weights import (
     WeightStatus,
 )
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
-from headway.rollout.fleet.members import Member, Members
-from headway.rollout.publishing.book import WeightBook
+from headway.rollout.fleet.member import Member
+from headway.rollout.fleet.members import Members
 from headway.rollout.publishing.catch_up import CatchUp
 from headway.rollout.publishing.metrics import PublicationMetrics
 from headway.rollout.publishing.orders import WeightOrders, is_group
 from headway.rollout.publishing.reservation import Reservation
-from headway.rollout.publishing.staging import Change, Staged, Staging
-from headway.rollout.publishing.turn import PublicationTurn
+from headway.rollout.publishing.staging import QuorumStaging, StagedChange, VersionChange
+from headway.rollout.versions.publication_lock import PublicationLock
+from headway.rollout.versions.publication_state import PublicationState
+from headway.runtime.tasks import run_uncancelled
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Publications:
@@ -53,19 +52,19 @@ class Publications:
         self,
         config: FleetConfig,
         members: Members,
-        book: WeightBook,
+        state: PublicationState,
         metrics: CollectorRegistry,
         place: str = "",
     ) -> None:
         self.updates_in_flight = 0
         self._is_rolling = config.commit_order == "rolling"
         self._members = members
-        self._book = book
+        self._state = state
         self._orders = WeightOrders(config, members)
-        self._staging = Staging(config, members, book, self._orders)
-        self._reservation = Reservation(members, book)
-        self._catch_up = CatchUp(members, book, self._orders, self._reservation)
-        self._turn = PublicationTurn(book.notes, config.lease_s, place)
+        self._staging = QuorumStaging(config, members, state, self._orders)
+        self._reservation = Reservation(members, state)
+        self._catch_up = CatchUp(members, state, self._orders, self._reservation)
+        self._lock = PublicationLock(state.notes, config.lease_s, place)
         self._publishing: PolicyVersion | None = None
         self._is_committing = False
         self._metrics = PublicationMetrics(metrics, self.status)
@@ -76,63 +75,81 @@ class Publications:
         Raises:
             StateError: the ledger cannot be reached.
         """
-        await self._turn.inherit()
+        await self._lock.inherit()
 
     def status(self) -> WeightStatus:
-        """A picture of the book now."""
-        book = self._book
+        """A picture of the publication state now."""
+        state = self._state
         return WeightStatus(
-            committed=book.committed,
-            head=book.head,
-            epoch=book.epoch,
-            pinned=book.pinned,
+            committed=state.committed,
+            head=state.head,
+            epoch=state.epoch,
+            pinned=state.pinned,
             reserved=self._reservation.version,
             publishing=self._publishing,
-            kept=list(book.kept),
+            kept=list(state.kept),
         )
 
-    async def publish(self, meta: WeightUpdateMeta, policy: UpdatePolicy | None) -> PolicyVersion:
-        """See `Generator.update_weights`."""
+    @property
+    def version(self) -> PolicyVersion:
+        """The committed version of the fleet."""
+        return self._state.version
+
+    async def update_weights(
+        self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
+    ) -> PolicyVersion:
+        """See `WeightUpdater.update_weights`."""
         async with self._alone():
-            book = self._book
-            if book.knows(meta.version, meta.path):
-                return book.version
-            if meta.version <= book.head:
+            state = self._state
+            if state.knows(meta.version, meta.path):
+                return state.version
+            if meta.version <= state.head:
                 raise StaleVersion(
-                    f"version {meta.version} is not newer than {book.head}, which was published"
+                    f"version {meta.version} is not newer than {state.head}, which was published"
                 )
             record = WeightRecord(version=meta.version, path=meta.path, digest=meta.digest)
-            if book.pinned is None:
-                await self._transact(Change(record, None, policy, is_group(meta.path)))
+            if state.pinned is None:
+                await self._transact(VersionChange(record, None, policy, is_group(meta.path)))
             elif is_group(meta.path):
                 raise Conflict(
-                    f"version {book.pinned} is pinned and nobody would hold version {meta.version}, "
+                    f"version {state.pinned} is pinned and nobody would hold version {meta.version}, "
                     "which flows through a process group; release the pin, then publish again"
                 )
             else:
-                await book.keep(record)
-            return book.version
+                await state.keep(record)
+            return state.version
 
-    async def rollback(self, version: PolicyVersion) -> None:
-        """Serve a kept version until the next one is published."""
+    async def rollback(self, version: PolicyVersion) -> WeightStatus:
+        """Serve a kept version until the next one is published.
+
+        Raises:
+            NotFound: it is not kept.
+            SyncError: it cannot be staged any more; what serves goes on.
+        """
         async with self._alone():
-            if self._book.pinned is not None:
+            if self._state.pinned is not None:
                 raise Conflict(
-                    f"version {self._book.pinned} is pinned; release it, or pin {version}"
+                    f"version {self._state.pinned} is pinned; release it, or pin {version}"
                 )
             await self._go_to(version, pinned=None)
+        return self.status()
 
-    async def pin(self, version: PolicyVersion | None) -> None:
-        """Serve a kept version and hold it; None goes on with the newest."""
+    async def pin(self, version: PolicyVersion | None) -> WeightStatus:
+        """Serve a kept version and hold it while others are published; None goes on with the newest.
+
+        Raises:
+            NotFound, SyncError: as `rollback`.
+        """
         async with self._alone():
             if version is not None:
                 await self._go_to(version, pinned=version)
-            elif self._book.pinned is not None:
-                await self._go_to(self._book.head, pinned=None)
+            elif self._state.pinned is not None:
+                await self._go_to(self._state.head, pinned=None)
+        return self.status()
 
     def has(self, version: PolicyVersion) -> bool:
         """See `Generator.has`."""
-        return version in (self._book.version, self._reservation.version)
+        return version in (self._state.version, self._reservation.version)
 
     async def reserve(self, wanted: WeightReservation) -> ReservationStatus:
         """Let some servers stay at a version while others are published; to be repeated.
@@ -159,71 +176,71 @@ class Publications:
         for member in self._members.present():
             self.review(member)
 
-    async def retract(self, version: PolicyVersion) -> None:
-        """See `Generator.cancel_update`."""
+    async def cancel_update(self, version: PolicyVersion) -> None:
+        """See `WeightUpdater.cancel_update`."""
         async with self._alone():
-            if await self._book.retract(version):
+            if await self._state.retract(version):
                 log.warning("version retracted", extra={"version": version})
 
     def review(self, member: Member) -> None:
         """It reported; see `CatchUp.review`."""
-        self._catch_up.review(member, self._is_committing or self._turn.is_elsewhere)
+        self._catch_up.review(member, self._is_committing or self._lock.is_elsewhere)
 
     async def follow(self) -> None:
         """Learn what other gateways have published.
 
-        Who was not to swap to it takes no traffic from here on; the others are judged when the turn of
-        that gateway is over.
+        A server that was not to swap to it takes no traffic from here on; the others are checked
+        when that gateway has released the lock.
         """
-        if not self._book.notes.is_shared:
+        if not self._state.notes.is_shared:
             return
-        await self._turn.look()
-        before, seats = self._book.committed, self._book.seats
-        await self._book.refresh()
-        if self._book.seats != seats:
+        await self._lock.look()
+        before, seats = self._state.committed, self._state.reserved_servers
+        await self._state.refresh()
+        if self._state.reserved_servers != seats:
             self._seat()
-        if self._book.committed == before or self._publishing is not None:
+        if self._state.committed == before or self._publishing is not None:
             return
         for member in self._members.ready():
-            if not self._book.was_swapped(member.name) and not self._catch_up.is_current(member):
+            if not self._state.was_swapped(member.name) and not self._catch_up.is_current(member):
                 self._members.fence(
-                    member, f"another gateway has committed version {self._book.version}"
+                    member, f"another gateway has committed version {self._state.version}"
                 )
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """Nobody else changes what serves; the book shows what others did before."""
-        async with self._turn.held():
-            await self._book.refresh()
+        """Nobody else changes what serves; the publication state shows what others did before."""
+        async with self._lock.held():
+            await self._state.refresh()
             self._seat()
             yield
 
     async def _go_to(self, version: PolicyVersion, pinned: PolicyVersion | None) -> None:
-        record = self._book.find(version)
-        if record == self._book.committed:
-            await self._book.hold(pinned)
+        record = self._state.find(version)
+        if record == self._state.committed:
+            await self._state.hold(pinned)
         else:
-            await self._transact(Change(record, pinned))
+            await self._transact(VersionChange(record, pinned))
 
-    async def _transact(self, change: Change) -> None:
+    async def _transact(self, change: VersionChange) -> None:
         self._publishing = change.record.version
         try:
             with self._metrics.counted():
                 with self._metrics.staging_s.time():
                     staged = await self._staging.stage(change)
                 with self._metrics.commit_s.time():
-                    await _to_the_end(self._commit(staged))
+                    await run_uncancelled(self._commit(staged))
         finally:
             self._staging.release()
             self._publishing = None
 
-    async def _commit(self, staged: Staged) -> None:
-        """From the commit point on: whatever fails now is caught up later."""
+    async def _commit(self, staged: StagedChange) -> None:
+        """Run the part behind the commit point: whatever fails now is caught up later."""
         record = staged.change.record
         self._is_committing = True
         try:
             names = [member.name for member in staged.members]
-            await self._book.commit(record, staged.change.pinned, names)
+            await self._state.commit(record, staged.change.pinned, names)
             for member in self._members.ready():
                 if member not in staged.members:
                     why = staged.refusals.get(member, "it was not asked")
@@ -243,7 +260,7 @@ class Publications:
             extra={"version": record.version, "epoch": staged.epoch, "servers": len(running)},
         )
 
-    async def _swap(self, member: Member, staged: Staged) -> int:
+    async def _swap(self, member: Member, staged: StagedChange) -> int:
         """Sequences that were running there at that moment."""
         change = staged.change
         try:
@@ -253,16 +270,3 @@ class Publications:
             return 0
         self._members.set_ready(member)
         return running
-
-
-async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await work that is not undone: to cancel it comes too late."""
-    task = asyncio.create_task(work)
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError:
-            this = asyncio.current_task()
-            if this is not None:
-                this.uncancel()
-    return task.result()

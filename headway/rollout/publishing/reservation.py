@@ -2,8 +2,8 @@
 
 They take requests for exactly this version, and no part in publications; a version that is past is
 brought to them as to a late joiner (`catch_up`). At least one server is left to the rest of the
-traffic. Who they are stands in the book, so that all gateways agree and one that is started again goes
-on.
+traffic. Who they are stands in the publication state, so that all gateways agree and one that is started
+again goes on.
 
 A reservation is asked for again and again; one that was not for `LEASE_S` is over. Each repeat looks
 whether servers were lost, or came.
@@ -12,7 +12,6 @@ whether servers were lost, or came.
 from __future__ import annotations
 
 import logging
-import time
 
 from headway.contracts.errors import Conflict, ServiceError
 from headway.contracts.http.weights import (
@@ -21,8 +20,10 @@ from headway.contracts.http.weights import (
     WeightReservation,
 )
 from headway.contracts.types import PolicyVersion
-from headway.rollout.fleet.members import Member, Members
-from headway.rollout.publishing.book import WeightBook
+from headway.rollout.fleet.member import Member
+from headway.rollout.fleet.members import Members
+from headway.rollout.versions.publication_state import PublicationState
+from headway.runtime.clock import monotonic
 
 log = logging.getLogger(__name__)
 
@@ -32,33 +33,33 @@ LEASE_S = 60.0
 class Reservation:
     """The one that there may be; used on one event loop."""
 
-    def __init__(self, members: Members, book: WeightBook) -> None:
+    def __init__(self, members: Members, state: PublicationState) -> None:
         self._members = members
-        self._book = book
+        self._state = state
         self._failure: tuple[PolicyVersion, str] | None = None
 
     @property
     def _held(self) -> WeightReservation | None:
-        is_over = time.monotonic() - self._book.repeated_at > LEASE_S
-        return None if is_over else self._book.reserved
+        is_over = monotonic() - self._state.repeated_at > LEASE_S
+        return None if is_over else self._state.reserved
 
     @property
     def version(self) -> PolicyVersion | None:
-        """That is reserved."""
+        """Version that is reserved."""
         return None if self._held is None else self._held.version
 
     @property
     def record(self) -> WeightRecord | None:
-        """Where it lies; None for the model that servers start with."""
-        records = (one for one in self._book.kept if one.version == self.version)
+        """Record of the reserved version; None for the model that servers start with."""
+        records = (one for one in self._state.kept if one.version == self.version)
         return next(records, None)
 
     def holds(self, member: Member) -> bool:
-        """Whether a server is to stay at it."""
-        return self._held is not None and member.name in self._book.seats
+        """True if a server is to stay at it."""
+        return self._held is not None and member.name in self._state.reserved_servers
 
     def suits(self, member: Member) -> bool:
-        """Whether a server that takes requests takes those that it should."""
+        """True if a server that takes requests takes those that it should."""
         return not member.is_serving or (member.state == "reserved") == self.holds(member)
 
     def check(self, wanted: WeightReservation) -> None:
@@ -71,40 +72,42 @@ class Reservation:
         held = self._held
         if held is not None and held.name != wanted.name:
             raise Conflict(f"{held.name!r} has reserved version {held.version}; try again later")
-        if wanted.version != self._book.version and not self._members.at(wanted.version):
-            self._book.find(wanted.version)
+        if wanted.version != self._state.version and not self._members.at(wanted.version):
+            self._state.find(wanted.version)
 
     def is_settled(self, wanted: WeightReservation) -> bool:
-        """Whether the servers that stay are as many as may."""
-        return self._held == wanted and set(self._book.seats) == set(self._choose(wanted))
+        """True if as many servers stay as may."""
+        return self._held == wanted and set(self._state.reserved_servers) == set(
+            self._choose(wanted)
+        )
 
     async def repeat(self) -> None:
         """It is still wanted."""
-        await self._book.reserve(self._book.reserved, self._book.seats)
+        await self._state.reserve(self._state.reserved, self._state.reserved_servers)
 
     async def take(self, wanted: WeightReservation) -> None:
-        """Choose its servers anew.
+        """Choose its servers again.
 
         Raises:
             NotFound, Conflict: as `check`.
         """
         self.check(wanted)
         seats = self._choose(wanted)
-        if set(seats) != set(self._book.seats):
+        if set(seats) != set(self._state.reserved_servers):
             log.info("servers reserved", extra={"version": wanted.version, "servers": seats})
             self._failure = None
-        await self._book.reserve(wanted, seats)
+        await self._state.reserve(wanted, seats)
 
     async def end(self, name: str) -> bool:
-        """Whether there was one of this name."""
-        reserved = self._book.reserved
+        """End the reservation; return True if there was one of this name."""
+        reserved = self._state.reserved
         if reserved is None or reserved.name != name:
             return False
-        await self._book.reserve(None)
+        await self._state.reserve(None)
         return True
 
     def status(self) -> ReservationStatus:
-        """How it stands."""
+        """Return the state of the reservation."""
         version, why = self._failure or (None, None)
         return ReservationStatus(
             servers=[one.name for one in self._members.present() if self.holds(one)],
@@ -120,8 +123,8 @@ class Reservation:
     def _choose(self, wanted: WeightReservation) -> list[str]:
         """Those that stay already, then who has the version, then who has the least to do."""
         here = [one for one in self._members.present() if one.is_serving or self.holds(one)]
-        before = self._book.seats if self._held == wanted else ()
-        lies_somewhere = any(one.version == wanted.version for one in self._book.kept)
+        before = self._state.reserved_servers if self._held == wanted else ()
+        lies_somewhere = any(one.version == wanted.version for one in self._state.kept)
 
         def has_it(member: Member) -> bool:
             return member.report.version == wanted.version

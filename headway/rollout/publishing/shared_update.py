@@ -1,7 +1,7 @@
 """One publication that several requests may wait for.
 
 A publisher that is killed closes its connection, one whose gateway or network stumbled sends its
-request again. So an update that nobody waits for lives on for a moment, and is then given up.
+request again. So an update without a waiting caller goes on for a moment, and is then given up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SharedUpdate:
         """Args:
         meta: what is published.
         work: ends in the version that serves; cancelled when it is given up.
-        abandon_s: seconds that it goes on while nobody waits.
+        abandon_s: seconds that it goes on without a waiting caller.
         """
         self.meta = meta
         self._abandon_s = abandon_s
@@ -45,7 +45,7 @@ class SharedUpdate:
         """The version that serves in the end.
 
         Raises:
-            ServiceError: why it failed, or what `end` was told.
+            ServiceError: why it failed, or the error given to `end`.
         """
         self._num_waiting += 1
         if self._abandon is not None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 
 from headway.contracts.config.server import UpdatePolicy
-from headway.contracts.engines import Generator
+from headway.contracts.engines import WeightUpdater
 from headway.contracts.errors import ServiceError, SyncError
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
-from headway.rollout.consumers import Consumers, Publisher
+from headway.rollout.consumers.consumers import Consumers, Publisher
+from headway.rollout.consumers.owners import Owners
 from headway.rollout.publishing.shared_update import SharedUpdate
-from headway.rollout.signal import Signal
+from headway.runtime.tasks import Signal
 
 log = logging.getLogger(__name__)
 
@@ -19,17 +20,26 @@ ABANDON_S = 5.0
 
 
 class WeightUpdates:
-    """What the attached consumer publishes."""
+    """Publications by the attached consumer."""
 
     def __init__(
         self,
-        generator: Generator,
+        weights: WeightUpdater,
         consumers: Consumers,
+        owners: Owners,
         changed: Signal,
         abandon_s: float = ABANDON_S,
     ) -> None:
-        self._generator = generator
+        """Args:
+        weights: of the generator.
+        consumers: who may publish.
+        owners: whose the publisher's name is.
+        changed: raised when a version is committed.
+        abandon_s: seconds that an update goes on while no request waits for it.
+        """
+        self._weights = weights
         self._consumers = consumers
+        self._owners = owners
         self._changed = changed
         self._abandon_s = abandon_s
         self._update: SharedUpdate | None = None
@@ -37,7 +47,10 @@ class WeightUpdates:
         """Committed updates."""
 
     async def update(
-        self, meta: WeightUpdateMeta, policy: UpdatePolicy | None, publisher: Publisher | None
+        self,
+        meta: WeightUpdateMeta,
+        policy: UpdatePolicy | None = None,
+        publisher: Publisher | None = None,
     ) -> PolicyVersion:
         """Commit a version on every server.
 
@@ -46,8 +59,10 @@ class WeightUpdates:
         Raises:
             Conflict: another consumer is attached.
             Fenced: a newer incarnation of the publisher has attached.
+            Forbidden: it is another token's.
             SyncError: the version was refused or given up; the old one goes on serving.
         """
+        await self._check_owner(publisher)
         await self._check(publisher)
         while (update := self._update) is not None and not update.is_done and update.meta != meta:
             await update.until_done()
@@ -57,32 +72,37 @@ class WeightUpdates:
         return await update.wait()
 
     async def cancel(
-        self, version: PolicyVersion, reason: str, publisher: Publisher | None
+        self, version: PolicyVersion, reason: str, publisher: Publisher | None = None
     ) -> PolicyVersion:
         """The publisher gives a version up; returns the one that serves.
 
         Raises:
-            Conflict, Fenced: as `update`.
+            Conflict, Fenced, Forbidden: as `update`.
         """
+        await self._check_owner(publisher)
         await self._check(publisher)
         log.warning("version given up", extra={"version": version, "reason": reason})
         if self._update is not None and self._update.meta.version == version:
             await self._update.end(SyncError(f"version {version} was given up: {reason}"))
-        await self._generator.cancel_update(version)
-        return self._generator.version
+        await self._weights.cancel_update(version)
+        return self._weights.version
 
     async def end(self, reason: ServiceError) -> None:
         """Give up what is under way, if it is not too late."""
         if self._update is not None:
             await self._update.end(reason)
 
+    async def _check_owner(self, publisher: Publisher | None) -> None:
+        if publisher is not None:
+            await self._owners.check((publisher.name,))
+
     async def _check(self, publisher: Publisher | None) -> None:
         await self._consumers.refresh()
         self._consumers.check_publisher(publisher)
 
     async def _publish(self, meta: WeightUpdateMeta, policy: UpdatePolicy | None) -> PolicyVersion:
-        before = self._generator.version
-        version = await self._generator.update_weights(meta, policy)
+        before = self._weights.version
+        version = await self._weights.update_weights(meta, policy)
         self.count += version != before
         self._changed.notify()
         return version

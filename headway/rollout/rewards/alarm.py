@@ -16,9 +16,9 @@ class TimeIsUp(BaseException):
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeIsUp` in the body after so many CPU seconds, again and again until it is out.
+    """Raise `TimeIsUp` in the body after this many CPU seconds, again and again until it is out.
 
-    CPU time, because a machine under load is no fault of who is judged. What was interrupted may be left
+    CPU time, because the load of the machine is no fault of the answer. What was interrupted may be left
     half done: the process is not to be used any further.
     """
 

@@ -8,22 +8,25 @@ rollout and never becomes a score.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol, get_args, runtime_checkable
 
+from headway.contracts.codec import MAX_REWARD
 from headway.contracts.errors import RewardError
 from headway.contracts.registry import Registry
 from headway.contracts.types import RewardResult, Verdict
-from headway.rollout.facilities import Facilities
-from headway.rollout.parts import args_model
+from headway.rollout.components.arguments import args_model
+from headway.rollout.components.shared_services import SharedServices
+
+MAX_DETAILS_CHARS = 1 << 18
+"""Maximum characters of a reward's details, as JSON: they are stored with the trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is judged."""
+    """A completion to score, and what it answers."""
 
     prompt: str
     completion: str
@@ -42,6 +45,8 @@ RewardFunction = Callable[[Answer], float | RewardResult]
   time linear in the answer; it runs on the event loop, and None hands the answer to the process;
 - `hang_verdict: Verdict | None`, for a verifier that only a malicious answer makes hang: an answer over
   which it is killed gets this verdict and the score 0. Without one, a verifier that hangs is an error;
+- `check()`, a method or None, that finds what is wrong with its arguments where that may take long: it
+  runs in such a process, before anything is scored, and raises `ConfigError`;
 - `preload: tuple[str, ...]`, modules that are imported once, before processes are forked."""
 
 
@@ -49,8 +54,8 @@ RewardFunction = Callable[[Answer], float | RewardResult]
 class AsyncReward(Protocol):
     """A reward that awaits others: a sandbox, a reward model. It runs on the event loop."""
 
-    async def judge(self, answer: Answer, facilities: Facilities) -> float | RewardResult:
-        """The judgement of one answer.
+    async def score(self, answer: Answer, services: SharedServices) -> float | RewardResult:
+        """Return the score of one answer.
 
         Raises:
             RewardOutage: somebody it needs failed; it is called again.
@@ -68,7 +73,7 @@ REWARDS: Registry[Callable[..., Any]] = Registry(
         "given": "headway.rollout.rewards.given:Given",
         "gsm8k": "headway.rollout.rewards.gsm8k:GSM8K",
         "math": "headway.rollout.rewards.math:Math",
-        "none": "headway.rollout.rewards.unjudged:Unjudged",
+        "none": "headway.rollout.rewards.unscored:Unscored",
         "reward_model": "headway.rollout.rewards.reward_model:RewardModel",
     },
     entry_point_group="headway.rewards",
@@ -106,7 +111,7 @@ def make_reward(name: str, args: Mapping[str, Any]) -> Reward:
 
 
 def reward_factory(name: str) -> Callable[..., Reward]:
-    """What makes the reward of this name."""
+    """Return the factory of the reward of this name."""
     from headway.rollout.rewards.functions import as_factory
 
     return as_factory(REWARDS.get(name))
@@ -118,10 +123,10 @@ def reward_schema(name: str) -> dict[str, Any]:
 
 
 def as_result(name: str, returned: Any) -> RewardResult:
-    """What a reward returned, checked; details become what JSON can carry.
+    """Check what a reward returned; details become what JSON can carry.
 
     Raises:
-        RewardError: it is no finite number and no result with one.
+        RewardError: it is no finite number and no result with one, or has too many details.
     """
     result = returned if isinstance(returned, RewardResult) else RewardResult(returned)
     if not isinstance(result.score, Real):
@@ -129,8 +134,10 @@ def as_result(name: str, returned: Any) -> RewardResult:
             f"reward {name!r} returned {type(result.score).__name__}; a number or RewardResult is wanted"
         )
     score = float(result.score)
-    if not math.isfinite(score):
-        raise RewardError(f"reward {name!r} returned {score}; a finite number is wanted")
+    if not abs(score) <= MAX_REWARD:
+        raise RewardError(
+            f"reward {name!r} returned {score}; a number that is finite as float32 is wanted"
+        )
     if result.verdict not in get_args(Verdict):
         raise RewardError(
             f"reward {name!r} returned the verdict {result.verdict!r}; "
@@ -139,4 +146,9 @@ def as_result(name: str, returned: Any) -> RewardResult:
     if not result.details:
         return RewardResult(score, {}, result.verdict)
     text = json.dumps(result.details, default=str, skipkeys=True)
+    if len(text) > MAX_DETAILS_CHARS:
+        raise RewardError(
+            f"reward {name!r} returned details of {len(text)} characters of JSON; at most "
+            f"{MAX_DETAILS_CHARS} are stored"
+        )
     return RewardResult(score, json.loads(text, parse_constant=str), result.verdict)

@@ -1,4 +1,4 @@
-"""Programs judged by tests. The program runs in the sandbox, the judging does not run beside it.
+"""Programs scored by tests. The program runs in the sandbox; its tests are evaluated outside.
 
 What is expected never enters the program's process, so that a program cannot read it, cannot answer
 "equal" to everything, and gains nothing by leaving early; only a table of known answers still passes:
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -17,36 +17,61 @@ from pydantic import Field
 
 from headway.contracts.errors import DataError
 from headway.contracts.types import RewardResult, Verdict
-from headway.rollout.facilities import (
+from headway.rollout.components.shared_services import (
     MAX_CPU_S,
     MAX_MEMORY_BYTES,
-    Facilities,
-    Outcome,
     Program,
+    ProgramResult,
     Sandbox,
+    SharedServices,
+    TaskPool,
 )
 from headway.rollout.rewards.base import Answer
-from headway.rollout.rewards.code_asserts import VALUE_PREFIX, AssertTests, Check, modules_of
+from headway.rollout.rewards.code_asserts import VALUE_PREFIX, AssertTests, Check
 from headway.rollout.rewards.code_compare import same_output, same_result
-from headway.rollout.rewards.code_rows import CallTests, StdinTests, header_of, read_tests
+from headway.rollout.rewards.code_rows import (
+    CallTests,
+    StdinTests,
+    Tests,
+    header_of,
+    read_tests,
+    read_told,
+    tell_tests,
+    told_fields,
+)
 from headway.rollout.sandbox.values import read_value, write_source
+from headway.runtime.offload import offload, size_of
 
 FENCE = "```"
+SMALL_TESTS = 2048
+"""Characters of a row's tests that are read on the event loop, in a hundredth of a second."""
 MIN_OUTPUT_CHARS = 65_536
 SAID_CHARS = 500
+PREAMBLE = (
+    "import bisect, collections, copy, datetime, functools, heapq, itertools, json, math, operator; "
+    "import random, re, string, sys; from bisect import *; from collections import *; "
+    "from copy import *; from functools import *; from heapq import *; from itertools import *; "
+    "from math import *; from typing import *; from builtins import *\n"
+)
+"""Names that a program whose function is called may use without an import of its own.
+
+The verifiers of APPS, TACO and LiveCodeBench import them, and solutions of these data sets rely on that.
+The builtins come last: `pow` stays theirs.
+"""
 _SOLUTION_CLASS = re.compile(r"^class Solution\b", re.MULTILINE)
+_FUTURE_IMPORT = re.compile(r"^from __future__ import .*\n", re.MULTILINE)
 
 
 @dataclass
 class Tally:
-    """How the tests of one program went."""
+    """Results of one program's tests."""
 
     num_tests: int
     passed: int = 0
     verdict: Verdict = "accepted"
-    """Of the first test that failed."""
+    """Verdict on the first test that failed."""
     said: str = ""
-    """What the program said to that."""
+    """Output of the program for that test."""
     cpu_s: float = 0.0
     failed: list[int] = field(default_factory=list)
 
@@ -68,7 +93,7 @@ class CodeReward:
 
     Args:
         fraction: the score is the share of tests that passed.
-        max_tests: look at the first so many tests only; None at all.
+        max_tests: number of tests to look at, from the first; None looks at all.
         cpu_s: CPU seconds for each run of the program: one per row, or one per standard input.
         memory_mb: of one process of the program.
         allow_inside_asserts: tests that cannot be taken apart run beside the program, which can then
@@ -89,23 +114,32 @@ class CodeReward:
         self._memory_bytes = memory_mb << 20
         self._allow_inside = allow_inside_asserts
 
-    async def judge(self, answer: Answer, facilities: Facilities) -> RewardResult:
+    async def score(self, answer: Answer, services: SharedServices) -> RewardResult:
         """See `base.AsyncReward`.
 
         Raises:
-            DataError: the row's tests cannot be read, or not be judged apart from the program.
+            DataError: the row's tests cannot be read, or not be evaluated apart from the program.
         """
-        tests = read_tests(answer.data, self._max_tests)
+        tests = await self._read(answer.data, services.task_pool)
         source = extract_program(answer.completion)
         match tests:
             case StdinTests():
-                tally = await self._judge_stdin(source, tests, facilities.sandbox)
+                tally = await self._judge_stdin(source, tests, services.sandbox)
             case CallTests():
-                tally = await self._judge_calls(source, tests, facilities.sandbox)
+                tally = await self._judge_calls(source, tests, services.sandbox)
             case AssertTests():
                 source = complete(source, answer.data.get("entry_point"), answer.data)
-                tally = await self._judge_asserts(source, tests, facilities.sandbox)
+                tally = await self._judge_asserts(source, tests, services.sandbox)
         return self._result(tally)
+
+    async def _read(self, data: Mapping[str, Any], task_pool: TaskPool) -> Tests:
+        fields = told_fields(data)
+        size = size_of(fields)
+        if size <= SMALL_TESTS:
+            return read_tests(data, self._max_tests)
+        if not isinstance(fields.get("input_output", ""), str):
+            return await offload(size, read_tests, data, self._max_tests)
+        return read_told(await task_pool.call(tell_tests, fields, self._max_tests))
 
     def _result(self, tally: Tally) -> RewardResult:
         share = tally.passed / tally.num_tests
@@ -138,7 +172,10 @@ class CodeReward:
             outcome = await sandbox.run(program)
             tally.cpu_s += outcome.cpu_s
             verdict = _verdict(outcome.status)
-            if verdict == "accepted" and not same_output(outcome.stdout, wanted):
+            size = len(outcome.stdout) + len(wanted)
+            if verdict == "accepted" and not await offload(
+                size, same_output, outcome.stdout, wanted
+            ):
                 verdict = "wrong_answer"
             tally.note(index, verdict, outcome.stderr)
             if tally.failed and (not self._fraction or verdict == "compile_error"):
@@ -149,9 +186,14 @@ class CodeReward:
         target = tests.function
         if _SOLUTION_CLASS.search(source):
             target = f"Solution().{target}"
-        calls = [f"{target}(*{write_source(arguments)})" for arguments, _ in tests.cases]
-        wanted_chars = sum(len(str(wanted)) for _, wanted in tests.cases)
-        outcome = await sandbox.run(self._program(source, calls=calls, wanted_chars=wanted_chars))
+        calls = [f"{target}(*{arguments})" for arguments, _ in tests.cases]
+        size = size_of(tests.cases)
+        wanted_chars = await offload(size, lambda: sum(len(str(w)) for _, w in tests.cases))
+        program = self._program(with_preamble(source), calls=calls, wanted_chars=wanted_chars)
+        outcome = await sandbox.run(program)
+        return await offload(size, self._compare, tests, outcome)
+
+    def _compare(self, tests: CallTests, outcome: ProgramResult) -> Tally:
         tally = Tally(len(tests.cases), cpu_s=outcome.cpu_s)
         for index, (_, wanted) in enumerate(tests.cases):
             result = _result_at(outcome, index)
@@ -162,7 +204,7 @@ class CodeReward:
     async def _judge_asserts(self, source: str, tests: AssertTests, sandbox: Sandbox) -> Tally:
         if tests.inside and not self._allow_inside:
             raise DataError(
-                f"{len(tests.inside)} of the row's tests cannot be judged apart from the program, for "
+                f"{len(tests.inside)} of the row's tests cannot be evaluated apart from the program, for "
                 f"example {tests.inside[0][:200]!r}; leave the row out, or set allow_inside_asserts"
             )
         tally = Tally(len(tests.checks) + bool(tests.inside))
@@ -177,10 +219,8 @@ class CodeReward:
     ) -> None:
         calls = [call for check in tests.checks for call in check.calls]
         wanted_chars = sum(len(check.condition) for check in tests.checks)
-        setup = tests.setup_for(calls)
-        outcome = await sandbox.run(
-            self._program(f"{source}\n{setup}", calls=calls, wanted_chars=wanted_chars)
-        )
+        together = f"{source}\n{tests.call_setup}"
+        outcome = await sandbox.run(self._program(together, calls=calls, wanted_chars=wanted_chars))
         tally.cpu_s += outcome.cpu_s
         results = _by_check(tests.checks, outcome)
         passed = await self._conditions(tests, results, sandbox)
@@ -190,7 +230,8 @@ class CodeReward:
     async def _conditions(
         self, tests: AssertTests, results: list[list[dict[str, Any]]], sandbox: Sandbox
     ) -> list[bool]:
-        """Which checks hold, given the values of their calls; those of literals are compared here."""
+        """Return which checks hold, given the values of their calls; those of literals are compared
+        here."""
         passed = [False] * len(results)
         conditions: dict[int, str] = {}
         for index, (check, found) in enumerate(zip(tests.checks, results, strict=True)):
@@ -204,15 +245,14 @@ class CodeReward:
                 given = ", ".join(map(write_source, values))
                 conditions[index] = f"(lambda {names}: bool({check.condition}))({given})"
         if conditions:
-            texts = [tests.checks[index].condition for index in conditions]
-            source = modules_of(texts) + tests.setup_for(texts)
+            source = tests.condition_setup
             outcome = await sandbox.run(self._program(source, calls=tuple(conditions.values())))
             for position, index in enumerate(conditions):
                 result = _result_at(outcome, position)
                 passed[index] = result.get("value") is True
                 if not result or result.get("error", "").startswith("NameError"):
                     raise DataError(
-                        f"the row's test `{tests.checks[index].condition[:200]}` cannot be judged: "
+                        f"the row's test `{tests.checks[index].condition[:200]}` cannot be evaluated:  "
                         f"{result.get('error', outcome.status)}"
                     )
         return passed
@@ -222,7 +262,7 @@ class CodeReward:
     ) -> None:
         """Run statements beside the program; it has passed if what follows them is reached."""
         nonce = secrets.token_hex(16)
-        together = "\n".join([source, tests.whole_setup(), *tests.inside])
+        together = "\n".join([source, tests.inside_setup, *tests.inside])
         outcome = await sandbox.run(self._program(together, calls=(repr(nonce),)))
         tally.cpu_s += outcome.cpu_s
         result = _result_at(outcome, 0)
@@ -245,6 +285,12 @@ def extract_program(completion: str) -> str:
     return completion
 
 
+def with_preamble(source: str) -> str:
+    """Put the usual imports above a program, and below its imports from the future."""
+    begin = max((found.end() for found in _FUTURE_IMPORT.finditer(source)), default=0)
+    return f"{source[:begin]}{PREAMBLE}{source[begin:]}"
+
+
 def complete(source: str, entry_point: Any, data: Any) -> str:
     """Put in front what the prompt of a HumanEval row defines above the function.
 
@@ -262,9 +308,9 @@ def _verdict(status: str) -> Verdict:
 
 
 def _note(
-    tally: Tally, index: int, outcome: Outcome, results: list[dict[str, Any]], passed: bool
+    tally: Tally, index: int, outcome: ProgramResult, results: list[dict[str, Any]], passed: bool
 ) -> None:
-    """Record a test that was judged by values.
+    """Record a test that was evaluated by values.
 
     A program that did not end well has not passed the tests whose values are missing; those that came
     count.
@@ -281,11 +327,11 @@ def _note(
         tally.note(index, _verdict(outcome.status), outcome.stderr)
 
 
-def _result_at(outcome: Outcome, index: int) -> dict[str, Any]:
+def _result_at(outcome: ProgramResult, index: int) -> dict[str, Any]:
     return outcome.results[index] if index < len(outcome.results) else {}
 
 
-def _by_check(checks: Iterable[Check], outcome: Outcome) -> list[list[dict[str, Any]]]:
+def _by_check(checks: Iterable[Check], outcome: ProgramResult) -> list[list[dict[str, Any]]]:
     """The results of each check's calls, as far as they came."""
     found, position = [], 0
     for check in checks:

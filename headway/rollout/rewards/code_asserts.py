@@ -1,7 +1,7 @@
 """Asserts, split so that what they expect never meets the program.
 
 Of `assert f(2) == 4` only the call `f(2)` is evaluated beside the program; its value comes out, and
-the rest, with the value in its place, is judged without the program. A literal on the other side is
+the rest, with the value in its place, is evaluated without the program. A literal on the other side is
 compared at once, anything else (`math.isclose(f(2), 4.0)`) in a second sandboxed run that holds the
 tests alone. So an object that equals everything equals nothing here, and no expected value can be read
 from a frame.
@@ -37,27 +37,16 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class AssertTests:
-    """All tests of a row."""
+    """All tests of a row, with what each kind of them leans on."""
 
     checks: tuple[Check, ...]
     inside: tuple[str, ...]
     """Statements that only make sense beside the program."""
-    setup: tuple[ast.stmt, ...]
-
-    def first(self, count: int | None) -> AssertTests:
-        """No more than so many tests."""
-        if count is None:
-            return self
-        left = max(0, count - len(self.checks))
-        return replace(self, checks=self.checks[:count], inside=self.inside[:left])
-
-    def whole_setup(self) -> str:
-        """All statements of the set-up."""
-        return ast.unparse(ast.Module(list(self.setup), []))
-
-    def setup_for(self, expressions: Iterable[str]) -> str:
-        """The statements of the set-up that these expressions lean on, imports in any case."""
-        return _lean_on(self.setup, expressions)
+    call_setup: str
+    """Statements for the calls of the checks."""
+    condition_setup: str
+    """Statements for their conditions, without the program."""
+    inside_setup: str
 
 
 class _Unsplittable(Exception):
@@ -65,7 +54,9 @@ class _Unsplittable(Exception):
 
 
 @lru_cache(maxsize=512)
-def split_asserts(tests: str, setup: str, entry_point: str | None) -> AssertTests:
+def split_asserts(
+    tests: str, setup: str, entry_point: str | None, max_tests: int | None = None
+) -> AssertTests:
     """Split the tests of one row.
 
     Args:
@@ -97,7 +88,23 @@ def split_asserts(tests: str, setup: str, entry_point: str | None) -> AssertTest
             checks.append(_split(statement.test, str(entry_point), known))
         except _Unsplittable:
             inside.append(ast.unparse(statement))
-    return AssertTests(tuple(checks), tuple(inside), tuple(before))
+    return _first(checks, inside, before, max_tests)
+
+
+def _first(
+    checks: Sequence[Check], inside: Sequence[str], setup: Sequence[ast.stmt], count: int | None
+) -> AssertTests:
+    """Return no more than this many tests."""
+    checks = checks[:count]
+    inside = inside if count is None else inside[: count - len(checks)]
+    conditions = [check.condition for check in checks if not check.literal]
+    return AssertTests(
+        checks=tuple(checks),
+        inside=tuple(inside),
+        call_setup=_lean_on(setup, [call for check in checks for call in check.calls]),
+        condition_setup=_modules_of(conditions) + _lean_on(setup, conditions),
+        inside_setup=ast.unparse(ast.Module(list(setup), [])),
+    )
 
 
 def _split(test: ast.expr, entry_point: str, known: frozenset[str]) -> Check:
@@ -192,6 +199,7 @@ def _touched(node: ast.AST) -> frozenset[str]:
 
 
 def _lean_on(setup: Sequence[ast.stmt], expressions: Iterable[str]) -> str:
+    """The statements of the set-up that these expressions lean on, imports in any case."""
     needed = {name for text in expressions for name in _loaded(ast.parse(text, mode="eval"))}
     kept: list[ast.stmt] = []
     for statement in reversed(setup):
@@ -202,7 +210,7 @@ def _lean_on(setup: Sequence[ast.stmt], expressions: Iterable[str]) -> str:
     return ast.unparse(ast.Module(kept[::-1], []))
 
 
-def modules_of(expressions: Iterable[str]) -> str:
+def _modules_of(expressions: Iterable[str]) -> str:
     """Import lines for the modules of the standard library that these expressions name."""
     names = {name for text in expressions for name in _loaded(ast.parse(text, mode="eval"))}
     return "".join(f"import {name}\n" for name in sorted(names & sys.stdlib_module_names))

@@ -1,7 +1,9 @@
 """Tests of a programming task, as data sets write them.
 
-- `input_output` (APPS, CodeContests, TACO): `{"inputs", "outputs"}`, as an object or as JSON text; with
-  `fn_name` each input is a list of arguments, else standard input;
+- `input_output` (APPS, CodeContests, TACO): `{"inputs", "outputs"}`, as an object or as JSON text. With
+  `fn_name` an input is a list of arguments, and its output the value that the call returns; if both are
+  text (PRIME, LiveCodeBench), there is one argument a line and one value, each as JSON. Without `fn_name`
+  they are standard input and output;
 - `test_list` with `test_setup_code` or `test_imports` (MBPP): lines of `assert`;
 - `test` and `entry_point` (HumanEval): a function `check(candidate)`.
 """
@@ -11,12 +13,24 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from headway.contracts.errors import DataError
-from headway.rollout.rewards.code_asserts import AssertTests, split_asserts
+from headway.rollout.rewards.code_asserts import AssertTests, Check, split_asserts
+from headway.rollout.sandbox.inside.execute import encode
+from headway.rollout.sandbox.values import read_value, write_source
 
+MAX_TESTS_CHARS = 1 << 20
+"""Maximum characters of a row's tests, where they are text."""
+_FIELDS = (
+    "input_output",
+    "test_list",
+    "test_imports",
+    "test_setup_code",
+    "test",
+    "entry_point",
+)
 _PARSE_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
@@ -29,10 +43,10 @@ class StdinTests:
 
 @dataclass(frozen=True, slots=True)
 class CallTests:
-    """Arguments of one function and what it is to return, both in JSON's types."""
+    """Arguments of one function, as source, and what it is to return, in JSON's types."""
 
     function: str
-    cases: tuple[tuple[list[Any], Any], ...]
+    cases: tuple[tuple[str, Any], ...]
 
 
 Tests = StdinTests | CallTests | AssertTests
@@ -60,12 +74,56 @@ def read_tests(data: Mapping[str, Any], max_tests: int | None) -> Tests:
 
 
 def header_of(data: Mapping[str, Any]) -> str:
-    """What a completion's function may lean on: the prompt above the definition of `entry_point`."""
+    """Return the code that a completion's function may rely on: the prompt above the definition of
+    `entry_point`."""
     prompt, entry_point = data.get("prompt"), data.get("entry_point")
     if not isinstance(prompt, str) or entry_point is None:
         return ""
     above, found, _ = prompt.partition(f"def {entry_point}(")
     return above if found else ""
+
+
+def told_fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a row that `read_tests` looks at."""
+    return {name: data[name] for name in _FIELDS if name in data}
+
+
+def tell_tests(fields: Mapping[str, Any], max_tests: int | None) -> dict[str, Any]:
+    """The tests in JSON's types, to be read by `read_told` in another process.
+
+    Raises:
+        DataError: as `read_tests`, or there is more text than anybody reads.
+    """
+    length = sum(len(text) for value in fields.values() for text in _flat(value))
+    if length > MAX_TESTS_CHARS:
+        raise DataError(
+            f"the row's tests have {length} characters, {MAX_TESTS_CHARS} are the most; leave some out"
+        )
+    tests = read_tests(fields, max_tests)
+    if not isinstance(tests, AssertTests):
+        return {"kind": type(tests).__name__, **asdict(tests)}
+    told = asdict(replace(tests, checks=()))
+    checks = [asdict(c) | {"expected": encode(c.expected)} for c in tests.checks]
+    return {"kind": "AssertTests", **told, "checks": checks}
+
+
+def read_told(told: Mapping[str, Any]) -> Tests:
+    """The tests that `tell_tests` told."""
+    fields = {name: value for name, value in told.items() if name != "kind"}
+    if told["kind"] == "StdinTests":
+        return StdinTests(tuple((given, wanted) for given, wanted in fields["cases"]))
+    if told["kind"] == "CallTests":
+        cases = tuple((given, wanted) for given, wanted in fields["cases"])
+        return CallTests(fields["function"], cases)
+    checks = [
+        Check(tuple(c["calls"]), c["condition"], c["literal"], read_value(c["expected"]))
+        for c in fields["checks"]
+    ]
+    return AssertTests(**fields | {"checks": tuple(checks), "inside": tuple(fields["inside"])})
+
+
+def _flat(value: Any) -> list[str]:
+    return [str(each) for each in value] if isinstance(value, list) else [str(value)]
 
 
 def _input_output(given: Any, max_tests: int | None) -> StdinTests | CallTests:
@@ -78,7 +136,7 @@ def _input_output(given: Any, max_tests: int | None) -> StdinTests | CallTests:
         if not table.get("fn_name"):
             return StdinTests(tuple((_lines(given), _lines(wanted)) for given, wanted in cases))
         function = _name(table["fn_name"])
-        return CallTests(function, tuple((_arguments(args), wanted) for args, wanted in cases))
+        return CallTests(function, tuple(_call(args, wanted) for args, wanted in cases))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataError(
             f"field 'input_output' of the row cannot be read ({error!r}); wanted `inputs` and "
@@ -91,13 +149,17 @@ def _lines(given: Any) -> str:
     return "\n".join(map(str, given)) if isinstance(given, list) else str(given)
 
 
-def _arguments(given: Any) -> list[Any]:
-    """Arguments of a call: a list, or text with one JSON value per line."""
+def _call(given: Any, wanted: Any) -> tuple[str, Any]:
+    """Arguments of a call as source, and the value that it is to return.
+
+    A row whose arguments are text, one JSON value per line, has its values as JSON text, too.
+    """
     if isinstance(given, str):
-        return [json.loads(line) for line in given.splitlines() if line.strip()]
+        arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
+        return write_source(arguments), json.loads(wanted) if isinstance(wanted, str) else wanted
     if not isinstance(given, list):
         raise TypeError(f"arguments are a {type(given).__name__}, not a list")
-    return given
+    return write_source(given), wanted
 
 
 def _name(given: Any) -> str:
@@ -115,12 +177,12 @@ def _texts(data: Mapping[str, Any], key: str) -> list[str]:
 
 def _split(tests: str, setup: str, entry_point: str | None, max_tests: int | None) -> AssertTests:
     try:
-        found = split_asserts(tests, setup, entry_point)
+        found = split_asserts(tests, setup, entry_point, max_tests)
     except _PARSE_ERRORS as error:
         raise DataError(f"the row's tests are no Python: {error}") from error
     if not found.checks and not found.inside:
         raise DataError("the row's tests hold no assert about the program")
-    return found.first(max_tests)
+    return found
 
 
 def _check_function(test: str, entry_point: str) -> tuple[str, str]:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from functools import cached_property
 from typing import Annotated
 
 from pydantic import Field
 
-from headway.contracts.errors import ConfigError, DataError
+from headway.contracts.errors import ConfigError, DataError, RewardError
 from headway.contracts.types import RewardResult
+from headway.rollout.rewards.alarm import TimeIsUp, cpu_limit
 from headway.rollout.rewards.base import Answer
+
+PATTERN_CPU_S = 1.0
+"""Over one answer."""
 
 
 class ExactMatch:
@@ -31,32 +36,55 @@ class ExactMatch:
         ] = None,
     ) -> None:
         self._answer_key = answer_key
+        self._source = pattern
+        self.check = None if pattern is None else self._check
+
+    def _check(self) -> None:
+        """See `base.RewardFunction`: some patterns take seconds to compile.
+
+        Raises:
+            ConfigError: the pattern is no regular expression.
+        """
+        _ = self._pattern
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str] | None:
         try:
-            self._pattern = None if pattern is None else re.compile(pattern)
+            return None if self._source is None else re.compile(self._source)
         except (re.error, RecursionError, OverflowError) as error:
-            raise ConfigError(f"{pattern!r} is not a regular expression: {error}") from error
+            raise ConfigError(f"{self._source!r} is not a regular expression: {error}") from error
 
     def quick(self, answer: Answer) -> RewardResult | None:
         # A pattern comes from outside, and some take time exponential in the text.
-        return self(answer) if self._pattern is None else None
+        return self(answer) if self._source is None else None
 
     def __call__(self, answer: Answer) -> RewardResult:
         if self._answer_key not in answer.data:
             raise DataError(
                 f"the row has no field {self._answer_key!r}; it has {sorted(answer.data)}"
             )
-        found = self._extract(answer.completion)
+        found = self._find(answer.completion)
         if found is None:
             return RewardResult(0.0, verdict="wrong_format")
         is_right = found == str(answer.data[self._answer_key]).strip()
         return RewardResult(float(is_right), verdict="accepted" if is_right else "wrong_answer")
 
-    def _extract(self, completion: str) -> str | None:
+    def _find(self, completion: str) -> str | None:
         if self._pattern is None:
             return completion.strip()
-        matches = deque(self._pattern.finditer(completion), maxlen=1)
+        try:
+            with cpu_limit(PATTERN_CPU_S):
+                return self._extract(self._pattern, completion)
+        except TimeIsUp as error:
+            raise RewardError(
+                f"the pattern {self._source!r} took longer than {PATTERN_CPU_S:g} s of CPU over an "
+                f"answer of {len(completion)} characters; write one that does not try every way to match"
+            ) from error
+
+    def _extract(self, pattern: re.Pattern[str], completion: str) -> str | None:
+        matches = deque(pattern.finditer(completion), maxlen=1)
         if not matches:
             return None
         last = matches[0]
-        found = last.group(1) if self._pattern.groups else last.group(0)
+        found = last.group(1) if pattern.groups else last.group(0)
         return None if found is None else found.strip()

@@ -9,10 +9,10 @@ import re
 from fractions import Fraction
 
 MAX_ANSWER_CHARS = 50_000
-"""A solution's answer is looked for in so many last characters."""
+"""Number of characters at a solution's end in which its answer is looked for."""
 MAX_FORMULA_CHARS = 1000
-"""A text's last formula is looked for in so many last characters: openings that nothing closes, one after
-the other, are tried from each of them."""
+"""Characters at a text's end in which its last formula is looked for: openings that nothing closes,
+one after the other, are tried from each of them."""
 MAX_SHOWN_CHARS = 200
 
 _BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
@@ -33,7 +33,7 @@ _LAST_FORMULA = re.compile(
 
 
 def last_box(text: str) -> str | None:
-    r"""What stands in the `\boxed{}` that is closed last; None if none is."""
+    r"""Return the content of the `\boxed{}` that is closed last; None if there is none."""
     if "\\boxed" not in text:
         return None
     opened: list[int | None] = []  # where a box begins; None for any other brace
@@ -50,7 +50,7 @@ def last_box(text: str) -> str | None:
 
 
 def last_formula(text: str) -> str | None:
-    """What a text ends in, if that is one formula in a line."""
+    """Return the formula that a text ends in, if it is the only one in its line."""
     text = text.rstrip(" \t\r\n.")
     begin = max(text.rfind("\n") + 1, len(text) - MAX_FORMULA_CHARS)
     match = _LAST_FORMULA.search(text, begin)
@@ -79,7 +79,7 @@ def to_number(text: str) -> Fraction | None:
 
 
 def is_same(found: str, gold: str) -> bool | None:
-    """Whether two answers are one; None where text and numbers do not tell.
+    """Return whether two answers are equal; None where text and numbers do not decide.
 
     A decimal may be a rounded fraction, so these two are never called different.
     """

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from headway.contracts.config.base import PartConfig
+from headway.contracts.config.base import ComponentConfig
 from headway.contracts.errors import ConfigError
 from headway.contracts.types import RewardResult, Verdict
-from headway.rollout.facilities import Facilities
+from headway.rollout.components.shared_services import SharedServices
 from headway.rollout.rewards.base import (
     Answer,
     AsyncReward,
@@ -71,6 +71,7 @@ class Format:
         self._inner = inner
         self._inner_quick = getattr(inner, "quick", None)
         self.hang_verdict: Verdict | None = getattr(inner, "hang_verdict", None)
+        self.check = getattr(inner, "check", None)
         self.preload: tuple[str, ...] = getattr(inner, "preload", ())
 
     def quick(self, answer: Answer) -> RewardResult | None:
@@ -92,18 +93,18 @@ class Format:
         return self._shape.combine(as_result("inner", self._inner(content)))
 
 
-class AwaitingFormat:
+class AsyncFormat:
     """`AsyncReward`: the form, with a reward that awaits others."""
 
     def __init__(self, shape: Shape, inner: AsyncReward) -> None:
         self._shape = shape
         self._inner = inner
 
-    async def judge(self, answer: Answer, facilities: Facilities) -> RewardResult:
+    async def score(self, answer: Answer, services: SharedServices) -> RewardResult:
         content = self._shape.answer_of(answer)
         if content is None:
             return _WRONG
-        return self._shape.combine(as_result("inner", await self._inner.judge(content, facilities)))
+        return self._shape.combine(as_result("inner", await self._inner.score(content, services)))
 
 
 def make_format(
@@ -113,14 +114,14 @@ def make_format(
     ] = ("think", "answer"),
     weight: Annotated[Weight, Field(description="Score of the form alone.")] = 1.0,
     inner: Annotated[
-        PartConfig | None,
+        ComponentConfig | None,
         Field(description="Reward of the last tag's content; null asks only for the form."),
     ] = None,
     inner_weight: Annotated[Weight, Field(description="Factor of its score.")] = 1.0,
 ) -> Reward:
     """`weight` for the tags in their order, plus what another reward gives the content of the last.
 
-    An answer that does not keep the form gets 0 and is judged no further.
+    An answer that does not keep the form gets 0 and is not scored further.
     """
     if len(set(tags)) != len(tags):
         raise ConfigError(f"tags={list(tags)} names one twice; each stands for one part")
@@ -130,4 +131,4 @@ def make_format(
     if inner.name == "format":
         raise ConfigError("a format inside a format: name all tags in one")
     made: Any = make_reward(inner.name, inner.args)
-    return AwaitingFormat(shape, made) if isinstance(made, AsyncReward) else Format(shape, made)
+    return AsyncFormat(shape, made) if isinstance(made, AsyncReward) else Format(shape, made)

@@ -1,6 +1,6 @@
 """Plain functions as rewards, in the signatures that this field knows (`signatures`).
 
-Which one it is, the parameters' names tell. A function with other parameters makes rewards, as a class
+The parameters' names show which one it is. A function with other parameters makes rewards, as a class
 does, unless it can be seen to be a reward: then it is refused. `async` functions run on the event loop.
 """
 
@@ -13,8 +13,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 from headway.contracts.errors import ConfigError, DataError
-from headway.rollout.facilities import Facilities
-from headway.rollout.parts import build_part, signature_of
+from headway.rollout.components.arguments import build_component, signature_of
+from headway.rollout.components.shared_services import SharedServices
 from headway.rollout.rewards.base import Answer, AsyncReward, Reward
 from headway.rollout.rewards.signatures import (
     Convention,
@@ -54,7 +54,7 @@ def build_reward(factory: Callable[..., Reward], name: str, args: Mapping[str, A
         ConfigError: the arguments do not fit, or what was made is no reward.
     """
     try:
-        reward = build_part(factory, "reward", name, args)
+        reward = build_component(factory, "reward", name, args)
     except ConfigError as error:
         if is_function(factory) and required_of(signature_of(factory)) - args.keys():
             raise ConfigError(f"{error.message}; {_if_reward(factory)}") from error
@@ -137,7 +137,7 @@ class FunctionCall:
         return self._function(*arguments.args, **arguments.kwargs)
 
     def result(self, returned: Any) -> Any:
-        """What the function meant by what it returned."""
+        """Convert what the function returned to a result."""
         return self._convention.result(self._name, returned)
 
 
@@ -157,8 +157,8 @@ class AsyncFunctionReward:
     def __init__(self, call: FunctionCall) -> None:
         self._call = call
 
-    async def judge(self, answer: Answer, facilities: Facilities) -> Any:
-        return self._call.result(await self._call(answer, facilities=facilities))
+    async def score(self, answer: Answer, services: SharedServices) -> Any:
+        return self._call.result(await self._call(answer, services=services))
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -1,20 +1,20 @@
-"""No verifier: whoever plays the session gives its reward."""
+"""No verifier: the client of the session gives its reward."""
 
 from __future__ import annotations
 
 from headway.contracts.errors import RewardError
 from headway.contracts.types import RewardResult
-from headway.rollout.facilities import Facilities
+from headway.rollout.components.shared_services import SharedServices
 from headway.rollout.rewards.base import Answer
 
 GIVEN = "given"
-"""Its registered name; what a session has that was submitted without a reward."""
+"""Registered name of this reward; a session that was submitted without a reward has it."""
 
 
 class Given:
-    """`AsyncReward` that judges nothing."""
+    """`AsyncReward` that scores nothing."""
 
-    async def judge(self, answer: Answer, facilities: Facilities) -> float | RewardResult:
+    async def score(self, answer: Answer, services: SharedServices) -> float | RewardResult:
         raise RewardError(
             "nobody gave a reward, and none judges: end the session with one, or submit the rollout "
             "with a verifier"

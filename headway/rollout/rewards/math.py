@@ -62,7 +62,7 @@ class Math:
         self._timeout_s = timeout_s
 
     def quick(self, answer: Answer) -> RewardResult | None:
-        """What text and numbers decide."""
+        """Return the result where text and numbers decide."""
         gold, tail = self._gold(answer), answer.completion[-MAX_ANSWER_CHARS:]
         box = last_box(tail)
         if box is not None:
@@ -107,7 +107,8 @@ def _judged(is_right: bool, found: str) -> RewardResult:
 
 
 def _is_equal(gold: str, box: str | None, tail: str) -> bool:
-    """Whether math-verify takes the boxed answer, or the last one of the text, for the gold one."""
+    """True if math-verify accepts the boxed answer, or the last one of the text, as the gold
+    one."""
     return _verify(gold, _parse(tail)) if box is None else _is_equal_box(gold, box)
 
 

@@ -21,24 +21,27 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from headway.contracts.errors import ErrorBody, RewardError, RewardOutage, ServiceError
 from headway.rollout.rewards.base import Answer
-from headway.rollout.rewards.template import PID_BYTES
+from headway.rollout.rewards.worker_fork_server import PID_BYTES
+from headway.runtime.fair_pool import FairPool
 
 START_TIMEOUT_S = 60.0
-"""For a worker to be READY, and for a reward to be imported and made."""
+"""Seconds for a worker to be READY, and for a reward to be imported and made."""
+CALL_S = 5.0
+"""Seconds for one call of a function of ours."""
 SHORTEST_S = 0.001
-"""What is left of a limit counts as nothing below this."""
+"""Seconds below which the rest of a limit counts as nothing."""
 INTERRUPTED = ("timeout", "memory")
-"""Verdicts after which nobody knows what state the process is in."""
+"""Verdicts after which the state of the process is unknown."""
 
 
-class Hung(Exception):
+class WorkerTimeout(Exception):
     """An answer took longer than it may; its worker is killed."""
 
     def __init__(self, busy_s: float) -> None:
@@ -47,7 +50,7 @@ class Hung(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class RewardJob:
     """A reward as it is sent to a worker."""
 
     name: str
@@ -57,7 +60,7 @@ class Job:
 
 
 @dataclass(eq=False, slots=True)
-class Worker:
+class RewardProcess:
     """This end of a worker process."""
 
     pid: int
@@ -87,7 +90,7 @@ class Worker:
         return await self.reader.readexactly(size)
 
     def busy_s(self) -> float:
-        """CPU seconds since its last answer, as far as the system tells."""
+        """CPU seconds since its last answer, as far as the system reports it."""
         try:
             with open(f"/proc/{self.pid}/stat") as file:
                 ticks = file.read().rpartition(")")[2].split()[11:13]
@@ -96,7 +99,8 @@ class Worker:
         return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") - self.cpu_s
 
     def cpu_wait_s(self) -> float:
-        """Seconds in its life that it was ready to run and had no CPU, as far as the system tells."""
+        """Seconds in its life that it was ready to run and had no CPU, as far as the system reports
+        it."""
         try:
             with open(f"/proc/{self.pid}/schedstat") as file:
                 return int(file.read().split()[1]) / 1e9
@@ -137,7 +141,7 @@ class Worker:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-class Template:
+class WorkerForkServer:
     """This end of the template process."""
 
     def __init__(self) -> None:
@@ -151,7 +155,7 @@ class Template:
                     sys.executable,
                     "-P",
                     "-m",
-                    "headway.rollout.rewards.template",
+                    "headway.rollout.rewards.worker_fork_server",
                     str(theirs.fileno()),
                 ],
                 pass_fds=[theirs.fileno()],
@@ -161,7 +165,7 @@ class Template:
                 env={**threads, **os.environ, "PYTHONPATH": os.pathsep.join(path)},
             )
 
-    async def fork(self, modules: frozenset[str], memory_bytes: int) -> Worker:
+    async def fork(self, modules: frozenset[str], memory_bytes: int) -> RewardProcess:
         """A worker that is READY. What interrupts this leaves the template unusable."""
         request = json.dumps({"modules": sorted(modules), "memory_bytes": memory_bytes})
         ours, theirs = socket.socketpair()
@@ -175,8 +179,12 @@ class Template:
         except BaseException:
             ours.close()
             raise
-        worker = Worker(int.from_bytes(pid, "big"), modules, reader, writer)
-        await worker.read()
+        worker = RewardProcess(int.from_bytes(pid, "big"), modules, reader, writer)
+        try:
+            await worker.read()
+        except BaseException:
+            worker.kill()
+            raise
         return worker
 
     def kill(self) -> None:
@@ -191,56 +199,87 @@ class Template:
 
 
 @dataclass(eq=False, slots=True)
-class Place:
-    """Where a worker sits; empty after it was killed, until the next caller forks another."""
+class WorkerSlot:
+    """Place of a worker; empty after it was killed, until the next caller forks another."""
 
-    worker: Worker | None = None
+    worker: RewardProcess | None = None
 
     def clear(self) -> None:
-        """Kill whoever sits here."""
+        """Kill the worker of this slot."""
         if self.worker is not None:
             self.worker.kill()
             self.worker = None
 
 
 class WorkerPool:
-    """Judges answers in `num_workers` processes.
+    """Judges answers: of one caller in `num_workers` processes, of several in twice as many.
 
-    Callers wait in `_free` for a place; `_forking` is held by the one who speaks with the template.
+    `_forking` is held by the one who speaks with the template.
     """
 
     def __init__(self, num_workers: int, memory_bytes: int) -> None:
         self._memory_bytes = memory_bytes
         self._modules: frozenset[str] = frozenset()
-        self._places = [Place() for _ in range(num_workers)]
-        self._free: asyncio.LifoQueue[Place] = asyncio.LifoQueue()
-        for place in self._places:
-            self._free.put_nowait(place)
-        self._template: Template | None = None
+        self._places = [WorkerSlot() for _ in range(num_workers)]
+        self._spare = [WorkerSlot() for _ in range(num_workers)]
+        self._turns = FairPool(self._places, self._spare)
+        self._template: WorkerForkServer | None = None
         self._forking = asyncio.Lock()
         self._is_closed = False
 
     async def start(self) -> None:
-        """Fork all workers, and wait until they are READY; answers are judged by those that are.
+        """Fork all workers but the spare ones, and wait until they are READY; answers are scored by those
+        that are.
 
         Raises:
             RewardOutage: no process could be started.
         """
-        taken = [self._free.get_nowait() for _ in range(self._free.qsize())]
         try:
-            while taken:
-                if taken[-1].worker is None:
-                    taken[-1].worker = await self._fork(frozenset())
-                self._free.put_nowait(taken.pop())
-        finally:
-            for place in taken:
-                self._free.put_nowait(place)
+            async with asyncio.TaskGroup() as group:
+                for _ in self._places:
+                    group.create_task(self._start_one())
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
 
-    async def judge(self, job: Job, answer: Answer, timeout_s: float) -> dict[str, Any]:
+    async def _start_one(self) -> None:
+        async with self._turns.take() as place:
+            await self._forked(place, frozenset())
+
+    async def call(
+        self, function: Callable[..., Any], args: Sequence[Any], timeout_s: float
+    ) -> Any:
+        """Call a function of ours in a worker, and return its result.
+
+        Raises:
+            WorkerTimeout: it took longer, and its worker was killed.
+            RewardOutage: the worker was lost.
+            ServiceError: what the function raised.
+        """
+        async with self._seat() as place:
+            worker = await self._forked(place, frozenset())
+            async with _limited(worker, timeout_s):
+                reply = await worker.ask((function, args))
+            return reply["value"]
+
+    async def make(self, job: RewardJob, timeout_s: float) -> None:
+        """Have a worker make a reward, and check its arguments.
+
+        Raises:
+            WorkerTimeout: it took longer, and the worker was killed.
+            RewardOutage: the worker was lost.
+            ServiceError: what is wrong with it.
+        """
+        async with self._seat() as place:
+            worker = await self._forked(place, job.modules)
+            async with _limited(worker, timeout_s):
+                await worker.ask((job.reward, None))
+            worker.made.add(job.reward)
+
+    async def score(self, job: RewardJob, answer: Answer, timeout_s: float) -> dict[str, Any]:
         """Score, details and verdict.
 
         Raises:
-            Hung: it took longer, and its worker was killed.
+            WorkerTimeout: it took longer, and its worker was killed.
             RewardOutage: the worker was lost.
             ServiceError: what the verifier raised; a `RewardError` unless it is one of ours.
         """
@@ -252,42 +291,47 @@ class WorkerPool:
             answer.completion_ids,
             answer.messages,
         )
-        place = await self._free.get()
-        try:
+        async with self._seat() as place:
             worker = await self._settled(place, job)
-            try:
-                async with worker.time_limit(timeout_s):
-                    reply = await worker.ask((job.reward, given))
-            except TimeoutError as error:
-                raise Hung(worker.busy_s()) from error
+            async with _limited(worker, timeout_s):
+                reply = await worker.ask((job.reward, given))
             if reply["verdict"] in INTERRUPTED:
                 place.clear()
             return reply
-        except ServiceError as error:
-            if isinstance(error, RewardOutage):
+
+    @asynccontextmanager
+    async def _seat(self) -> AsyncIterator[WorkerSlot]:
+        """A slot for one call; its worker is killed if the call is aborted."""
+        async with self._turns.take() as place:
+            try:
+                yield place
+            except ServiceError as error:
+                if isinstance(error, RewardOutage):
+                    place.clear()
+                raise
+            except BaseException:  # out of time, or the caller is gone: it still computes
                 place.clear()
-            raise
-        except BaseException:  # out of time, or nobody waits any more: it still computes
-            place.clear()
-            raise
-        finally:
-            self._free.put_nowait(place)
+                raise
 
     async def aclose(self) -> None:
         """End all processes at once."""
         self._is_closed = True
-        for place in self._places:
+        for place in (*self._places, *self._spare):
             place.clear()
         if self._template is not None:
             await asyncio.to_thread(self._template.close)
 
-    async def _settled(self, place: Place, job: Job) -> Worker:
-        """The worker of a place, once it has made the reward."""
-        if place.worker is not None and not job.modules <= place.worker.modules:
+    async def _forked(self, place: WorkerSlot, modules: frozenset[str]) -> RewardProcess:
+        """The worker of a place, with the modules that a reward needs."""
+        if place.worker is not None and not modules <= place.worker.modules:
             place.clear()
         if place.worker is None:
-            place.worker = await self._fork(job.modules)
-        worker = place.worker
+            place.worker = await self._fork(modules)
+        return place.worker
+
+    async def _settled(self, place: WorkerSlot, job: RewardJob) -> RewardProcess:
+        """The worker of a place, once it has made the reward."""
+        worker = await self._forked(place, job.modules)
         if job.reward not in worker.made:
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
@@ -301,7 +345,7 @@ class WorkerPool:
             worker.made.add(job.reward)
         return worker
 
-    async def _fork(self, modules: frozenset[str]) -> Worker:
+    async def _fork(self, modules: frozenset[str]) -> RewardProcess:
         async with self._forking:
             if self._is_closed:
                 raise RewardOutage("the verifiers were closed")
@@ -309,7 +353,7 @@ class WorkerPool:
             is_forked = False
             try:
                 if self._template is None:
-                    self._template = Template()
+                    self._template = WorkerForkServer()
                 async with asyncio.timeout(START_TIMEOUT_S):
                     worker = await self._template.fork(self._modules, self._memory_bytes)
                 is_forked = True
@@ -320,3 +364,28 @@ class WorkerPool:
                     self._template.kill()  # even if only cancelled: half a request may be under way
                     self._template = None
             return worker
+
+
+class WorkerTaskPool:
+    """`Bench` of a pool."""
+
+    def __init__(self, pool: WorkerPool, timeout_s: float = CALL_S) -> None:
+        self._pool = pool
+        self._timeout_s = timeout_s
+
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return await self._pool.call(function, args, self._timeout_s)
+        except WorkerTimeout as error:
+            raise RewardError(
+                f"{function.__name__} ran longer than {self._timeout_s:g} s and was killed"
+            ) from error
+
+
+@asynccontextmanager
+async def _limited(worker: RewardProcess, timeout_s: float) -> AsyncIterator[None]:
+    try:
+        async with worker.time_limit(timeout_s):
+            yield
+    except TimeoutError as error:
+        raise WorkerTimeout(worker.busy_s()) from error

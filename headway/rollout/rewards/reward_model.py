@@ -8,12 +8,12 @@ from pydantic import BaseModel, Field, ValidationError
 
 from headway.contracts.errors import BackendError, RewardError, RewardOutage
 from headway.contracts.types import RewardResult, Verdict
-from headway.rollout.facilities import Facilities
+from headway.rollout.components.shared_services import SharedServices
 from headway.rollout.rewards.base import Answer
 
 
-class Judgement(BaseModel):
-    """What the service answers; what else it says is left alone."""
+class RewardModelResponse(BaseModel):
+    """Response of the service; other fields are ignored."""
 
     score: float
     verdict: Verdict = "scored"
@@ -42,18 +42,18 @@ class RewardModel:
         self._url = url
         self._timeout_s = timeout_s
 
-    async def judge(self, answer: Answer, facilities: Facilities) -> RewardResult:
+    async def score(self, answer: Answer, services: SharedServices) -> RewardResult:
         body = {
             "prompt": answer.prompt,
             "completion": answer.completion,
             "data": dict(answer.data),
         }
         try:
-            returned = await facilities.outbound.post(self._url, body, self._timeout_s)
+            returned = await services.outbound.post(self._url, body, self._timeout_s)
         except BackendError as error:
             raise RewardOutage(f"the reward model did not answer: {error.message}") from error
         try:
-            judgement = Judgement.model_validate(returned)
+            response = RewardModelResponse.model_validate(returned)
         except ValidationError as error:
             problem = error.errors()[0]
             place = ".".join(str(part) for part in problem["loc"]) or "the body"
@@ -61,4 +61,4 @@ class RewardModel:
                 f"the reward model at {self._url} answered something else than "
                 f'{{"score": number}}; {place}: {problem["msg"]}'
             ) from error
-        return RewardResult(judgement.score, judgement.details, judgement.verdict)
+        return RewardResult(response.score, response.details, response.verdict)

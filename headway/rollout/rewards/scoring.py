@@ -1,4 +1,4 @@
-"""`Scorer`: the judgement of an answer by the reward that a request names.
+"""`Scorer`: scores an answer by the reward that a request names.
 
 Each reward is made once. What `quick` settles costs microseconds here; an `AsyncReward` runs on the event
 loop under a time limit; everything else runs in `pool.WorkerPool`. Three ends that are no score:
@@ -6,7 +6,7 @@ loop under a time limit; everything else runs in `pool.WorkerPool`. Three ends t
 - the verifier raised, hung or returned no number: `RewardError`. A verifier that declares a
   `hang_verdict` says that only the answer can make it hang: then that verdict, with score 0, if it
   really computed all that time;
-- a worker was lost, somebody who is awaited failed: judged again, `reward_attempts` times, then
+- a worker was lost, or a service that is awaited failed: scored again, `reward_attempts` times, then
   `RewardOutage`;
 - one of our own errors, for example a `DataError` about the row: raised as it is.
 """
@@ -20,20 +20,23 @@ import pickle
 import random
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from headway.contracts.config.base import PartConfig
+from headway.contracts.config.base import ComponentConfig
 from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.errors import ConfigError, RewardError, RewardOutage, ServiceError
 from headway.contracts.types import RewardResult, Verdict
-from headway.rollout.facilities import Facilities
+from headway.rollout.components.shared_services import SharedServices
 from headway.rollout.rewards.base import Answer, AsyncReward, Reward, as_result, reward_factory
 from headway.rollout.rewards.functions import build_reward
-from headway.rollout.rewards.pool import Hung, Job, WorkerPool
+from headway.rollout.rewards.pool import RewardJob, WorkerPool, WorkerTaskPool, WorkerTimeout
+from headway.runtime.fair_pool import time_limit
 
 log = logging.getLogger(__name__)
 MAX_MADE = 256
+CHECK_S = 1.0
+"""Seconds to check the arguments of one reward, in a process."""
 BACKOFF_S = 0.1
 BUSY_SHARE = 0.5
 """A verifier that had less of the CPU while its time ran was starved, not hung by an answer."""
@@ -46,18 +49,22 @@ class Made:
     name: str
     quick: Callable[[Answer], float | RewardResult | None] | None
     hang_verdict: Verdict | None
+    has_check: bool
     awaiting: AsyncReward | None
-    job: Job | None
-    """For a process; None for one that awaits others."""
+    job: RewardJob | None
+    """Reward for a process; None for one that awaits others."""
 
 
 class Scorer:
     """Judges answers, each to exactly one result or error."""
 
-    def __init__(self, config: ExecutorConfig, facilities: Facilities) -> None:
+    def __init__(self, config: ExecutorConfig, services: SharedServices) -> None:
         self._config = config
-        self._facilities = facilities
         self._pool = WorkerPool(config.reward_workers, config.reward_memory_bytes)
+        self._clerk = WorkerPool(1, config.reward_memory_bytes)
+        """Workers that check and read rows, apart from those that score: rows hold up no answers."""
+        self._services = replace(services, task_pool=WorkerTaskPool(self._clerk))
+        self._checked: OrderedDict[bytes, None] = OrderedDict()
         self._made: OrderedDict[tuple[str, str], Made] = OrderedDict()
 
     async def start(self) -> None:
@@ -67,22 +74,37 @@ class Scorer:
     async def aclose(self) -> None:
         """End them at once."""
         await self._pool.aclose()
+        await self._clerk.aclose()
 
-    def prepare(self, reward: PartConfig) -> None:
+    async def prepare(self, reward: ComponentConfig) -> None:
         """Make a reward, so that a request that names it wrongly is refused before anything runs.
 
         Raises:
             UnknownName: nobody registered the name.
             ConfigError: the arguments do not fit, or it cannot run in another process.
         """
-        self._make(reward)
+        made = self._make(reward)
+        if made.has_check and made.job is not None and made.job.reward not in self._checked:
+            await self._check(made.name, made.job)
+            self._checked[made.job.reward] = None
+            if len(self._checked) > MAX_MADE:
+                self._checked.popitem(last=False)
 
-    async def score(self, reward: PartConfig, answer: Answer) -> RewardResult:
-        """The judgement of one answer.
+    async def _check(self, name: str, job: RewardJob) -> None:
+        try:
+            await self._clerk.make(job, CHECK_S)
+        except WorkerTimeout as error:
+            raise ConfigError(
+                f"the arguments of reward {name!r} took longer than {CHECK_S:g} s to check; send simpler "
+                "ones"
+            ) from error
+
+    async def score(self, reward: ComponentConfig, answer: Answer) -> RewardResult:
+        """Return the score of one answer.
 
         Raises:
             RewardError: the verifier raised, hung, or returned no finite number.
-            RewardOutage: it could not be judged, after `reward_attempts` attempts.
+            RewardOutage: it could not be scored, after `reward_attempts` attempts.
             ServiceError: the verifier raised one of our own errors, for example on a bad row.
         """
         made = self._make(reward)
@@ -104,11 +126,11 @@ class Scorer:
         assert made.awaiting is not None
         return await self._judge_here(made.name, made.awaiting, answer)
 
-    async def _judge_in_process(self, made: Made, job: Job, answer: Answer) -> RewardResult:
+    async def _judge_in_process(self, made: Made, job: RewardJob, answer: Answer) -> RewardResult:
         timeout_s = self._config.reward_timeout_s
         try:
-            reply = await self._pool.judge(job, answer, timeout_s)
-        except Hung as error:
+            reply = await self._pool.score(job, answer, timeout_s)
+        except WorkerTimeout as error:
             if made.hang_verdict is not None:
                 if error.busy_s < BUSY_SHARE * timeout_s:
                     raise RewardOutage(
@@ -124,8 +146,8 @@ class Scorer:
     async def _judge_here(self, name: str, reward: AsyncReward, answer: Answer) -> RewardResult:
         wait_s = self._config.reward_wait_s
         try:
-            async with asyncio.timeout(wait_s):
-                returned = await reward.judge(answer, self._facilities)
+            async with time_limit(wait_s):
+                returned = await reward.score(answer, self._services)
         except TimeoutError as error:
             raise RewardOutage(f"reward {name!r} took longer than {wait_s:g} s") from error
         except ServiceError as error:
@@ -136,7 +158,7 @@ class Scorer:
             raise _raised(name, error) from error
         return as_result(name, returned)
 
-    def _make(self, part: PartConfig) -> Made:
+    def _make(self, part: ComponentConfig) -> Made:
         try:
             arguments = json.dumps(part.args, sort_keys=True)
         except (TypeError, ValueError) as error:
@@ -152,7 +174,7 @@ class Scorer:
         return made
 
 
-def _made(part: PartConfig, arguments: str) -> Made:
+def _made(part: ComponentConfig, arguments: str) -> Made:
     factory = reward_factory(part.name)
     reward = build_reward(factory, part.name, part.args)
     awaiting = reward if isinstance(reward, AsyncReward) else None
@@ -160,12 +182,13 @@ def _made(part: PartConfig, arguments: str) -> Made:
         name=part.name,
         quick=getattr(reward, "quick", None),
         hang_verdict=getattr(reward, "hang_verdict", None),
+        has_check=getattr(reward, "check", None) is not None,
         awaiting=awaiting,
         job=None if awaiting is not None else _job(factory, part.name, arguments, reward),
     )
 
 
-def _job(factory: Callable[..., Reward], name: str, arguments: str, reward: Reward) -> Job:
+def _job(factory: Callable[..., Reward], name: str, arguments: str, reward: Reward) -> RewardJob:
     """The factory itself goes along: what was registered here is unknown to the registry over there."""
     try:
         where = pickle.dumps(factory)
@@ -180,7 +203,7 @@ def _job(factory: Callable[..., Reward], name: str, arguments: str, reward: Rewa
             "which another process can import"
         )
     bytes_ = pickle.dumps((factory, name, arguments))
-    return Job(name, bytes_, frozenset(getattr(reward, "preload", ())))
+    return RewardJob(name, bytes_, frozenset(getattr(reward, "preload", ())))
 
 
 def _own_errors(name: str, call: Callable[[Answer], Any], answer: Answer) -> Any:

@@ -3,7 +3,7 @@
 | parameters | as in | filled from |
 |---|---|---|
 | `(answer)` | here | the answer |
-| `(answer, facilities)`, `async` | here | the answer, and what it may call |
+| `(answer, services)`, `async` | here | the answer, and what it may call |
 | `(prompts, completions, completion_ids, **columns)`, or some of them | TRL | lists of length one |
 | `(data_source, solution_str, ground_truth, extra_info)` | verl | the row's fields of these names |
 | `(prompt, completions, prompt_ids, completion_ids, **row)` | AReaL | the row's fields as keywords |
@@ -28,13 +28,13 @@ class Convention:
     """One way to write a reward function."""
 
     shown: str
-    """How a message names it."""
+    """Description of the signature in messages."""
     is_followed: Callable[[tuple[str, ...]], bool]
-    """By a function with these parameters."""
+    """Return True if a function with these parameters follows the convention."""
     fields: Callable[[Answer], dict[str, Any]]
-    """What an answer fills."""
+    """Parameters that an answer fills."""
     result: Callable[[str, Any], Any]
-    """What a function of this name meant by what it returned."""
+    """Converts what a function with this signature returned to a result."""
     filled: frozenset[str] | None = None
     """Parameters that an answer fills, others being arguments; None if the row fills every one."""
 
@@ -58,14 +58,14 @@ def check_function(name: str, signature: inspect.Signature, is_async: bool) -> N
             f"{name}{signature} wants {', '.join(sorted(unknown))}, which only a trainer of TRL has; "
             "give it a default, and take what you need from the row"
         )
-    if known is _OURS and "facilities" in signature.parameters and not is_async:
-        raise ConfigError(f"{name}{signature} takes facilities, which are awaited: make it async")
+    if known is _OURS and "services" in signature.parameters and not is_async:
+        raise ConfigError(f"{name}{signature} takes services, which are awaited: make it async")
     if known is None and _is_reward(signature):
         raise ConfigError(f"{name}{signature} is no reward function: {known_signatures()}")
 
 
 def known_signatures() -> str:
-    """What a message says to a function of another signature."""
+    """Return the known signatures, for the message about a function of another one."""
     shown = "; ".join(known.shown for known in _KNOWN)
     return f"a reward function takes one of {shown}"
 
@@ -164,12 +164,12 @@ def _only_one(name: str, returned: Any) -> Any:
     scores = list(returned)
     if len(scores) != 1:
         raise RewardError(
-            f"{name} returned {len(scores)} scores for 1 completion; each answer is judged alone, so "
+            f"{name} returned {len(scores)} scores for 1 completion; each answer is scored alone, so "
             "a score that compares completions cannot be computed here"
         )
     if scores[0] is None:
         raise RewardError(
-            f"{name} returned None, so nobody judged the answer; return a number, or name another "
+            f"{name} returned None, so the answer has no score; return a number, or name another "
             "reward for rows like this one"
         )
     return scores[0]
@@ -216,10 +216,10 @@ _TRL = Convention(
     result=_only_one,
 )
 _OURS = Convention(
-    shown="(answer), or async (answer, facilities)",
+    shown="(answer), or async (answer, services)",
     is_followed=lambda names: names[:1] == ("answer",),
     fields=_our_fields,
     result=_scored,
-    filled=frozenset({"answer", "facilities"}),
+    filled=frozenset({"answer", "services"}),
 )
 _KNOWN = (_AREAL, _VERL, _TRL, _OURS)

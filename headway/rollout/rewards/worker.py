@@ -1,4 +1,4 @@
-"""A process that judges answers, one at a time, until its connection ends.
+"""A process that scores answers, one at a time, until its connection ends.
 
 Frames are a length of four bytes and a payload: pickles on the way in, which only the gateway writes;
 JSON on the way out, so that nothing a verifier returns or raises can break who asked.
@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import IO, Any
 
 from headway.contracts.errors import RewardError, ServiceError
-from headway.rollout.parts import build_part
+from headway.rollout.components.arguments import build_component
 from headway.rollout.rewards.base import Answer, Reward, as_result
 
 READY = b"ready"
@@ -48,12 +48,19 @@ def serve(connection: socket.socket, memory_bytes: int) -> None:
 
 
 def _reply(frame: bytes) -> dict[str, Any]:
-    """The judgement, or the error; without an answer to judge, only make the reward."""
+    """Return the score, or the error; without an answer, only make the reward.
+
+    What a function returned, where one came instead of a reward.
+    """
     name = "?"
     try:
-        reward_bytes, given = pickle.loads(frame)
-        name, reward = _reward_of(reward_bytes)
+        asked, given = pickle.loads(frame)
+        if callable(asked):
+            name = asked.__name__
+            return {"value": asked(*given)}
+        name, reward = _reward_of(asked)
         if given is None:
+            (getattr(reward, "check", None) or _nothing)()
             return {}
         result = as_result(name, reward(Answer(*given)))
     except ServiceError as error:
@@ -64,8 +71,12 @@ def _reply(frame: bytes) -> dict[str, Any]:
     return {"score": result.score, "details": result.details, "verdict": result.verdict}
 
 
+def _nothing() -> None:
+    """Check nothing: for a reward without a check."""
+
+
 @lru_cache(maxsize=256)
 def _reward_of(reward_bytes: bytes) -> tuple[str, Any]:
     factory, name, arguments = pickle.loads(reward_bytes)
-    reward: Reward = build_part(factory, "reward", name, json.loads(arguments))
+    reward: Reward = build_component(factory, "reward", name, json.loads(arguments))
     return name, reward

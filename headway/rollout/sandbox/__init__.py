@@ -1,1 +1,1 @@
-"""Untrusted programs, run where they can harm nobody: `choice.make_sandbox`."""
+"""Untrusted programs, run where they can do no harm: `choice.make_sandbox`."""

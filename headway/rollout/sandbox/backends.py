@@ -1,4 +1,4 @@
-"""What can hold untrusted programs on this machine, and how a worker is started in each."""
+"""Sandbox backends of this machine, and how a worker is started in each."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Unavailable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    """How one worker is started."""
+class SandboxCommand:
+    """Command that starts one worker."""
 
     argv: list[str]
     scratch: str | None = None
@@ -44,13 +44,13 @@ class Backend:
     name: str
     covers: str
     lacks: str
-    """What a program can still do."""
-    command: Callable[[], Command]
+    """Things that a program can still do."""
+    command: Callable[[], SandboxCommand]
     """Raises Unavailable."""
 
 
-def bubblewrap_command() -> Command:
-    """A worker as pid 1 of namespaces of its own, as a user that nobody else is."""
+def bubblewrap_command() -> SandboxCommand:
+    """A worker as pid 1 of namespaces of its own, as a user of its own."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise Unavailable("bwrap is not installed (Debian package bubblewrap)")
@@ -65,7 +65,9 @@ def bubblewrap_command() -> Command:
     python, folders = _python_inside()
     argv += [*_system_folders(), *folders]
     argv += ["--ro-bind", str(_ROOT / INSIDE), f"/worker/{INSIDE}"]
-    argv += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    argv += ["--proc", "/proc", "--dev", "/dev"]
+    # It reads as zeros, too, but cannot be mapped as memory that is not counted.
+    argv += ["--dev-bind", "/dev/full", "/dev/zero", "--remount-ro", "/dev"]
     argv += ["--perms", "1777", "--size", str(SCRATCH_BYTES), "--tmpfs", "/tmp"]
     argv += ["--remount-ro", "/", "--chdir", "/tmp"]
     settings = {
@@ -73,28 +75,28 @@ def bubblewrap_command() -> Command:
         "scratch": "/tmp",
         "uid": _unused_uid() if is_root else None,
     }
-    return Command([*argv, *_worker(python, "/worker", settings)])
+    return SandboxCommand([*argv, *_worker(python, "/worker", settings)])
 
 
-def landlock_command() -> Command:
+def landlock_command() -> SandboxCommand:
     """A worker that restricts itself to reading Python and to a scratch folder."""
     python, folder = _base_python(), tempfile.mkdtemp(prefix="headway-sandbox-")
-    readable = [sys.base_prefix, "/usr", *_LIBRARIES, "/dev/urandom", "/dev/random", "/dev/zero"]
+    readable = [sys.base_prefix, "/usr", *_LIBRARIES, "/dev/urandom", "/dev/random"]
     settings = {"mode": "landlock", "scratch": folder, "readable": readable}
-    return Command(_worker(python, str(_ROOT), settings), folder)
+    return SandboxCommand(_worker(python, str(_ROOT), settings), folder)
 
 
-def unsafe_command() -> Command:
+def unsafe_command() -> SandboxCommand:
     """A worker with resource limits only."""
     python, folder = _base_python(), tempfile.mkdtemp(prefix="headway-sandbox-")
     settings = {"mode": "unsafe", "scratch": folder}
-    return Command(_worker(python, str(_ROOT), settings), folder)
+    return SandboxCommand(_worker(python, str(_ROOT), settings), folder)
 
 
 BUBBLEWRAP = Backend(
     "bubblewrap",
     covers="files, network, processes, signals, memory, CPU, output, what a program leaves behind",
-    lacks="reading /usr; kernel memory that no limit counts (many empty files); flaws of the kernel",
+    lacks="reading /usr; kernel memory that no limit counts (locks, pipes); flaws of the kernel",
     command=bubblewrap_command,
 )
 LANDLOCK = Backend(
@@ -126,7 +128,7 @@ def _base_python() -> str:
 
 
 def _python_inside() -> tuple[str, list[str]]:
-    """Where bubblewrap finds the interpreter, and what must be bound for it."""
+    """Return the interpreter's path inside bubblewrap, and the paths that must be bound for it."""
     python = _base_python()
     if Path(sys.base_prefix).is_relative_to("/usr"):
         return python, []

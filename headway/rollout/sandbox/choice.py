@@ -1,16 +1,19 @@
-"""Which sandbox this service has: `make_sandbox`.
+"""Choice of this service's sandbox: `make_sandbox`.
 
 `auto` takes the first back-end that contains a probe program, and refuses programs where none does;
 a back-end that is asked for by name and does not contain it keeps the service from starting.
 
 | back-end | covers | a program can still |
-| bubblewrap | files, network, processes, signals, memory, CPU, output, leftovers | read /usr; fill kernel memory that no limit counts |
-| landlock | content of files, network, processes (refused), signals, memory, CPU, output | see names and sizes of files; fill the disk of the scratch folder |
-| unsafe | memory of one process, CPU, size of one file, output | read and delete files, use the network, start processes |
+| bubblewrap | files, network, processes, signals, memory, CPU, output, leftovers | read /usr; fill
+kernel memory that no limit counts (locks, pipes) |
+| landlock | content of files, network, processes (refused), signals, memory, CPU, output | see
+names and sizes of files; fill the disk of the scratch folder |
+| unsafe | memory of one process, CPU, size of one file, output | read and delete files, use the
+network, start processes |
 | remote | what the service at the other end covers | what that service lets it |
 
 None covers flaws of the kernel. Only the standard library of Python is there to import.
-"""  # noqa: E501 - a table
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,19 @@ from typing import Protocol
 
 from headway.contracts.config.gateway import SandboxConfig
 from headway.contracts.errors import ConfigError
-from headway.rollout.facilities import NoSandbox, Outbound, Outcome, Program, Sandbox
+from headway.rollout.components.shared_services import (
+    NoSandbox,
+    Outbound,
+    Program,
+    ProgramResult,
+    Sandbox,
+)
 from headway.rollout.sandbox.backends import BUBBLEWRAP, LANDLOCK, UNSAFE, Backend, Unavailable
+from headway.rollout.sandbox.cgroup import find_parent
 from headway.rollout.sandbox.pool import SandboxPool
 from headway.rollout.sandbox.probe import probe
 from headway.rollout.sandbox.remote import RemoteSandbox
+from headway.runtime.tasks import cancel_and_wait
 
 CORES_PER_WORKER = 2
 
@@ -43,7 +54,7 @@ class ManagedSandbox(Sandbox, Protocol):
         """End everything that it started."""
 
 
-class SandboxInTime:
+class BackgroundSandbox:
     """A sandbox that starts while its service already serves; the first programs wait for it.
 
     For one whose start does not fail.
@@ -57,17 +68,15 @@ class SandboxInTime:
         """Begin to start it."""
         self._starting = asyncio.create_task(self._sandbox.start(), name="start the sandbox")
 
-    async def run(self, program: Program) -> Outcome:
-        """See `facilities.Sandbox`."""
+    async def run(self, program: Program) -> ProgramResult:
+        """See `shared_services.Sandbox`."""
         if self._starting is not None:
             await asyncio.shield(self._starting)
         return await self._sandbox.run(program)
 
     async def aclose(self) -> None:
         """End it, started or not."""
-        if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
+        await cancel_and_wait([self._starting])
         await self._sandbox.aclose()
 
 
@@ -99,6 +108,8 @@ class LocalSandbox:
                 continue
             level = logging.WARNING if backend is UNSAFE else logging.INFO
             said = f"sandbox: {backend.name}, covers {backend.covers}; not {backend.lacks}"
+            if self._chosen.cgroups is not None:
+                said += f"; the kernel counts in {self._chosen.cgroups}"
             logger.log(level, "; ".join([said, *(f"passed over {r}" for r in reasons)]))
             return
         refusal = f"no sandbox holds programs here ({'; '.join(reasons)})"
@@ -107,8 +118,8 @@ class LocalSandbox:
         logger.warning("sandbox: %s; programs are refused", refusal)
         self._chosen = NoSandbox(f"{refusal}; install bubblewrap, or name a remote sandbox")
 
-    async def run(self, program: Program) -> Outcome:
-        """See `facilities.Sandbox`."""
+    async def run(self, program: Program) -> ProgramResult:
+        """See `shared_services.Sandbox`."""
         return await self._chosen.run(program)
 
     async def aclose(self) -> None:
@@ -125,7 +136,8 @@ class LocalSandbox:
 
     async def _open(self, backend: Backend) -> SandboxPool:
         workers = self._config.workers or max(1, (os.cpu_count() or 1) // CORES_PER_WORKER)
-        pool = SandboxPool(backend, workers, self._config.wall_factor)
+        cgroups = find_parent(self._config.cgroup)
+        pool = SandboxPool(backend, workers, self._config.wall_factor, cgroups)
         try:
             await pool.start()
             if backend is not UNSAFE:

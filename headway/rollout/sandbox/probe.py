@@ -1,4 +1,4 @@
-"""Does a back-end hold on this machine? A small attack, judged from outside."""
+"""Test of a back-end on this machine: a small attack, evaluated from outside."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from headway.contracts.errors import RewardOutage
-from headway.rollout.facilities import Program
+from headway.rollout.components.shared_services import Program
 from headway.rollout.sandbox.backends import Unavailable
 from headway.rollout.sandbox.pool import SandboxPool
 
@@ -47,7 +47,7 @@ def fork(count):
 
 @dataclass
 class Bait:
-    """What the attack is after."""
+    """Targets of the attack."""
 
     secret: str
     path: str

@@ -1,8 +1,8 @@
 """Programs in a sandbox service elsewhere, by SandboxFusion's API (`POST /run_code`).
 
-How well a program is held there is that service's matter. Calls are played by our own text around the
-program, and their results come back as marked lines of its standard output. Such a service tells no
-CPU time: `cpu_s` of an outcome is the wall time that it tells, and the limit is on wall time.
+How well a program is held there is that service's matter. Calls are made by our own code around the
+program, and their results come back as marked lines of its standard output. Such a service reports no
+CPU time: `cpu_s` of a result is the wall time that it reports, and the limit is on wall time.
 """
 
 from __future__ import annotations
@@ -12,21 +12,28 @@ from importlib.resources import files
 from typing import Any
 
 from headway.contracts.errors import BackendError, RewardOutage
-from headway.rollout.facilities import Outbound, Outcome, Program, ProgramStatus
+from headway.rollout.components.shared_services import (
+    Outbound,
+    Program,
+    ProgramResult,
+    ProgramStatus,
+)
 from headway.rollout.sandbox.verdict import read_report
+from headway.runtime.offload import offload, size_of
+from headway.runtime.outbound import shown
 
 ANSWER_S = 30.0
-"""Beyond a program's wall time, for the service to queue and to answer."""
+"""Seconds beyond a program's wall time, for the service to queue and to answer."""
 COMPILE_S = 10.0
 
-_CODE = """{play}
+_CODE = """{execute}
 
 _out = sys.stdout
 def _emit(message):
     _out.write("\\n{mark}" + json.dumps(message) + "\\n")
     _out.flush()
 
-sys.exit(play({source!r}, {calls!r}, _emit))
+sys.exit(execute({source!r}, {calls!r}, _emit))
 """
 
 
@@ -37,7 +44,8 @@ class RemoteSandbox:
         self._url = url.rstrip("/") + "/run_code"
         self._outbound = outbound
         self._wall_factor = wall_factor
-        self._play = files("headway.rollout.sandbox.inside").joinpath("play.py").read_text()
+        inside = files("headway.rollout.sandbox.inside")
+        self._execute = inside.joinpath("execute.py").read_text()
 
     async def start(self) -> None:
         """Nothing to start; whether anybody answers shows at the first program."""
@@ -45,8 +53,8 @@ class RemoteSandbox:
     async def aclose(self) -> None:
         """Nothing to end."""
 
-    async def run(self, program: Program) -> Outcome:
-        """See `facilities.Sandbox`.
+    async def run(self, program: Program) -> ProgramResult:
+        """See `shared_services.Sandbox`.
 
         Raises:
             Forbidden: `outbound.allow` of the config does not name the service.
@@ -55,7 +63,7 @@ class RemoteSandbox:
         wall_s = self._wall_factor * program.cpu_s
         body = {
             "code": _CODE.format(
-                play=self._play, mark=mark, source=program.source, calls=list(program.calls)
+                execute=self._execute, mark=mark, source=program.source, calls=list(program.calls)
             ),
             "stdin": program.stdin,
             "language": "python",
@@ -68,15 +76,15 @@ class RemoteSandbox:
         except BackendError as error:
             raise RewardOutage(f"the sandbox at {self._url} failed: {error}") from error
         try:
-            return _outcome(program, answer, mark)
+            return await offload(size_of(answer), _outcome, program, answer, mark)
         except (KeyError, TypeError, ValueError) as error:
             raise RewardOutage(
-                f"the sandbox at {self._url} answered {str(answer)[:200]!r}; wanted status Success or "
+                f"the sandbox at {self._url} answered {shown(answer)}; wanted status Success or "
                 "Failed with a run_result"
             ) from error
 
 
-def _outcome(program: Program, answer: dict[str, Any], mark: str) -> Outcome:
+def _outcome(program: Program, answer: dict[str, Any], mark: str) -> ProgramResult:
     if answer["status"] not in ("Success", "Failed"):
         raise ValueError(answer["status"])
     run = answer["run_result"]
@@ -86,7 +94,7 @@ def _outcome(program: Program, answer: dict[str, Any], mark: str) -> Outcome:
     stdout = lines[0] + "".join(part.partition("\n")[2] for part in lines[1:])
     took_s = float(run.get("execution_time") or 0.0)
     limit = program.max_output_chars
-    return Outcome(
+    return ProgramResult(
         status=_status(run, report.ended, len(stdout) > limit),
         stdout=stdout[:limit],
         stderr=str(run.get("stderr") or "")[:limit],

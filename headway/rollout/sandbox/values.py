@@ -13,7 +13,7 @@ class Opaque:
 
     text: str
     items: list[Any] | None = field(default=None)
-    """What came out of an iterator."""
+    """Items of an iterator."""
 
 
 def read_value(result: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""How a program ended, from what its worker saw and from what the program tells of itself."""
+"""Result of a program, from what its worker saw and from what the program reported of itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
-from headway.rollout.facilities import Outcome, Program, ProgramStatus
+from headway.rollout.components.shared_services import Program, ProgramResult, ProgramStatus
 
 STOPPED: dict[str, ProgramStatus] = {
     "cpu": "timeout",
@@ -17,15 +17,15 @@ STOPPED: dict[str, ProgramStatus] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What the program told of itself."""
+class ProgramReport:
+    """A program's report of itself."""
 
     results: tuple[Any, ...] = ()
     ended: ProgramStatus | None = None
-    """None for a program that was ended, or left by `os._exit`."""
+    """Status at the end; None for a program that was ended, or left by `os._exit`."""
 
 
-def read_report(text: str) -> Report:
+def read_report(text: str) -> ProgramReport:
     """Read lines of JSON that may be torn or forged; every other line is an error."""
     results: list[Any] = []
     ended: ProgramStatus | None = None
@@ -39,10 +39,10 @@ def read_report(text: str) -> Report:
                 results.append(result)
             case {"ended": str(status)} if status in get_args(ProgramStatus):
                 ended = cast("ProgramStatus", status)
-    return Report(tuple(results), ended)
+    return ProgramReport(tuple(results), ended)
 
 
-def judge_ending(program: Program, frame: dict[str, Any]) -> Outcome:
+def classify_ending(program: Program, frame: dict[str, Any]) -> ProgramResult:
     """The outcome of a program from its worker's frame.
 
     Raises:
@@ -51,7 +51,7 @@ def judge_ending(program: Program, frame: dict[str, Any]) -> Outcome:
     report = read_report(frame["report"])
     cpu_s = float(frame["cpu_s"])
     status = _status(program, frame["stopped"], frame["exit"], cpu_s, report)
-    return Outcome(
+    return ProgramResult(
         status=status,
         stdout=str(frame["stdout"]),
         stderr=str(frame["stderr"]),
@@ -63,7 +63,7 @@ def judge_ending(program: Program, frame: dict[str, Any]) -> Outcome:
 
 
 def _status(
-    program: Program, stopped: str | None, exit_code: int, cpu_s: float, report: Report
+    program: Program, stopped: str | None, exit_code: int, cpu_s: float, report: ProgramReport
 ) -> ProgramStatus:
     if stopped is not None:
         return STOPPED[stopped]

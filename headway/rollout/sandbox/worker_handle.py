@@ -15,45 +15,52 @@ import socket
 import struct
 import subprocess
 import tempfile
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import IO, Any
 
-from headway.rollout.sandbox.backends import Backend, Command
+from headway.rollout.components.shared_services import Program
+from headway.rollout.sandbox.backends import Backend, SandboxCommand
+from headway.rollout.sandbox.cgroup import Cgroup
+from headway.rollout.sandbox.streams import Streams
 
 START_S = 30.0
 """A worker imports before it is ready; on a machine under load that takes a while."""
 GRACE_S = 3.0
-"""Beyond a program's wall time, for the worker to end it and to answer; also to tidy up."""
-MAX_FRAME_BYTES = 64 << 20
+"""Seconds beyond a program's wall time, for the worker to end it and to answer; also to tidy up."""
+MAX_FRAME_BYTES = 64 << 10
 STDERR_CHARS = 500
 HEADER = struct.Struct(">I")
 
 
-class WorkerLost(Exception):
-    """The worker failed; what it ran was not judged."""
+class SandboxWorkerLost(Exception):
+    """The worker failed; what it ran has no result."""
 
 
 class WorkerHandle:
     """One worker, started when it is first needed and again after every loss."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, group: Cgroup | None = None) -> None:
         self._backend = backend
-        self._command: Command | None = None
+        self._group = group
+        self._command: SandboxCommand | None = None
         self._popen: subprocess.Popen[bytes] | None = None
         self._stderr: IO[bytes] | None = None
+        self._socket: socket.socket
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
         self._is_ready = False
 
     @property
     def pid(self) -> int | None:
-        """Of the process that was started; None while there is none."""
+        """Process id of the process that was started; None while there is none."""
         return self._popen.pid if self._popen else None
 
     async def start(self) -> None:
         """Start the worker if it is not there, and wait until it takes a job.
 
         Raises:
-            WorkerLost: it ended, or was not ready in time.
+            SandboxWorkerLost: it ended, or was not ready in time.
             Unavailable: it cannot be started here.
         """
         if self._popen is not None and not self._is_ready:
@@ -62,21 +69,26 @@ class WorkerHandle:
             await self._launch()
             await self._await_ready(START_S, restart=False)
 
-    async def run(self, job: dict[str, Any], wall_s: float) -> dict[str, Any]:
-        """Run one job in a started worker; its outcome frame.
+    async def run(self, program: Program, wall_s: float) -> dict[str, Any]:
+        """Run one program in a started worker; its outcome frame, and what came out of its streams.
 
         Raises:
-            WorkerLost: the worker ended, or was late.
+            SandboxWorkerLost: the worker ended, or was late.
         """
         self._is_ready = False
-        data = json.dumps(job).encode()
         try:
-            async with asyncio.timeout(wall_s + GRACE_S):
-                self._writer.write(HEADER.pack(len(data)) + data)
-                return await self._read_frame()
+            async with Streams(program, self._stop) as streams:
+                async with asyncio.timeout(wall_s + GRACE_S):
+                    with self._bounded(program) as group:
+                        self._send(_limits(program, wall_s), [*streams.theirs, *group])
+                    streams.listen()
+                    frame = await self._read_frame()
+                if self._group is not None and self._group.ran_out_of_memory():
+                    frame["stopped"] = "memory"
+                return await streams.complete(frame)
         except TimeoutError as error:
             self.kill()
-            raise WorkerLost(f"no answer within {wall_s + GRACE_S:g} s") from error
+            raise SandboxWorkerLost(f"no answer within {wall_s + GRACE_S:g} s") from error
         except (OSError, EOFError, ValueError, RecursionError) as error:
             raise self._lost(error) from error
         except BaseException:
@@ -93,6 +105,8 @@ class WorkerHandle:
                 os.kill(pid, signal.SIGKILL)
         self._popen.wait()
         self._popen = None
+        if self._group is not None:
+            self._group.remove()
         if self._stderr is not None:
             self._stderr.close()
         if self._command is not None and self._command.scratch is not None:
@@ -100,20 +114,27 @@ class WorkerHandle:
 
     async def _launch(self) -> None:
         self._command = self._backend.command()
+        if self._group is not None:
+            self._group.make()
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by kill()
+        self._socket = ours
         with theirs:
-            self._popen = subprocess.Popen(  # noqa: ASYNC220 - vfork and exec: milliseconds
-                self._command.argv,
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=self._stderr,
-                env={},
-                cwd="/",
-                start_new_session=True,
-            )
+            self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+            self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by kill()
+            try:
+                self._popen = subprocess.Popen(  # noqa: ASYNC220 - vfork and exec: milliseconds
+                    self._command.argv,
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._stderr,
+                    env={},
+                    cwd="/",
+                    start_new_session=True,
+                )
+            except BaseException:
+                self._writer.transport.abort()
+                raise
 
     async def _await_ready(self, timeout_s: float, *, restart: bool) -> None:
         """Wait for the worker's word; one that does not come is a loss, or calls for another one."""
@@ -136,6 +157,20 @@ class WorkerHandle:
             self.kill()
             raise
 
+    def _bounded(self, program: Program) -> AbstractContextManager[Sequence[int]]:
+        if self._group is None:
+            return contextlib.nullcontext(())
+        return self._group.bounded(program.memory_bytes)
+
+    def _send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """To a worker that waits for it, past the transport: that carries no descriptors."""
+        data = json.dumps(message).encode()
+        socket.send_fds(self._socket, [HEADER.pack(len(data)) + data], fds)
+
+    def _stop(self) -> None:
+        with contextlib.suppress(OSError):  # it ended, as its frame will report
+            self._send({"stop": True})
+
     async def _read_frame(self) -> dict[str, Any]:
         (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
         if length > MAX_FRAME_BYTES:
@@ -145,7 +180,7 @@ class WorkerHandle:
             raise ValueError("a frame that is no object")  # noqa: TRY004 - a matter of protocol
         return frame
 
-    def _lost(self, error: Exception) -> WorkerLost:
+    def _lost(self, error: Exception) -> SandboxWorkerLost:
         said = ""
         if self._stderr is not None:
             with contextlib.suppress(OSError):
@@ -153,7 +188,11 @@ class WorkerHandle:
                 said = self._stderr.read().decode(errors="replace").strip()[-STDERR_CHARS:]
         self.kill()
         reason = str(error) or type(error).__name__
-        return WorkerLost(f"{said} ({reason})" if said else reason)
+        return SandboxWorkerLost(f"{said} ({reason})" if said else reason)
+
+
+def _limits(program: Program, wall_s: float) -> dict[str, Any]:
+    return {"cpu_s": program.cpu_s, "wall_s": wall_s, "memory_bytes": program.memory_bytes}
 
 
 def _children(pid: int) -> list[int]:

@@ -16,18 +16,18 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from headway.contracts.errors import ServiceError
-from headway.rollout.faces.error_shapes import Failure, failure_of
-from headway.rollout.sessions.chat import Reply
+from headway.dialects.error_shapes import ApiFailure, failure_of
+from headway.rollout.sessions.chat import TurnReply
 from headway.runtime.disconnect import unless_disconnected
 from headway.runtime.event_stream import EventStream
 
 WAIT_S = 10.0
 COMMENT = ": still generating\n\n"
-Work = Coroutine[Any, Any, Reply]
+Work = Coroutine[Any, Any, TurnReply]
 
 
 async def answer_whole(
-    request: Request, work: Work, whole: Callable[[Reply], dict[str, Any]]
+    request: Request, work: Work, whole: Callable[[TurnReply], dict[str, Any]]
 ) -> Response:
     """The reply in one piece; a client that goes away cancels the work."""
     return JSONResponse(whole(await unless_disconnected(request, work)))
@@ -36,8 +36,8 @@ async def answer_whole(
 async def answer_stream(
     request: Request,
     work: Work,
-    events: Callable[[Reply], Iterable[str]],
-    failed: Callable[[Failure], str],
+    events: Callable[[TurnReply], Iterable[str]],
+    failed: Callable[[ApiFailure], str],
 ) -> Response:
     """The reply as events.
 
@@ -57,9 +57,9 @@ async def answer_stream(
 
 
 async def _events(
-    playing: asyncio.Task[Reply],
-    events: Callable[[Reply], Iterable[str]],
-    failed: Callable[[Failure], str],
+    playing: asyncio.Task[TurnReply],
+    events: Callable[[TurnReply], Iterable[str]],
+    failed: Callable[[ApiFailure], str],
 ) -> AsyncGenerator[str]:
     try:
         while not playing.done():
@@ -79,7 +79,7 @@ def event(body: dict[str, Any], name: str | None = None) -> str:
     return f"{head}data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
-def metadata_of(reply: Reply) -> dict[str, str]:
+def metadata_of(reply: TurnReply) -> dict[str, str]:
     """The turn's number, for its reward, and the newest version that sampled it, as text."""
     versions = [version for version, _, _ in reply.response.version_runs]
     known = {"weight_version": str(max(versions))} if versions else {}

@@ -1,4 +1,4 @@
-"""What a client asks of a session, and what it is played with; the words of an API are left behind."""
+"""Requests of a client to a session, and the session's replies, independent of the API's words."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from pydantic import ValidationError
 
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.types import LLMResponse
-from headway.rollout.faces.error_shapes import InvalidField
-from headway.rollout.tokenizer import TextTokenizer
-from headway.rollout.tool_calls import ToolCall
-from headway.rollout.workflows.base import Generate
+from headway.dialects.error_shapes import InvalidField
+from headway.rollout.trajectories.sample import Generate
+from headway.runtime.offload import size_of
+from headway.text.tokenizer import TextTokenizer
+from headway.text.tool_calls import ToolCall
 
 Message = dict[str, Any]
-"""As a chat template sees it: role, content, tool_calls (arguments as an object), tool_call_id."""
+"""Message as a chat template sees it: role, content, tool_calls (arguments as an object),
+tool_call_id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +52,30 @@ class Chat:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class TurnRequest:
     """One request of a client."""
 
     messages: Sequence[Message]
     gconfig: SamplingConfig
     tools: Sequence[Mapping[str, Any]] = ()
-    """What the model may call, as its template sees it; without any, no calls are read."""
+    """Tools that the model may call, as its template sees them; without any, no calls are read."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
     top_logprobs: int = 0
     max_calls: int | None = None
-    """Tool calls that the client is told of, at most."""
+    """Maximum number of tool calls that the client receives."""
+
+    @property
+    def size(self) -> int:
+        """Characters that a chat template reads, for `offload`."""
+        return size_of([self.messages, self.tools, dict(self.template_args)])
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """What came of it."""
+class TurnReply:
+    """Reply to a turn's request."""
 
     number: int
-    """Of the turn, from 0."""
+    """Number of the turn, from 0."""
     prompt_ids: tuple[int, ...]
     response: LLMResponse
     text: str

@@ -14,20 +14,20 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from headway.contracts.http.paths import SESSION_OPENAI
-from headway.rollout.faces.error_shapes import FAILURES, Failure, InvalidField, route_in
-from headway.rollout.faces.openai.chat_request import ChatRequest
-from headway.rollout.faces.openai.errors import openai_error
-from headway.rollout.faces.openai.fields import SAMPLING_NAMES
-from headway.rollout.faces.openai.logprobs import TokenNames, token_records
-from headway.rollout.sessions.access import Entered
+from headway.dialects.error_shapes import FAILURES, ApiFailure, InvalidField, route_in
+from headway.dialects.openai.chat_request import ChatRequest
+from headway.dialects.openai.errors import openai_error
+from headway.dialects.openai.fields import SAMPLING_NAMES
+from headway.dialects.openai.logprobs import TokenNames, token_records
+from headway.rollout.sessions.access import Entered, enter
 from headway.rollout.sessions.answers import answer_stream, answer_whole, event, metadata_of
-from headway.rollout.sessions.chat import Ask, Chat, Reply
-from headway.rollout.tool_calls import ToolCall
+from headway.rollout.sessions.chat import Chat, TurnReply, TurnRequest
+from headway.text.tool_calls import ToolCall
 
 MODEL = "policy"
-"""How the session's model is listed; requests may call it by any name."""
+"""Name under which the session's model is listed; requests may call it by any name."""
 
-chat_routes = APIRouter(route_class=route_in(openai_error), responses=FAILURES)
+chat_routes = APIRouter(route_class=route_in(openai_error, enter), responses=FAILURES)
 
 
 @chat_routes.get(SESSION_OPENAI + "/models")
@@ -40,19 +40,19 @@ async def models(session: Entered) -> dict[str, Any]:
 @chat_routes.post(SESSION_OPENAI + "/chat/completions", response_class=Response)
 async def chat_completions(body: ChatRequest, session: Entered, request: Request) -> Response:
     answer = ChatAnswer(body, session.chat)
-    work = session.play(ask_of(body, session.chat))
+    work = session.run_turn(ask_of(body, session.chat))
     if body.stream:
         return await answer_stream(request, work, answer.events, failed_event)
     return await answer_whole(request, work, answer.whole)
 
 
-def failed_event(failure: Failure) -> str:
-    """What a stream says of a failure."""
+def failed_event(failure: ApiFailure) -> str:
+    """Return the event by which a stream reports a failure."""
     return event(openai_error(failure))
 
 
-def ask_of(body: ChatRequest, chat: Chat) -> Ask:
-    """What the request asks of the session.
+def ask_of(body: ChatRequest, chat: Chat) -> TurnRequest:
+    """Convert a request of the API to one of the session.
 
     Raises:
         InvalidField: it asks for more than one choice, or contradicts itself.
@@ -61,7 +61,7 @@ def ask_of(body: ChatRequest, chat: Chat) -> Ask:
     if body.num_choices > 1:
         raise InvalidField("a session samples one answer per request; send n=1, or ask again", "n")
     given = {**body.given(), "max_new_tokens": body.max_new_tokens}
-    return Ask(
+    return TurnRequest(
         messages=[message.rendered() for message in body.messages],
         gconfig=chat.sampling(given, SAMPLING_NAMES),
         tools=[tool.rendered() for tool in body.offered_tools],
@@ -83,7 +83,7 @@ class ChatAnswer:
             "model": body.model,
         }
 
-    def whole(self, reply: Reply) -> dict[str, Any]:
+    def whole(self, reply: TurnReply) -> dict[str, Any]:
         """The completion in one piece."""
         message: dict[str, Any] = {
             "role": "assistant",
@@ -107,7 +107,7 @@ class ChatAnswer:
             "metadata": metadata_of(reply),
         }
 
-    def events(self, reply: Reply) -> Iterator[str]:
+    def events(self, reply: TurnReply) -> Iterator[str]:
         """The completion in chunks."""
         yield self._chunk({"role": "assistant", "content": ""})
         if reply.text or self._names is not None:
@@ -128,7 +128,7 @@ class ChatAnswer:
         body = {**self._head, "object": "chat.completion.chunk", "choices": [only]}
         return event(body if metadata is None else {**body, "metadata": metadata})
 
-    def _logprobs(self, reply: Reply) -> dict[str, Any] | None:
+    def _logprobs(self, reply: TurnReply) -> dict[str, Any] | None:
         if self._names is None:
             return None
         response = reply.response
@@ -137,7 +137,7 @@ class ChatAnswer:
         )
         return {"content": records, "refusal": None}
 
-    def _extension(self, reply: Reply) -> dict[str, Any]:
+    def _extension(self, reply: TurnReply) -> dict[str, Any]:
         if not self._body.return_token_ids:
             return {}
         return {
@@ -147,13 +147,13 @@ class ChatAnswer:
         }
 
 
-def _finish_reason(reply: Reply) -> str:
+def _finish_reason(reply: TurnReply) -> str:
     if reply.response.stop_reason == "stop":
         return "tool_calls" if reply.calls else "stop"
     return "length"
 
 
-def _usage(reply: Reply) -> dict[str, Any]:
+def _usage(reply: TurnReply) -> dict[str, Any]:
     prompt, completion = len(reply.prompt_ids), len(reply.response.output_tokens)
     return {
         "prompt_tokens": prompt,

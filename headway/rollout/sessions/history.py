@@ -2,8 +2,8 @@
 
 A node is a turn: the messages that a client added, and the answer. A request whose messages begin with
 those of a known node extends it: its prompt is the tokens that were prompted and sampled there, as they
-are, and the bridge to the next turn. A request that tells another history forks at the last turn that
-they share, or begins anew. So does one behind whose history the chat template cannot simply append.
+are, and the bridge to the next turn. A request with another history forks at the last turn that
+they share, or starts a tree. So does one whose history the chat template cannot simply extend.
 
 Each path from a root to a leaf is one trajectory, numbered by `branch`, where a turn's first
 continuation comes before its later ones. Shared turns are in the loss of the first branch only: in
@@ -20,10 +20,10 @@ from typing import Any
 
 from headway.contracts.errors import DataError
 from headway.contracts.types import LLMResponse, RewardResult, Trajectory
-from headway.rollout.sessions.chat import Ask, Message
-from headway.rollout.tokenizer import STAND_IN, TextTokenizer
-from headway.rollout.workflows.base import Sample
-from headway.rollout.workflows.transcript import Transcript
+from headway.rollout.sessions.chat import Message, TurnRequest
+from headway.rollout.trajectories.sample import Sample
+from headway.rollout.trajectories.transcript import Transcript
+from headway.text.tokenizer import STAND_IN, TextTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +36,15 @@ class Node:
     number: int
     """Turns are counted from 0 in the order in which they were answered."""
     seen: tuple[Message, ...]
-    """What a client sends of this turn: the messages it added, and the answer; see `_plain`."""
+    """Messages that a client sends of this turn: those that it added, and the answer; see
+    `_plain`."""
     shown: list[int]
     """Tokens that the policy was shown since the parent's answer."""
     response: LLMResponse
     children: list[Node] = field(default_factory=list)
 
     def path(self) -> list[Node]:
-        """From the root to this one."""
+        """Return the nodes from the root to this one."""
         nodes: list[Node] = [self]
         while (parent := nodes[-1].parent) is not None:
             nodes.append(parent)
@@ -57,8 +58,8 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a request stands in the tree, before it is answered."""
+class TreePosition:
+    """Position of a request in the tree, before it is answered."""
 
     parent: Node | None
     setting: str
@@ -67,17 +68,18 @@ class Place:
     prompt_ids: tuple[int, ...]
 
 
-class History:
+class HistoryTree:
     """Every turn of a session."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         self._roots: dict[str, list[Node]] = {}
-        """By setting: the tools and variables that a template writes in front of everything."""
+        """Roots by setting: the tools and variables that a template writes in front of
+        everything."""
         self.nodes: list[Node] = []
-        """In the order in which they were answered."""
+        """Nodes in the order in which they were answered."""
 
-    def place(self, ask: Ask) -> Place:
+    def place(self, ask: TurnRequest) -> TreePosition:
         """Find the turn that a request extends, and the tokens of its prompt.
 
         Raises:
@@ -87,11 +89,11 @@ class History:
         plain = tuple(_plain(message) for message in ask.messages)
         parent, count = self._find(setting, plain)
         if parent is not None and (shown := self._bridge(parent, ask, count)) is not None:
-            return Place(parent, setting, plain[count:], shown, (*parent.ids(), *shown))
+            return TreePosition(parent, setting, plain[count:], shown, (*parent.ids(), *shown))
         shown = self._tokenizer.encode_chat(ask.messages, ask.tools, ask.template_args)
-        return Place(None, setting, plain, shown, tuple(shown))
+        return TreePosition(None, setting, plain, shown, tuple(shown))
 
-    def add(self, place: Place, answer: Message, response: LLMResponse) -> Node:
+    def add(self, place: TreePosition, answer: Message, response: LLMResponse) -> Node:
         """Record what came of a request."""
         node = Node(
             parent=place.parent,
@@ -136,7 +138,7 @@ class History:
     def _find(self, setting: str, plain: Sequence[Message]) -> tuple[Node | None, int]:
         """The last turn that these messages go on from, and how many of them lead up to it.
 
-        Of turns that a client cannot tell apart, the one that nobody went on from.
+        Return, of turns that a client cannot distinguish, the one that was not continued.
         """
         found: list[tuple[Node, int]] = []
         level = [(node, 0) for node in self._roots.get(setting, [])]
@@ -152,7 +154,7 @@ class History:
             return None, 0
         return max(found, key=lambda one: (one[1], not one[0].children))
 
-    def _bridge(self, parent: Node, ask: Ask, count: int) -> list[int] | None:
+    def _bridge(self, parent: Node, ask: TurnRequest, count: int) -> list[int] | None:
         """Tokens between an answer and the next one; None if the template does more than append."""
         *before, last = parent.path()
         sampled = {"role": "assistant", "content": STAND_IN}
@@ -181,7 +183,8 @@ class History:
 
 
 def _plain(message: Message) -> Message:
-    """What must be equal for two messages to be the same: absent, null and empty content are."""
+    """Return the part of a message that must be equal for two to be the same: absent, null and
+    empty content are."""
     kept: dict[str, Any] = {
         "role": message["role"],
         "content": message.get("content") or "",

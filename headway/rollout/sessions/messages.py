@@ -10,32 +10,32 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from headway.contracts.http.paths import SESSION_ANTHROPIC
-from headway.rollout.faces.anthropic.errors import anthropic_error
-from headway.rollout.faces.anthropic.request import SAMPLING_NAMES, MessagesRequest
-from headway.rollout.faces.error_shapes import FAILURES, Failure, route_in
-from headway.rollout.sessions.access import Entered
+from headway.dialects.anthropic.errors import anthropic_error
+from headway.dialects.anthropic.request import SAMPLING_NAMES, MessagesRequest
+from headway.dialects.error_shapes import FAILURES, ApiFailure, route_in
+from headway.rollout.sessions.access import Entered, enter
 from headway.rollout.sessions.answers import answer_stream, answer_whole, event
-from headway.rollout.sessions.chat import Ask, Chat, Reply
+from headway.rollout.sessions.chat import Chat, TurnReply, TurnRequest
 
-message_routes = APIRouter(route_class=route_in(anthropic_error), responses=FAILURES)
+message_routes = APIRouter(route_class=route_in(anthropic_error, enter), responses=FAILURES)
 
 
 @message_routes.post(SESSION_ANTHROPIC + "/v1/messages", response_class=Response)
 async def messages(body: MessagesRequest, session: Entered, request: Request) -> Response:
     answer = MessageAnswer(body)
-    work = session.play(_ask_of(body, session.chat))
+    work = session.run_turn(_ask_of(body, session.chat))
     if body.stream:
         return await answer_stream(request, work, answer.events, _failed_event)
     return await answer_whole(request, work, answer.whole)
 
 
-def _failed_event(failure: Failure) -> str:
+def _failed_event(failure: ApiFailure) -> str:
     return event(anthropic_error(failure), "error")
 
 
-def _ask_of(body: MessagesRequest, chat: Chat) -> Ask:
+def _ask_of(body: MessagesRequest, chat: Chat) -> TurnRequest:
     is_single = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
-    return Ask(
+    return TurnRequest(
         messages=body.rendered(),
         gconfig=chat.sampling(body.given(), SAMPLING_NAMES),
         tools=body.offered_tools(),
@@ -50,7 +50,7 @@ class MessageAnswer:
         self._id = f"msg_{uuid.uuid4().hex}"
         self._model = body.model
 
-    def whole(self, reply: Reply) -> dict[str, Any]:
+    def whole(self, reply: TurnReply) -> dict[str, Any]:
         """The message in one piece."""
         return {
             **self._head(reply),
@@ -59,7 +59,7 @@ class MessageAnswer:
             "usage": _usage(reply, len(reply.response.output_tokens)),
         }
 
-    def events(self, reply: Reply) -> Iterator[str]:
+    def events(self, reply: TurnReply) -> Iterator[str]:
         """The message as its events."""
         head = {**self._head(reply), "content": [], "stop_reason": None, "stop_sequence": None}
         yield _named({"type": "message_start", "message": {**head, "usage": _usage(reply, 0)}})
@@ -70,7 +70,7 @@ class MessageAnswer:
         yield _named({"type": "message_delta", "delta": _stop(reply), "usage": usage})
         yield _named({"type": "message_stop"})
 
-    def _head(self, reply: Reply) -> dict[str, Any]:
+    def _head(self, reply: TurnReply) -> dict[str, Any]:
         return {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
 
 
@@ -78,7 +78,7 @@ def _named(body: dict[str, Any]) -> str:
     return event(body, body["type"])
 
 
-def _content(reply: Reply) -> list[dict[str, Any]]:
+def _content(reply: TurnReply) -> list[dict[str, Any]]:
     """Text, if there is any or nothing else, and then the calls."""
     texts = [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
     calls = reply.message.get("tool_calls", ())
@@ -106,7 +106,7 @@ def _steps(block: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _stop(reply: Reply) -> dict[str, Any]:
+def _stop(reply: TurnReply) -> dict[str, Any]:
     """Why the answer ended; a model that calls tools waits for them, however it ended."""
     response = reply.response
     if response.stop_reason != "stop":
@@ -118,8 +118,8 @@ def _stop(reply: Reply) -> dict[str, Any]:
     return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-def _usage(reply: Reply, output_tokens: int) -> dict[str, Any]:
-    """What was cached is counted apart, as Anthropic does."""
+def _usage(reply: TurnReply, output_tokens: int) -> dict[str, Any]:
+    """Return the usage; cached tokens are counted apart, as Anthropic does."""
     cached = reply.response.cached_tokens
     return {
         "input_tokens": len(reply.prompt_ids) - cached,

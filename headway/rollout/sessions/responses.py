@@ -14,37 +14,37 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from headway.contracts.http.paths import SESSION_OPENAI
-from headway.rollout.faces.error_shapes import FAILURES, Failure, InvalidField, route_in
-from headway.rollout.faces.openai.errors import openai_error
-from headway.rollout.faces.openai.responses_request import SAMPLING_NAMES, ResponsesRequest
-from headway.rollout.sessions.access import Entered
+from headway.dialects.error_shapes import FAILURES, ApiFailure, InvalidField, route_in
+from headway.dialects.openai.errors import openai_error
+from headway.dialects.openai.responses_request import SAMPLING_NAMES, ResponsesRequest
+from headway.rollout.sessions.access import Entered, enter
 from headway.rollout.sessions.answers import answer_stream, answer_whole, event, metadata_of
-from headway.rollout.sessions.chat import Ask, Message, Reply
+from headway.rollout.sessions.chat import Message, TurnReply, TurnRequest
 from headway.rollout.sessions.chat_completions import MODEL
 from headway.rollout.sessions.session import Session
-from headway.rollout.tool_calls import ToolCall
+from headway.text.tool_calls import ToolCall
 
-response_routes = APIRouter(route_class=route_in(openai_error), responses=FAILURES)
+response_routes = APIRouter(route_class=route_in(openai_error, enter), responses=FAILURES)
 
 
 @response_routes.post(SESSION_OPENAI + "/responses", response_class=Response)
 async def responses(body: ResponsesRequest, session: Entered, request: Request) -> Response:
     answer = ResponseAnswer(body)
-    work = _play(body, session, answer.id)
+    work = _run_turn(body, session, answer.id)
     if body.stream:
         return await answer_stream(request, work, answer.events, _failed_event)
     return await answer_whole(request, work, answer.whole)
 
 
-async def _play(body: ResponsesRequest, session: Session, response_id: str) -> Reply:
+async def _run_turn(body: ResponsesRequest, session: Session, response_id: str) -> TurnReply:
     said = [*_earlier(body, session), *body.new_messages()]
-    ask = Ask(
+    ask = TurnRequest(
         messages=[*body.instruction(), *said],
         gconfig=session.chat.sampling(body.given(), SAMPLING_NAMES),
         tools=body.offered_tools(),
         max_calls=1 if body.parallel_tool_calls is False else None,
     )
-    reply = await session.play(ask)
+    reply = await session.run_turn(ask)
     if body.store is not False:
         session.answers[response_id] = [*said, reply.message]
     return reply
@@ -64,7 +64,7 @@ def _earlier(body: ResponsesRequest, session: Session) -> list[Message]:
     return known
 
 
-def _failed_event(failure: Failure) -> str:
+def _failed_event(failure: ApiFailure) -> str:
     told = {"code": failure.code, "message": failure.message, "param": failure.param}
     return event({"type": "error", "sequence_number": 0, **told}, "error")
 
@@ -77,7 +77,7 @@ class ResponseAnswer:
         self._body = body
         self._created = int(time.time())
 
-    def whole(self, reply: Reply) -> dict[str, Any]:
+    def whole(self, reply: TurnReply) -> dict[str, Any]:
         """The response in one piece."""
         is_cut = reply.response.stop_reason == "length"
         return {
@@ -88,7 +88,7 @@ class ResponseAnswer:
             "usage": _usage(reply),
         }
 
-    def events(self, reply: Reply) -> Iterator[str]:
+    def events(self, reply: TurnReply) -> Iterator[str]:
         """The response as its events."""
         whole = self.whole(reply)
         started = self._envelope("in_progress")
@@ -131,7 +131,7 @@ class ResponseAnswer:
         }
 
 
-def _output(reply: Reply) -> list[dict[str, Any]]:
+def _output(reply: TurnReply) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     status = "incomplete" if reply.response.stop_reason == "length" else "completed"
     if reply.text or not reply.calls:
@@ -179,7 +179,7 @@ def _call_steps(item: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _usage(reply: Reply) -> dict[str, Any]:
+def _usage(reply: TurnReply) -> dict[str, Any]:
     prompt, completion = len(reply.prompt_ids), len(reply.response.output_tokens)
     cached = {"cached_tokens": reply.response.cached_tokens, "cache_write_tokens": 0}
     return {

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-import time
 import uuid
 from collections.abc import Sequence
 
@@ -29,29 +28,32 @@ from headway.contracts.errors import (
 )
 from headway.contracts.http.sessions import SessionEndRequest
 from headway.contracts.types import LLMRequest, LLMResponse, RewardResult, Trajectory
-from headway.rollout.faces.error_shapes import InvalidField
-from headway.rollout.sessions.chat import Ask, Chat, Message, Reply
-from headway.rollout.sessions.history import History
-from headway.rollout.text import TextStream, text_of
-from headway.rollout.tool_calls import ToolCall, ToolCallStream
-from headway.rollout.workflows.base import Sample
+from headway.dialects.error_shapes import InvalidField
+from headway.rollout.sessions.chat import Chat, Message, TurnReply, TurnRequest
+from headway.rollout.sessions.history import HistoryTree
+from headway.rollout.trajectories.sample import Sample
+from headway.runtime.clock import monotonic
+from headway.runtime.offload import offload
+from headway.text.streaming import TextStream, text_of
+from headway.text.tool_calls import ToolCall, ToolCallStream
 
 KEY_BYTES = 16
 SEEDS = 2**63
 HARMLESS = (BackendError, DataError, InvalidField, QueueFull, RequestTimeout, RequestTooLong)
-"""What a client may mend or try again; everything else that the sampler raises ends the session."""
+"""Errors that a client may correct or try again; everything else that the sampler raises ends the
+session."""
 
 
 class Session:
-    """The turns of one sample, played by a client."""
+    """The turns of one sample, run by a client."""
 
     def __init__(self, sample: Sample, chat: Chat, config: SessionsConfig) -> None:
         self.id = f"session-{uuid.uuid4().hex}"
         self.key = secrets.token_hex(KEY_BYTES)
         self.sample = sample
         self.chat = chat
-        self.history = History(chat.tokenizer)
-        self.opened_at = time.monotonic()
+        self.history = HistoryTree(chat.tokenizer)
+        self.opened_at = monotonic()
         self.answers: dict[str, list[Message]] = {}
         """Conversations that a client may go on from by the id of an answer (OpenAI's responses)."""
         self._config = config
@@ -63,15 +65,15 @@ class Session:
         self._why = ""
 
     def admits(self, key: str) -> bool:
-        """Whether this is the session's key, in constant time."""
+        """True if this is the session's key, compared in constant time."""
         return hmac.compare_digest(key.encode(), self.key.encode())
 
     @property
     def is_over(self) -> bool:
-        """Whether it takes no more requests."""
+        """True if it takes no more requests."""
         return self._over.done()
 
-    async def play(self, ask: Ask) -> Reply:
+    async def run_turn(self, ask: TurnRequest) -> TurnReply:
         """Answer one request.
 
         Raises:
@@ -89,29 +91,29 @@ class Session:
         self._in_flight += 1
         is_answered = False
         try:
-            place = self.history.place(ask)
+            place = await offload(ask.size, self.history.place, ask)
             response = await self._sample(self._request(place.prompt_ids, ask, number))
-            text, calls = self._read(ask, response)
+            text, calls = await offload(len(response.output_tokens), self._read, ask, response)
             message: Message = {"role": "assistant", "content": text}
             if calls:
                 message["tool_calls"] = [call.rendered() for call in calls]
             node = self.history.add(place, message, response)
             is_answered = True
-            return Reply(node.number, place.prompt_ids, response, text, calls, message)
+            return TurnReply(node.number, place.prompt_ids, response, text, calls, message)
         finally:
             self._num_asked -= not is_answered
             self._in_flight -= 1
-            self._used_at = time.monotonic()
+            self._used_at = monotonic()
 
     def end(self, request: SessionEndRequest, is_judged: bool = True) -> None:
         """Take the client's last word; the same one again changes nothing.
 
         Args:
-            is_judged: the rollout has a reward that judges where the client gives none.
+            is_judged: the rollout has a reward that scores where the client gives none.
         Raises:
             Conflict: it ended with another one.
             SessionEnded: it ended without one.
-            InvalidField: no turn was played, or not one that is rewarded, or nobody rewards.
+            InvalidField: no turn was made, or not one that is rewarded, or there is no reward.
         """
         if self._over.done() and self._over.exception() is None:
             if self._over.result() != request:
@@ -121,13 +123,13 @@ class Session:
         turns = len(self.history.nodes)
         if request.failed is None and not turns:
             raise InvalidField(
-                "no turn was played: there is nothing to train on; send failed", "failed"
+                "no turn was made: there is nothing to train on; send failed", "failed"
             )
         if request.failed is None and request.reward is None and not is_judged:
             raise InvalidField("the session was submitted without a reward; send one", "reward")
         if unknown := sorted(turn for turn in request.turn_rewards if not 0 <= turn < turns):
             raise InvalidField(
-                f"turn_rewards names the turns {unknown[:8]}; {turns} were played, counted from 0",
+                f"turn_rewards names the turns {unknown[:8]}; {turns} were made, counted from 0",
                 "turn_rewards",
             )
         self._over.set_result(request)
@@ -141,7 +143,7 @@ class Session:
         """
         idle_s = self._config.idle_timeout_s
         while True:
-            left_s = idle_s if self._in_flight else self._used_at + idle_s - time.monotonic()
+            left_s = idle_s if self._in_flight else self._used_at + idle_s - monotonic()
             if left_s <= 0:
                 raise WorkflowError(
                     f"no request for sessions.idle_timeout_s={idle_s:g} s; the agent never ended the "
@@ -154,7 +156,7 @@ class Session:
     def close(self, why: str) -> None:
         """Take no more requests; those in flight fail with this reason."""
         self._break(SessionEnded(why))
-        self.history = History(
+        self.history = HistoryTree(
             self.chat.tokenizer
         )  # a session is remembered longer than its tokens
         self.answers.clear()
@@ -170,7 +172,7 @@ class Session:
             raise SessionEnded(self._why or "the session has ended; open another")
 
     def trajectories(self, result: RewardResult, end: SessionEndRequest) -> Sequence[Trajectory]:
-        """Its branches, with the rewards that were given."""
+        """Return the trajectories of its branches, with the rewards that were given."""
         return self.history.trajectories(self.sample, result, end.turn_rewards)
 
     async def _sample(self, request: LLMRequest) -> LLMResponse:
@@ -194,7 +196,7 @@ class Session:
             self._over.set_exception(error)
             self._over.exception()  # looked at: nobody may be waiting for it
 
-    def _request(self, prompt_ids: tuple[int, ...], ask: Ask, number: int) -> LLMRequest:
+    def _request(self, prompt_ids: tuple[int, ...], ask: TurnRequest, number: int) -> LLMRequest:
         gconfig = ask.gconfig
         seed = self.chat.gconfig.seed
         if (
@@ -210,8 +212,8 @@ class Session:
             metadata={"group_id": self.sample.prompt.group_id, "session_id": self.id},
         )
 
-    def _read(self, ask: Ask, response: LLMResponse) -> tuple[str, tuple[ToolCall, ...]]:
-        """What the client is told: text, and calls."""
+    def _read(self, ask: TurnRequest, response: LLMResponse) -> tuple[str, tuple[ToolCall, ...]]:
+        """Return the text and the calls that the client receives."""
         gconfig = ask.gconfig
         stream = TextStream(self.chat.tokenizer, gconfig.stop, gconfig.stop_token_ids)
         text = text_of(response, stream)

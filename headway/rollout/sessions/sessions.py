@@ -1,16 +1,15 @@
-"""The sessions of one gateway, in its memory: opened by rollouts in play, found by their clients.
+"""The sessions of one gateway, in its memory: opened by running rollouts, found by their clients.
 
-A session lives as long as the workflow that opened it. If its gateway dies, the rollout is played anew:
+A session lives as long as the workflow that opened it. If its gateway dies, the rollout is run again:
 then the old id is unknown, and asking for a session with the same `rollout_id` finds the new one. What
-ended is remembered for a while, so that a late request hears so.
+ended is remembered for a while, so that a late request is answered with that.
 
-Who waits: `until_open` for a rollout to come into play, `open` for a place; both on `_changed`.
+Who waits: `until_open` for a rollout to start, `open` for a place; both on `_changed`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -19,28 +18,32 @@ from headway.contracts.config.gateway import SessionsConfig
 from headway.contracts.errors import ConfigError, NotFound, QueueFull, Unauthorized
 from headway.contracts.http import paths
 from headway.contracts.http.sessions import SessionResponse
-from headway.rollout.sessions.board import Board
 from headway.rollout.sessions.chat import Chat
 from headway.rollout.sessions.session import Session
-from headway.rollout.signal import Signal
-from headway.rollout.workflows.base import Sample
+from headway.rollout.sessions.session_directory import SessionDirectory
+from headway.rollout.trajectories.sample import Sample
+from headway.runtime.clock import monotonic
+from headway.runtime.tasks import Signal
 
 REMEMBERED = 4096
 """Ended sessions that are remembered; the one that ended first is forgotten."""
 RETRY_AFTER_S = 5.0
 LOOK_S = 0.2
-"""Between looks at what other gateways opened."""
+"""Seconds between looks at what other gateways opened."""
 
 
 class Sessions:
-    """`SessionDesk`, and what the routes need of it."""
+    """`SessionOpener`, and what the routes need of it."""
 
     def __init__(
-        self, config: SessionsConfig, lifetime_s: float = 600.0, board: Board | None = None
+        self,
+        config: SessionsConfig,
+        lifetime_s: float = 600.0,
+        board: SessionDirectory | None = None,
     ) -> None:
         """Args:
         config: bounds.
-        lifetime_s: seconds after which a rollout in play fails (`executor.rollout_timeout_s`).
+        lifetime_s: seconds after which a running rollout fails (`executor.rollout_timeout_s`).
         board: sessions of gateways that share the ledger; None if no other does.
         """
         self.board = board
@@ -71,7 +74,7 @@ class Sessions:
                 yield session
         finally:
             del self._open[session.id]
-            session.close("the session has ended; its rollout is not in play any more")
+            session.close("the session has ended; its rollout is not running any more")
             self._remember(session)
             self._changed.notify()
 
@@ -114,9 +117,9 @@ class Sessions:
         return None
 
     async def until_open(
-        self, rollout_id: str, base_url: str, timeout_s: float
+        self, rollout_id: str, base_url: str | None, timeout_s: float
     ) -> SessionResponse | None:
-        """Wait until a rollout is in play, and say where; None if it is not within the time."""
+        """Wait until a rollout is running, and return its session; None if it is not within the time."""
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -138,26 +141,26 @@ class Sessions:
         """The session, open or ended lately, whose key this is.
 
         Raises:
-            NotFound: nobody knows it.
+            NotFound: it is unknown.
             Unauthorized: it is another key.
         """
         session = self._open.get(session_id) or self._ended.get(session_id)
         if session is None:
             raise NotFound(
                 f"session {session_id[:64]!r} is not known here: it ended long ago, or its gateway "
-                "began anew; open it again with its rollout_id"
+                "started over; open it again with its rollout_id"
             )
         if not session.admits(key):
             raise Unauthorized("this is not the session's key; send the api_key that came with it")
         return session
 
     def describe(self, session: Session, base_url: str | None = None) -> SessionResponse:
-        """What a client needs to play.
+        """Return what a client needs to run the session.
 
         Args:
-            base_url: what the client reached this gateway by; None takes `address`.
+            base_url: what the client reached this gateway by, if that is its name; None: `address`.
         Raises:
-            ConfigError: nobody knows where the gateway is reached.
+            ConfigError: the gateway's own URL is unknown.
         """
         base = self._config.public_url or base_url or self.address
         if base is None:
@@ -165,7 +168,7 @@ class Sessions:
                 "where agents reach this gateway is not known; set sessions.public_url"
             )
         base = base.rstrip("/")
-        left_s = session.opened_at + self._lifetime_s - time.monotonic()
+        left_s = session.opened_at + self._lifetime_s - monotonic()
         return SessionResponse(
             session_id=session.id,
             rollout_id=session.sample.rollout_id,

@@ -1,7 +1,7 @@
 """Tools by name: what a policy may call in the middle of an answer.
 
-A tool is made per rollout with the arguments that the rollout names, told to the model as a JSON schema,
-and called with what the model wrote. A mistake of the model is told to the model (`ToolError`); an
+A tool is made per rollout with the arguments that it names, shown to the model as a JSON schema,
+and called with what the model wrote. A mistake of the model is shown to the model (`ToolError`); an
 outage is raised, and fails or repeats the rollout: it never becomes a result.
 """
 
@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from headway.contracts.config.base import PartConfig
+from headway.contracts.config.base import ComponentConfig
 from headway.contracts.registry import Registry
-from headway.rollout.facilities import Facilities
-from headway.rollout.parts import args_model, build_part
+from headway.rollout.components.arguments import args_model, build_component
+from headway.rollout.components.shared_services import SharedServices
 
 
 class ToolError(Exception):
-    """The model called a tool wrongly; the text tells it how."""
+    """The model called a tool wrongly; the text explains how."""
 
 
 class Tool(Protocol):
@@ -25,17 +25,17 @@ class Tool(Protocol):
 
     @property
     def name(self) -> str:
-        """What the model calls it."""
+        """Name by which the model calls it."""
 
     @property
     def description(self) -> str:
-        """What it does, for the model."""
+        """Description of the tool, for the model."""
 
     @property
     def parameters(self) -> Mapping[str, Any]:
         """JSON schema of its arguments, an object."""
 
-    async def call(self, arguments: Mapping[str, Any], facilities: Facilities) -> str:
+    async def call(self, arguments: Mapping[str, Any], services: SharedServices) -> str:
         """The result, as the model reads it.
 
         Args:
@@ -63,14 +63,14 @@ def register_tool(name: str, target: str | Callable[..., Tool]) -> None:
     TOOLS.register(name, target)
 
 
-def make_tool(config: PartConfig) -> Tool:
+def make_tool(config: ComponentConfig) -> Tool:
     """Build a tool.
 
     Raises:
         UnknownName: nobody registered the name.
         ConfigError: the arguments do not fit.
     """
-    return build_part(TOOLS.get(config.name), "tool", config.name, config.args)
+    return build_component(TOOLS.get(config.name), "tool", config.name, config.args)
 
 
 def tool_schema(name: str) -> dict[str, Any]:

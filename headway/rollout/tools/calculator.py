@@ -8,12 +8,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from headway.rollout.facilities import Facilities
+from headway.rollout.components.shared_services import SharedServices
 from headway.rollout.tools.base import ToolError, one_text, read_text
 
 MAX_CHARS = 1024
 MAX_BITS = 4096
-"""Of a whole number on the way: larger ones take long to compute and to write."""
+"""Maximum bits of an intermediate whole number: larger ones take long to compute and to write."""
 ALPHABET = re.compile(r"[0-9eE_.+\-*/%()\s]*")
 
 Number = int | float
@@ -40,7 +40,7 @@ class Calculator:
     description = "Evaluates an arithmetic expression with + - * / // % ** and brackets."
     parameters = one_text("expression", "The expression, for example (3 + 4) * 2.5")
 
-    async def call(self, arguments: Mapping[str, Any], facilities: Facilities) -> str:
+    async def call(self, arguments: Mapping[str, Any], services: SharedServices) -> str:
         return str(calculate(read_text(arguments, "expression")))
 
 

@@ -8,13 +8,18 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from headway.rollout.facilities import Facilities
+from headway.contracts.errors import BackendError
+from headway.rollout.components.shared_services import SharedServices
+from headway.runtime.offload import size_of
+
+MAX_SIZE = 1 << 18
+"""Maximum size of an answer that is no text; a text is cut to what the model may read."""
 
 
 class HttpTool:
     """Calls one URL, which `outbound.allow` must cover, with the model's arguments as JSON.
 
-    The service tells the model of its mistakes itself, with status 200; any other status is an outage.
+    The service reports the model's mistakes itself, with status 200; any other status is an outage.
     """
 
     def __init__(
@@ -42,6 +47,13 @@ class HttpTool:
         self._url = url
         self._timeout_s = timeout_s
 
-    async def call(self, arguments: Mapping[str, Any], facilities: Facilities) -> str:
-        answer = await facilities.outbound.post(self._url, dict(arguments), self._timeout_s)
-        return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+    async def call(self, arguments: Mapping[str, Any], services: SharedServices) -> str:
+        answer = await services.outbound.post(self._url, dict(arguments), self._timeout_s)
+        if isinstance(answer, str):
+            return answer
+        size = size_of(answer, MAX_SIZE + 1)
+        if size > MAX_SIZE:
+            raise BackendError(
+                f"{self._url} answered with more than {MAX_SIZE} characters and values"
+            )
+        return json.dumps(answer, ensure_ascii=False)

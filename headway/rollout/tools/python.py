@@ -8,15 +8,21 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from headway.rollout.facilities import MAX_CPU_S, MAX_MEMORY_BYTES, Facilities, Outcome, Program
+from headway.rollout.components.shared_services import (
+    MAX_CPU_S,
+    MAX_MEMORY_BYTES,
+    Program,
+    ProgramResult,
+    SharedServices,
+)
 from headway.rollout.tools.base import one_text, read_text
 
 MAX_ERROR_CHARS = 2000
-"""Of a traceback, from its end: that is where it says what happened."""
+"""Maximum characters of a traceback, from its end: that is where it says what happened."""
 
 
 class Python:
-    """Runs Python in the sandbox; what it printed is the result. Every call starts anew."""
+    """Runs Python in the sandbox; what it printed is the result. Every call starts from nothing."""
 
     name = "python"
     description = "Runs a Python program and returns what it prints."
@@ -39,12 +45,12 @@ class Python:
             "", cpu_s=cpu_s, memory_bytes=memory_bytes, max_output_chars=max_output_chars
         )
 
-    async def call(self, arguments: Mapping[str, Any], facilities: Facilities) -> str:
+    async def call(self, arguments: Mapping[str, Any], services: SharedServices) -> str:
         program = replace(self._blank, source=read_text(arguments, "code"))
-        return _told(await facilities.sandbox.run(program))
+        return _told(await services.sandbox.run(program))
 
 
-def _told(outcome: Outcome) -> str:
+def _told(outcome: ProgramResult) -> str:
     if outcome.status == "ok":
         return outcome.stdout or "(the program printed nothing)"
     ended = f"[the program ended with {outcome.status.replace('_', ' ')}]"

@@ -1,8 +1,9 @@
 """Workflows by name: prompt -> scored trajectory.
 
 A workflow is made per rollout with the tokenizer, the sampling parameters and its own arguments
-(checked against its `Args` model), and plays each sample of the group with `run`. It sees generation,
-reward and the outside as a `Stage`, so the same workflow runs in a test, on one server and on a fleet.
+(checked against its `Args` model), and runs each sample of the group with `run`. It sees generation,
+reward and the outside as a `RolloutContext`, so the same workflow runs in a test, on one server and on a
+fleet.
 """
 
 from __future__ import annotations
@@ -10,52 +11,39 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel
 
+from headway.contracts.config.base import WorkflowRef
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import ConfigError
 from headway.contracts.http.sessions import SessionResponse
 from headway.contracts.registry import Registry
 from headway.contracts.types import (
-    LLMRequest,
-    LLMResponse,
     Prompt,
     RewardResult,
     Trajectory,
-    WorkflowRef,
 )
-from headway.rollout.facilities import Facilities
+from headway.rollout.components.shared_services import SharedServices
 from headway.rollout.rewards.base import Answer
-from headway.rollout.tokenizer import TextTokenizer
+from headway.rollout.sessions.chat import Chat
+from headway.rollout.sessions.session import Session
+from headway.rollout.trajectories.sample import Generate, Sample
 from headway.runtime.config import validate_config
+from headway.text.tokenizer import TextTokenizer
 
-if TYPE_CHECKING:  # they play with what is defined here
-    from headway.rollout.sessions.chat import Chat
-    from headway.rollout.sessions.session import Session
-
-Generate = Callable[[LLMRequest], Awaitable[LLMResponse]]
 Score = Callable[[Answer], Awaitable[RewardResult]]
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One trajectory to play."""
-
-    rollout_id: str
-    prompt: Prompt
-    index: int
-
-
-class SessionDesk(Protocol):
-    """Opens sessions, in which a client plays the turns of a sample."""
+class SessionOpener(Protocol):
+    """Opens sessions, in which a client runs the turns of a sample."""
 
     def open(self, sample: Sample, chat: Chat) -> AbstractAsyncContextManager[Session]:
         """Let a client in until the block ends; it waits while too many are open."""
 
     def describe(self, session: Session, base_url: str | None = None) -> SessionResponse:
-        """Where a session is played, and its key.
+        """Return the URLs of a session, and its key.
 
         Args:
             base_url: what the client reached this service by; None takes its own address.
@@ -63,29 +51,48 @@ class SessionDesk(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """What a workflow plays with."""
+class RolloutContext:
+    """Everything that a workflow uses to run one sample."""
 
     generate: Generate
     """Samples one sequence to its end; versions and retries are seen to."""
     score: Score
     """The reward that the rollout was submitted with."""
-    facilities: Facilities
-    sessions: SessionDesk | None = None
-    """Where somebody else plays the turns; None if this service keeps no sessions."""
+    services: SharedServices
+    sessions: SessionOpener | None = None
+    """Sessions, in which a client runs the turns; None if this service keeps none."""
+
+
+def prompt_size(prompt: Prompt) -> int:
+    """Characters or tokens, for `offload`."""
+    if prompt.input_ids is not None:
+        return len(prompt.input_ids)
+    return len(prompt.text or "") + sum(len(message.content) for message in prompt.messages or ())
+
+
+class HasOpening(Protocol):
+    """A workflow whose first request is known before it is run."""
+
+    def opening(self, prompt: Prompt) -> list[int]:
+        """The tokens of that request.
+
+        Raises:
+            DataError: it can never be run.
+            RequestTooLong: its text is too long to be encoded.
+        """
 
 
 class Workflow(Protocol):
-    """Plays one sample."""
+    """Runs one sample."""
 
     version: ClassVar[str]
-    """Changes whenever the same arguments would be played differently."""
+    """Version: changes whenever the same arguments would be run differently."""
     Args: ClassVar[type[BaseModel]]
 
     def __init__(self, tokenizer: TextTokenizer, gconfig: SamplingConfig, args: Any) -> None: ...
 
-    async def run(self, sample: Sample, stage: Stage) -> Sequence[Trajectory]:
-        """Play and score one sample; what it raises fails the rollout.
+    async def run(self, sample: Sample, context: RolloutContext) -> Sequence[Trajectory]:
+        """Run and score one sample; what it raises fails the rollout.
 
         Returns:
             One trajectory, or several where its history forked, numbered by `branch`.

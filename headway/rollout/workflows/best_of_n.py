@@ -1,4 +1,4 @@
-"""Several answers to one prompt, of which the best becomes the trajectory."""
+"""Several answers to one prompt; the best becomes the trajectory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from pydantic import BaseModel, Field
 
 from headway.contracts.config.base import Config
 from headway.contracts.config.sampling import SamplingConfig
-from headway.contracts.types import LLMResponse, RewardResult, Trajectory
-from headway.rollout.tokenizer import TextTokenizer
-from headway.rollout.workflows.base import Sample, Stage
-from headway.rollout.workflows.game import Game
+from headway.contracts.types import LLMResponse, Prompt, RewardResult, Trajectory
+from headway.rollout.trajectories.sample import Sample
+from headway.rollout.workflows.base import RolloutContext, prompt_size
+from headway.rollout.workflows.turn_sampler import TurnSampler
+from headway.runtime.offload import offload
+from headway.text.tokenizer import TextTokenizer
 
 
 class BestOfNArgs(Config):
@@ -38,23 +40,27 @@ class BestOfN:
         self._gconfig = gconfig
         self._n = args.n
 
-    async def run(self, sample: Sample, stage: Stage) -> Sequence[Trajectory]:
-        opening = self._tokenizer.encode_prompt(sample.prompt)
-        game = Game(self._tokenizer, self._gconfig, sample, stage, opening)
+    def opening(self, prompt: Prompt) -> list[int]:
+        """See `base.HasOpening`."""
+        return self._tokenizer.encode_prompt(prompt)
+
+    async def run(self, sample: Sample, context: RolloutContext) -> Sequence[Trajectory]:
+        opening = await offload(prompt_size(sample.prompt), self.opening, sample.prompt)
+        sampler = TurnSampler(self._tokenizer, self._gconfig, sample, context, opening)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_candidate(game)) for _ in range(self._n)]
+                tasks = [group.create_task(_candidate(sampler)) for _ in range(self._n)]
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from failed
         candidates = [task.result() for task in tasks]
         scores = [result.score for _, result in candidates]
         chosen = scores.index(max(scores))
         response, result = candidates[chosen]
-        game.transcript.sample(response)
+        sampler.transcript.sample(response)
         details = {**result.details, "scores": scores, "chosen": chosen}
-        return (game.transcript.trajectory(sample, replace(result, details=details)),)
+        return (sampler.transcript.trajectory(sample, replace(result, details=details)),)
 
 
-async def _candidate(game: Game) -> tuple[LLMResponse, RewardResult]:
-    response = await game.propose()
-    return response, await game.judge(response.output_tokens)
+async def _candidate(sampler: TurnSampler) -> tuple[LLMResponse, RewardResult]:
+    response = await sampler.candidate()
+    return response, await sampler.score_completion(response.output_tokens)

@@ -1,4 +1,4 @@
-"""Turns played against a service of the user's own: a game, an environment, a judge.
+"""Turns run against a service of the user's own: a game, an environment, a judge.
 
 After every turn the service is sent what the policy said, and answers whether the sample goes on. The
 address must be covered by `outbound.allow` of the gateway's config. What is sent (POST, JSON):
@@ -6,8 +6,8 @@ address must be covered by `outbound.allow` of the gateway's config. What is sen
     {"type": "object", "properties": {
         "rollout_id": {"type": "string"}, "group_id": {"type": "string"},
         "sample_index": {"type": "integer", "minimum": 0},
-        "play_id": {"type": "string", "description": "of one playing of a sample; anew, another"},
-        "turn_id": {"type": "string", "description": "the same for every try to tell of one turn"},
+        "attempt_id": {"type": "string", "description": "of one run of a sample; the next has another"},
+        "turn_id": {"type": "string", "description": "the same for every attempt to send one turn"},
         "turn": {"type": "integer", "minimum": 0},
         "is_last": {"type": "boolean", "description": "the answer must be end"},
         "prompt": {"type": "string", "description": "the rendered prompt"},
@@ -29,14 +29,14 @@ What is answered, with status 200:
          "required": ["action", "messages"], "additionalProperties": false},
         {"properties": {"action": {"const": "end"},
             "reward": {"type": ["number", "null"],
-                "description": "of the sample; null has the rollout's own reward judge the last turn"},
+                "description": "of the sample; null has the rollout's own reward score the last turn"},
             "turn_rewards": {"type": "object", "additionalProperties": {"type": "number"},
                 "description": "by turn, counted from 0"},
             "details": {"type": "object", "description": "for viewers"}},
          "required": ["action"], "additionalProperties": false}]}
 
 No answer, another status or no JSON is an outage: the same body is sent again, with the same `turn_id`,
-and after `attempts` of them the rollout is played anew. An answer of another form fails the rollout.
+and after `attempts` of them the rollout is run again. An answer of another form fails the rollout.
 """
 
 from __future__ import annotations
@@ -61,15 +61,20 @@ from headway.contracts.types import (
     LLMResponse,
     Message,
     PolicyVersion,
+    Prompt,
     RewardResult,
     StopReason,
     Trajectory,
 )
-from headway.rollout.facilities import Outbound
-from headway.rollout.tokenizer import TextTokenizer
-from headway.rollout.workflows.base import Sample, Stage
+from headway.rollout.components.shared_services import Outbound
+from headway.rollout.rewards.base import as_result
+from headway.rollout.trajectories.sample import Sample
+from headway.rollout.workflows.base import RolloutContext
 from headway.rollout.workflows.conversation import Conversation
-from headway.rollout.workflows.game import Game
+from headway.rollout.workflows.turn_sampler import TurnSampler
+from headway.runtime.offload import offload, size_of
+from headway.runtime.outbound import shown
+from headway.text.tokenizer import TextTokenizer
 
 PAUSE_S = 0.2
 MAX_PAUSE_S = 5.0
@@ -77,26 +82,27 @@ MAX_PAUSE_S = 5.0
 
 class CallbackArgs(Config):
     url: str = Field(pattern=r"^https?://\S+$", max_length=2048)
-    """Of the service."""
+    """URL of the service."""
     max_turns: int = Field(8, ge=1, le=1024)
-    """The service is told which turn is the last."""
+    """Maximum number of turns; the service is told which one is the last."""
     timeout_s: float = Field(30.0, gt=0.0)
     """Seconds for one answer; `outbound.timeout_s` bounds it too."""
     attempts: int = Field(4, ge=1, le=64)
-    """Times that the service is told of one turn while it does not answer."""
+    """Number of times that one turn is sent to the service while it does not answer."""
     max_tokens: int | None = Field(None, ge=1)
-    """Of the whole row, prompt included; None leaves the bound to the server's context."""
+    """Maximum tokens of the whole row, prompt included; None leaves the bound to the server's
+    context."""
     template_args: dict[str, Any] = {}
     """Further variables of the chat template (`enable_thinking`, ...)."""
 
 
 class TurnCall(Config):
-    """What the service is sent; see the module's schema."""
+    """Request to the service; see the module's schema."""
 
     rollout_id: str
     group_id: str
     sample_index: int
-    play_id: str
+    attempt_id: str
     turn_id: str
     turn: int
     is_last: bool
@@ -131,7 +137,7 @@ _ANSWER: TypeAdapter[Continue | End] = TypeAdapter(
 
 
 class Callback:
-    """The user's own service answers every turn, and tells the reward."""
+    """The user's own service answers every turn, and gives the reward."""
 
     version: ClassVar[str] = "1"
     Args: ClassVar[type[BaseModel]] = CallbackArgs
@@ -143,20 +149,27 @@ class Callback:
         self._gconfig = gconfig
         self._args = args
 
-    async def run(self, sample: Sample, stage: Stage) -> Sequence[Trajectory]:
+    def opening(self, prompt: Prompt) -> list[int]:
+        """See `base.HasOpening`."""
+        return self._chat(prompt).opening()
+
+    async def run(self, sample: Sample, context: RolloutContext) -> Sequence[Trajectory]:
         args = self._args
-        chat = Conversation(self._tokenizer, sample.prompt, template_args=args.template_args)
-        opening = chat.opening()
-        game = Game(self._tokenizer, self._gconfig, sample, stage, opening, args.max_tokens)
-        play = _Play(sample, chat, self._tokenizer.decode(opening), uuid.uuid4().hex)
+        chat = self._chat(sample.prompt)
+        opening = await offload(chat.size, chat.opening)
+        sampler = TurnSampler(
+            self._tokenizer, self._gconfig, sample, context, opening, args.max_tokens
+        )
+        shown_text = await offload(len(opening), self._tokenizer.decode, opening)
+        play = _Play(sample, chat, shown_text, uuid.uuid4().hex)
         shown: list[int] = []
         while True:
-            response = await game.play(shown)
-            turn = len(game.transcript.turns) - (response is not None)
+            response = await sampler.next_turn(shown)
+            turn = len(sampler.transcript.turns) - (response is not None)
             is_last = response is None or turn == args.max_turns - 1
-            completion = None if response is None else game.completion()
+            completion = None if response is None else await sampler.completion()
             call = play.tell(turn, completion, response, is_last)
-            answer = await self._ask(call, stage.facilities.outbound)
+            answer = await self._ask(call, context.services.outbound)
             if isinstance(answer, End):
                 break
             if is_last:
@@ -164,11 +177,15 @@ class Callback:
                     f"{args.url} answered continue to turn {turn}, which had is_last; answer end there"
                 )
             said = [message.model_dump() for message in answer.messages]
-            game.transcript.annotate(-1, reward=answer.reward, messages=said)
-            shown = chat.follow(game.transcript.ids_of(-1), said)
-        result = await self._result(game, answer)
+            sampler.transcript.annotate(-1, reward=answer.reward, messages=said)
+            size = chat.size + size_of(said)
+            shown = await offload(size, chat.follow, sampler.transcript.ids_of(-1), said)
+        result = await self._result(sampler, answer)
         stop_reason: StopReason | None = "length" if response is None else None
-        return (game.transcript.trajectory(sample, result, stop_reason=stop_reason),)
+        return (sampler.transcript.trajectory(sample, result, stop_reason=stop_reason),)
+
+    def _chat(self, prompt: Prompt) -> Conversation:
+        return Conversation(self._tokenizer, prompt, template_args=self._args.template_args)
 
     async def _ask(self, call: TurnCall, outbound: Outbound) -> Continue | End:
         """The service's answer to one turn.
@@ -186,41 +203,44 @@ class Callback:
         ):
             with attempt:
                 given = await outbound.post(self._args.url, body, self._args.timeout_s)
+        return await offload(size_of(given), self._read, call.turn, given)
+
+    def _read(self, turn: int, given: Any) -> Continue | End:
         try:
             return _ANSWER.validate_python(given)
         except ValidationError as error:
             problems = [
                 f"{'.'.join(map(str, problem['loc'])) or 'answer'}: {problem['msg']}"
-                for problem in error.errors()
+                for problem in error.errors(include_url=False, include_input=False)[:8]
             ]
             raise WorkflowError(
-                f"{self._args.url} answered {str(given)[:200]!r} to turn {call.turn}: "
-                f"{'; '.join(problems[:8])}"
+                f"{self._args.url} answered {shown(given)} to turn {turn}: {'; '.join(problems)}"
             ) from error
 
-    async def _result(self, game: Game, end: End) -> RewardResult:
+    async def _result(self, sampler: TurnSampler, end: End) -> RewardResult:
         """The reward of the sample, and of its turns."""
-        num_turns = len(game.transcript.turns)
+        num_turns = len(sampler.transcript.turns)
         for turn, reward in end.turn_rewards.items():
             if not 0 <= turn < num_turns:
                 raise WorkflowError(
                     f"{self._args.url} answered a reward for turn {turn}; the sample has {num_turns}"
                 )
-            game.transcript.annotate(turn, reward=reward)
+            sampler.transcript.annotate(turn, reward=reward)
         if end.reward is not None:
-            return RewardResult(end.reward, end.details)
-        result = await game.score()
-        return RewardResult(result.score, {**result.details, **end.details}, result.verdict)
+            return as_result(self._args.url, RewardResult(end.reward, end.details))
+        result = await sampler.score()
+        details = {**result.details, **end.details}
+        return as_result(self._args.url, RewardResult(result.score, details, result.verdict))
 
 
 @dataclass(frozen=True, slots=True)
 class _Play:
-    """One playing of a sample, as the service is told of it."""
+    """One run of a sample, as reported to the service."""
 
     sample: Sample
     chat: Conversation
     prompt: str
-    play_id: str
+    attempt_id: str
 
     def tell(
         self, turn: int, completion: str | None, response: LLMResponse | None, is_last: bool
@@ -230,8 +250,8 @@ class _Play:
             rollout_id=self.sample.rollout_id,
             group_id=self.sample.prompt.group_id,
             sample_index=self.sample.index,
-            play_id=self.play_id,
-            turn_id=f"{self.play_id}.{turn}",
+            attempt_id=self.attempt_id,
+            turn_id=f"{self.attempt_id}.{turn}",
             turn=turn,
             is_last=is_last,
             prompt=self.prompt,

@@ -1,4 +1,4 @@
-"""What stands between the turns of a row: a chat template's words, or plain text."""
+"""Text between the turns of a row: a chat template's words, or plain text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 from headway.contracts.errors import DataError
 from headway.contracts.types import Message, Prompt
-from headway.rollout.tokenizer import STAND_IN, TextTokenizer
+from headway.runtime.offload import size_of
+from headway.text.tokenizer import STAND_IN, TextTokenizer
 
 
 class Conversation:
@@ -29,7 +30,7 @@ class Conversation:
             template_args: further variables of the template.
 
         Raises:
-            DataError: the prompt is token ids, behind which nobody knows how a turn is written.
+            DataError: the prompt is token ids, behind which the form of a turn is unknown.
         """
         if prompt.input_ids is not None:
             raise DataError(
@@ -41,9 +42,15 @@ class Conversation:
         self._tools = tools
         self._template_args = template_args
         self._said: list[int] = []
-        """Which messages the policy sampled."""
+        """Messages that the policy sampled."""
         self.messages: list[dict[str, Any]] = [m.model_dump() for m in prompt.messages or ()]
         """The conversation so far; without the prompt, if that is text."""
+
+    @property
+    def size(self) -> int:
+        """Characters so far, and of what the template writes besides, for `offload`."""
+        prompt = len(self._prompt.text or "")
+        return prompt + size_of([self.messages, list(self._tools), self._template_args])
 
     def opening(self) -> list[int]:
         """Tokens in front of the first turn.
@@ -54,6 +61,10 @@ class Conversation:
         if self._prompt.messages is None:
             return self._tokenizer.encode_prompt(self._prompt)
         return self._tokenizer.encode_chat(self.messages, self._tools, self._template_args)
+
+    def opening_without_tools(self) -> list[int]:
+        """The same, had the model no tools."""
+        return self._tokenizer.encode_chat(self.messages, (), self._template_args)
 
     def follow(
         self, sampled: Sequence[int], messages: Sequence[Message | Mapping[str, Any]]

@@ -1,4 +1,4 @@
-"""Several tries at one prompt: after a wrong answer the policy is told so, and answers again."""
+"""Several attempts at one prompt: after a wrong answer the policy is told so, and answers again."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pydantic import BaseModel, Field
 
 from headway.contracts.config.base import Config
 from headway.contracts.config.sampling import SamplingConfig
-from headway.contracts.types import Message, RewardResult, StopReason, Trajectory
-from headway.rollout.tokenizer import TextTokenizer
-from headway.rollout.workflows.base import Sample, Stage
+from headway.contracts.types import Message, Prompt, RewardResult, StopReason, Trajectory
+from headway.rollout.trajectories.sample import Sample
+from headway.rollout.workflows.base import RolloutContext
 from headway.rollout.workflows.conversation import Conversation
-from headway.rollout.workflows.game import Game
+from headway.rollout.workflows.turn_sampler import TurnSampler
+from headway.runtime.offload import offload
+from headway.text.tokenizer import TextTokenizer
 
 
 class MultiTurnArgs(Config):
@@ -25,15 +27,16 @@ class MultiTurnArgs(Config):
         min_length=1,
         max_length=65_536,
     )
-    """What is said to a wrong answer. A prompt of plain text goes on with it as it is."""
+    """Message that follows a wrong answer. A prompt of plain text goes on with it as it is."""
     role: str = Field("user", min_length=1, max_length=64)
-    """Who says it."""
+    """Role of that message."""
     discount: float = Field(1.0, gt=0.0, le=1.0)
     """Multiplies a positive reward once per further turn; a negative one is left, for it would shrink."""
     accept_score: float = Field(1.0, allow_inf_nan=False)
     """A score that ends the rollout, from rewards whose verdict says no more than the number."""
     max_tokens: int | None = Field(None, ge=1)
-    """Of the whole row, prompt included; None leaves the bound to the server's context."""
+    """Maximum tokens of the whole row, prompt included; None leaves the bound to the server's
+    context."""
     template_args: dict[str, Any] = {}
     """Further variables of the chat template (`enable_thinking`, ...)."""
 
@@ -52,34 +55,45 @@ class MultiTurn:
         self._args = args
         self._feedback = Message(role=args.role, content=args.feedback)
 
-    async def run(self, sample: Sample, stage: Stage) -> Sequence[Trajectory]:
+    def opening(self, prompt: Prompt) -> list[int]:
+        """See `base.HasOpening`."""
+        return self._chat(prompt).opening()
+
+    async def run(self, sample: Sample, context: RolloutContext) -> Sequence[Trajectory]:
         args = self._args
-        chat = Conversation(self._tokenizer, sample.prompt, template_args=args.template_args)
-        game = Game(self._tokenizer, self._gconfig, sample, stage, chat.opening(), args.max_tokens)
+        chat = self._chat(sample.prompt)
+        opening = await offload(chat.size, chat.opening)
+        sampler = TurnSampler(
+            self._tokenizer, self._gconfig, sample, context, opening, args.max_tokens
+        )
         shown: list[int] = []
         results: list[RewardResult] = []
         stop_reason: StopReason | None = None
         while len(results) < args.max_turns and not (results and self._is_accepted(results[-1])):
             if results:
-                shown = chat.follow(game.transcript.ids_of(-1), [self._feedback])
-            if await game.play(shown) is None:
+                sampled = sampler.transcript.ids_of(-1)
+                shown = await offload(chat.size, chat.follow, sampled, [self._feedback])
+            if await sampler.next_turn(shown) is None:
                 stop_reason = "length"
                 break
-            results.append(await game.score())
-            self._note(game, results)
-        row = game.transcript.trajectory(sample, self._total(results), stop_reason=stop_reason)
+            results.append(await sampler.score())
+            self._note(sampler, results)
+        row = sampler.transcript.trajectory(sample, self._total(results), stop_reason=stop_reason)
         return (row,)
+
+    def _chat(self, prompt: Prompt) -> Conversation:
+        return Conversation(self._tokenizer, prompt, template_args=self._args.template_args)
 
     def _is_accepted(self, result: RewardResult) -> bool:
         if result.verdict == "scored":
             return result.score >= self._args.accept_score
         return result.verdict == "accepted"
 
-    def _note(self, game: Game, results: Sequence[RewardResult]) -> None:
+    def _note(self, sampler: TurnSampler, results: Sequence[RewardResult]) -> None:
         """Tell what the last turn earned, and what was said to the one before."""
-        game.transcript.annotate(-1, reward=results[-1].score, verdict=results[-1].verdict)
+        sampler.transcript.annotate(-1, reward=results[-1].score, verdict=results[-1].verdict)
         if len(results) > 1:
-            game.transcript.annotate(-2, feedback=self._args.feedback)
+            sampler.transcript.annotate(-2, feedback=self._args.feedback)
 
     def _total(self, results: Sequence[RewardResult]) -> RewardResult:
         """The last answer's score, discounted by the turns that it took."""

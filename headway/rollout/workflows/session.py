@@ -1,6 +1,6 @@
-"""A sample whose turns somebody else plays: an agent, through a session.
+"""A sample whose turns a client runs: an agent, through a session.
 
-Without arguments the workflow opens a session and waits for a client to play and end it
+Without arguments the workflow opens a session and waits for a client to run and end it
 (`POST /v1/sessions` submits such a rollout). With `agent_url` it calls the agent: the body is an
 `AgentCall`, the answer an `AgentAnswer`, that is the session's end, unless the agent says that it goes
 on and will end the session itself.
@@ -19,24 +19,26 @@ from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import ConfigError, WorkflowError
 from headway.contracts.http.sessions import SessionEndRequest, SessionResponse
 from headway.contracts.types import Message, RewardResult, Trajectory
-from headway.rollout.facilities import Outbound
+from headway.rollout.components.shared_services import Outbound
 from headway.rollout.rewards.base import Answer
 from headway.rollout.sessions.chat import Chat
 from headway.rollout.sessions.session import Session
-from headway.rollout.tokenizer import TextTokenizer
-from headway.rollout.workflows.base import Sample, Stage
+from headway.rollout.trajectories.sample import Sample
+from headway.rollout.workflows.base import RolloutContext
+from headway.runtime.offload import offload
+from headway.text.tokenizer import TextTokenizer
 
 
 class SessionArgs(Config):
     agent_url: str | None = Field(None, pattern=r"^https?://[^\s]+$", max_length=2048)
-    """Agent that plays; `outbound.allow` must name it. None waits for a client to ask for the session."""
+    """URL of the agent; `outbound.allow` must name it. None waits for a client to open the session."""
     agent_timeout_s: float = Field(60.0, gt=0.0)
     """Seconds for the agent's answer; `outbound.timeout_s` bounds it. An agent that takes longer answers
     `{"goes_on": true}` and ends the session itself."""
 
 
 class AgentCall(Config):
-    """What an agent is sent."""
+    """Request to an agent."""
 
     session: SessionResponse
     sample_index: int
@@ -48,7 +50,7 @@ class AgentCall(Config):
 
 
 class AgentAnswer(SessionEndRequest):
-    """What it answers."""
+    """Response of an agent."""
 
     goes_on: bool = False
     """It has only begun, and will end the session itself."""
@@ -67,24 +69,24 @@ class SessionWorkflow:
         self._gconfig = gconfig
         self._args = args
 
-    async def run(self, sample: Sample, stage: Stage) -> Sequence[Trajectory]:
-        if stage.sessions is None:
+    async def run(self, sample: Sample, context: RolloutContext) -> Sequence[Trajectory]:
+        if context.sessions is None:
             raise ConfigError("this service keeps no sessions; submit to a gateway")
-        chat = Chat(self._tokenizer, self._gconfig, stage.generate)
-        async with stage.sessions.open(sample, chat) as session:
+        chat = Chat(self._tokenizer, self._gconfig, context.generate)
+        async with context.sessions.open(sample, chat) as session:
             if self._args.agent_url is None:
                 end = await session.until_end()
             else:
-                url, call = self._args.agent_url, stage.sessions.describe(session)
-                end = await self._call(session, url, call, stage.facilities.outbound)
+                url, call = self._args.agent_url, context.sessions.describe(session)
+                end = await self._call(session, url, call, context.services.outbound)
             if end.failed is not None:
                 raise WorkflowError(f"the agent failed: {end.failed}")
-            return session.trajectories(await self._judge(session, end, stage), end)
+            return session.trajectories(await self._judge(session, end, context), end)
 
     async def _call(
         self, session: Session, url: str, place: SessionResponse, outbound: Outbound
     ) -> SessionEndRequest:
-        """Have the agent play; it may end the session itself before it answers."""
+        """Call the agent; it may end the session itself before it answers."""
         prompt = session.sample.prompt
         call = AgentCall(
             session=place,
@@ -107,17 +109,20 @@ class SessionWorkflow:
             calling.cancel()
             ending.cancel()
 
-    async def _judge(self, session: Session, end: SessionEndRequest, stage: Stage) -> RewardResult:
-        """What the client gave, or else the submitted reward of the last answer."""
+    async def _judge(
+        self, session: Session, end: SessionEndRequest, context: RolloutContext
+    ) -> RewardResult:
+        """Return the client's reward, or else the submitted reward of the last answer."""
         if end.reward is not None:
             return RewardResult(end.reward, end.details)
         last = session.history.nodes[-1]
         completion = last.response.output_tokens
         prompt_ids = last.ids()[: -len(completion) or None]
         prompt = session.sample.prompt
-        result = await stage.score(
+        shown = await offload(len(prompt_ids), self._tokenizer.decode, prompt_ids)
+        result = await context.score(
             Answer(
-                prompt=self._tokenizer.decode(prompt_ids),
+                prompt=shown,
                 completion=last.seen[-1]["content"],
                 data=prompt.data,
                 prompt_ids=prompt_ids,

@@ -9,14 +9,20 @@ from pydantic import BaseModel
 
 from headway.contracts.config.base import Config
 from headway.contracts.config.sampling import SamplingConfig
-from headway.contracts.types import Trajectory
-from headway.rollout.tokenizer import TextTokenizer
-from headway.rollout.workflows.base import Sample, Stage
-from headway.rollout.workflows.game import Game
+from headway.contracts.types import Prompt, Trajectory
+from headway.rollout.trajectories.sample import Sample
+from headway.rollout.workflows.base import RolloutContext, prompt_size
+from headway.rollout.workflows.turn_sampler import TurnSampler
+from headway.runtime.offload import offload
+from headway.text.tokenizer import TextTokenizer
 
 
 class SingleTurnArgs(Config):
-    """Takes no arguments."""
+    """How the samples of a group differ."""
+
+    greedy_first: bool = False
+    """The first sample of a group takes the most likely tokens: the baseline of ReMax
+    (arXiv:2310.10505)."""
 
 
 class SingleTurn:
@@ -30,9 +36,16 @@ class SingleTurn:
     ) -> None:
         self._tokenizer = tokenizer
         self._gconfig = gconfig
+        self._greedy = gconfig.model_copy(update={"temperature": 0.0})
+        self._has_greedy = args.greedy_first
 
-    async def run(self, sample: Sample, stage: Stage) -> Sequence[Trajectory]:
-        opening = self._tokenizer.encode_prompt(sample.prompt)
-        game = Game(self._tokenizer, self._gconfig, sample, stage, opening)
-        await game.play()
-        return (game.transcript.trajectory(sample, await game.score()),)
+    def opening(self, prompt: Prompt) -> list[int]:
+        """See `base.HasOpening`."""
+        return self._tokenizer.encode_prompt(prompt)
+
+    async def run(self, sample: Sample, context: RolloutContext) -> Sequence[Trajectory]:
+        opening = await offload(prompt_size(sample.prompt), self.opening, sample.prompt)
+        gconfig = self._greedy if self._has_greedy and sample.index == 0 else self._gconfig
+        sampler = TurnSampler(self._tokenizer, gconfig, sample, context, opening)
+        await sampler.next_turn()
+        return (sampler.transcript.trajectory(sample, await sampler.score()),)

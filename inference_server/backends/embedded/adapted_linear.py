@@ -1,6 +1,6 @@
 """Linear layers with a low-rank adapter beside their weight: W x + scale · B (A x).
 
-Not merged: the weight may be a trainer's, which nobody may write to, and a merged copy would be one more.
+Not merged: the weight may be a trainer's, which must not be written to, and a merged copy costs memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class AdaptedLinears:
         self._layers: list[nn.Linear] = []
 
     def put_in(self, pairs: Mapping[str, Pair], scale: float) -> None:
-        """From now on these adapters take part, and no others.
+        """Apply these adapters from now on, and no others.
 
         Args:
             pairs: module -> A [r, in], B [out, r].

@@ -9,11 +9,11 @@ from pathlib import Path
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import EmbeddedTorchConfig
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
-from headway.rollout.tokenizer import TextTokenizer
+from headway.text.tokenizer import TextTokenizer
 from inference_server.backends.base import Load
 from inference_server.backends.embedded.backend import EmbeddedTorchBackend
-from weight_sync.handover import Handed, HeldWeights, Keep
 from weight_sync.manifest import Adapter
+from weight_sync.weight_transfer import GeneratorWeights, Keep, TransferredTensor
 
 
 class HybridTorchBackend:
@@ -22,8 +22,8 @@ class HybridTorchBackend:
     def __init__(self, config: EmbeddedTorchConfig, model: ModelConfig) -> None:
         has_tokenizer = (Path(model.path) / "tokenizer.json").is_file()
         tokenizer = TextTokenizer(model.path) if has_tokenizer else None
-        self._engine = EmbeddedTorchBackend(config, model, 0, tokenizer, is_hollow=True)
-        self._weights = HeldWeights(self._engine.expected, self._engine.device)
+        self._engine = EmbeddedTorchBackend(config, model, 0, tokenizer, without_weights=True)
+        self._weights = GeneratorWeights(self._engine.expected, self._engine.device)
 
     @property
     def kept(self) -> frozenset[str]:
@@ -40,7 +40,7 @@ class HybridTorchBackend:
         return await self._engine.generate(req)
 
     def wake(
-        self, version: PolicyVersion, parts: Iterable[Handed], adapter: Adapter | None
+        self, version: PolicyVersion, parts: Iterable[TransferredTensor], adapter: Adapter | None
     ) -> None:
         self._engine.wake(version, self._weights.take(parts, adapter), adapter)
 

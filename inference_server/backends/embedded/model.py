@@ -1,9 +1,11 @@
 """A model of transformers as the engine runs it: one forward over a step, weights that are exchanged.
 
 Linear weights are packed for the CPU. A version is brought to the model's type and device while it is
-staged, so that a swap exchanges pointers; only a GPU without room for a second copy is written to in
-place. What a version came as is nobody's to write to: it is the base of deltas, it is read by peers,
-and it may lie in memory of another process.
+staged. On the CPU a swap exchanges pointers. On a GPU it copies into place, at the rate of its memory:
+graphs of decode steps go on reading where they did, and only one copy is held between swaps. Where a GPU
+cannot hold a second copy, the swap copies from pinned memory of the host. The tensors of a
+version as it came must not be written to: they are the base of deltas, are read by peers, and may be in
+memory of another process.
 """
 
 from __future__ import annotations
@@ -13,87 +15,93 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import EmbeddedTorchConfig
-from headway.contracts.errors import ConfigError, DataError, SyncError
-from headway.contracts.types import PolicyVersion
-from inference_server.backends.base import Limits
+from headway.contracts.errors import ConfigError, DataError
+from inference_server.backends.base import HeldVersion, Limits
 from inference_server.backends.embedded import attention
 from inference_server.backends.embedded.adapted_linear import AdaptedLinears
 from inference_server.backends.embedded.attention import Span, Step
-from inference_server.backends.embedded.kv_cache import KVCache, KVShape
-from inference_server.backends.embedded.packed_linear import PackedLinears, can_pack
+from inference_server.backends.embedded.device import Device, local_device
+from inference_server.backends.embedded.fused_forward import can_fuse, fuse
+from inference_server.backends.embedded.kv_cache import OUT_OF_MEMORY, KVCache, KVShape
+from inference_server.backends.embedded.packed_linear import (
+    PackedProducts,
+    PackedWeight,
+    Product,
+    can_pack,
+    packed_linears,
+)
+from inference_server.backends.embedded.paged_cache import PagedCache, pool_tokens
+from inference_server.backends.embedded.runner import PagedRunner, SlabRunner, StepRunner
+from inference_server.backends.embedded.slab_cache import SlabCache
 from weight_sync.adapter import adapter_pairs, scale_of
 from weight_sync.channel import StagedWeights
 from weight_sync.manifest import Adapter
-from weight_sync.model_dir import hollow_model, load_model
+from weight_sync.model_dir import load_model, model_without_weights
 
 log = logging.getLogger(__name__)
 
-FREE_SHARE = 0.4
-"""Share of the free memory that keys and values take unless told otherwise."""
+SLAB_SHARE = 0.4
+"""Share of the free memory that slabs take by default: a slab that grows is held twice."""
+POOL_SHARE = 0.8
+"""The same of a pool, which is allocated once. The rest is for activations and logits."""
 LAYER_KINDS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
-    """A proven version in the form in which the model holds its weights."""
+class PreparedVersion(HeldVersion):
+    """A verified version in the form in which the model holds its weights.
 
-    held: StagedWeights
-    """As it came; the same memory where type and device are the model's."""
+    What it was is `held`: the same memory where type and device are the model's.
+    """
+
     tensors: Mapping[str, Tensor]
-    packed: Mapping[str, Tensor]
-
-    @property
-    def version(self) -> PolicyVersion:
-        return self.held.version
-
-    @property
-    def digest(self) -> str:
-        return self.held.digest
+    packed: Mapping[Product, PackedWeight]
 
 
 class EmbeddedModel:
-    """One causal language model on the CPU or one GPU; used by one thread, but for `fit`."""
+    """One causal language model on the CPU or one GPU; used by one thread, except for `fit`."""
 
     def __init__(
         self,
         config: ModelConfig,
         pack_weights: bool,
         max_context: int | None,
-        is_hollow: bool = False,
+        without_weights: bool = False,
+        device: Device | None = None,
     ) -> None:
         """
         Args:
-            is_hollow: without weights, until some are put in by `fill`.
+            without_weights: without weights, until some are put in by `fill`.
+            device: where it computes; None takes the GPU of this process if it sees one.
         """
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.module = _load(config, is_hollow)
+        self.device = local_device() if device is None else device
+        self.module = _load(config, without_weights)
         self.expected = {name: p.data for name, p in self.module.named_parameters()}
-        """The parameters of a hollow model, on the meta device."""
-        if is_hollow:
+        """The parameters of a model without weights, on the meta device."""
+        if without_weights:
             _empty(self.module)
         else:
             self.expected = {}
-        self.module.to(self.device)
-        packs = pack_weights and not is_hollow and can_pack(self.device, self.module.dtype)
-        self._linears = PackedLinears(self.module) if packs else None
+        self.device.place(self.module)
+        where = self.device.where
+        packs = pack_weights and self.device.is_host and can_pack(where, self.module.dtype)
+        self._packed: PackedProducts | None = None
+        if packs and not without_weights:
+            pack = fuse if can_fuse(self.module) else packed_linears
+            self._packed = pack(self.module)
         text = self.module.config.get_text_config()
         self.limits = Limits(
             text.vocab_size, min(max_context or 2**31, text.max_position_embeddings)
         )
         self._parameters = dict(self.module.named_parameters())
         self._adapted = AdaptedLinears(self.module)
-        self._nothing = {name: p.data for name, p in self._parameters.items() if is_hollow}
-        self._lent: set[str] = set()
-        """Parameters in the memory of the version that they came with."""
-        is_cuda = self.device.type == "cuda"
-        self._staging_stream = torch.cuda.Stream(self.device) if is_cuda else None
-        self.kv_shape = _kv_shape(text, self.module.dtype, self.device)
+        self._nothing = {name: p.data for name, p in self._parameters.items() if without_weights}
+        self.kv_shape = _kv_shape(text, self.module.dtype, where)
         self.eos_ids = _eos_ids(self.module)
 
     @property
@@ -112,147 +120,172 @@ class EmbeddedModel:
             raise DataError(f"the model has no parameter {name!r}")
         return parameters[name].detach().cpu().clone()
 
-    def fit(self, staged: StagedWeights) -> Fitted:
-        """The same version as the model holds its weights, ready to be exchanged for them.
+    def fit(self, staged: StagedWeights) -> PreparedVersion:
+        """The same version as the model holds its weights, ready to be exchanged for them."""
+        with self.device.staging():
+            try:
+                tensors = self._placed(staged.tensors)
+            except OUT_OF_MEMORY:
+                log.warning("no room for a second copy on the GPU: the swap copies from the host")
+                tensors = self._held(staged.tensors)
+        packed = {} if self._packed is None else self._packed.pack(tensors)
+        return PreparedVersion(staged, tensors, packed)
 
-        Raises:
-            SyncError: the GPU has no room for it.
-        """
-        try:
-            tensors = self._placed(staged.tensors, self.device)
-        except torch.cuda.OutOfMemoryError as error:
-            if self._lent:
-                raise SyncError(
-                    f"no room on the GPU for version {staged.version}; lower backend.kv_cache_bytes"
-                ) from error
-            log.warning("no room for a second copy on the GPU: the swap will copy")
-            tensors = self._placed(staged.tensors, torch.device("cpu"))
-        packed = {} if self._linears is None else self._linears.pack(tensors)
-        return Fitted(staged, tensors, packed)
-
-    def exchange(self, fitted: Fitted) -> list[Tensor]:
+    def exchange(self, prepared: PreparedVersion) -> list[Tensor]:
         """Put a version in place.
 
         Returns:
             What it replaced. Freeing that much memory takes as long as copying it: let another
             thread do it.
         """
-        replaced = [] if self._linears is None else self._linears.exchange(fitted.packed)
+        if not self.device.is_host:
+            names = list(self._parameters)
+            targets = [self._parameters[name].data for name in names]
+            torch._foreach_copy_(targets, [prepared.tensors[n] for n in names], non_blocking=True)
+            self.device.synchronize()  # the copies are read from memory that is now given back
+            return []
+        replaced = [] if self._packed is None else self._packed.exchange(prepared.packed)
         for name, parameter in self._parameters.items():
-            tensor = fitted.tensors[name]
-            if tensor.device == parameter.device:
-                replaced.append(parameter.data)
-                parameter.data = tensor
-                self._note_memory(name, tensor, fitted.held)
-            else:
-                assert name not in self._lent
-                parameter.copy_(tensor)
+            replaced.append(parameter.data)
+            parameter.data = prepared.tensors[name]
         return replaced
 
     def fill(self, weights: Mapping[str, Tensor], adapter: Adapter | None) -> None:
-        """Put weights into a hollow model, where they lie.
+        """Give weights to a model without any, in place.
 
         Args:
             weights: all parameters, and A and B of the adapter's modules.
         Raises:
-            SyncError: the adapter does not fit; the model stays hollow.
+            SyncError: the adapter does not fit; the model stays without weights.
         """
         if adapter is not None:
             halves = {n: t for n, t in weights.items() if n not in self._parameters}
             self._adapted.put_in(adapter_pairs(halves, adapter), scale_of(adapter))
         for name, parameter in self._parameters.items():
             parameter.data = weights[name]
+        self.runner.forget()
 
-    def hollow(self) -> None:
+    def drop_weights(self) -> None:
         """Hold no weights any more."""
+        self.runner.forget()
         self._adapted.take_out()
         for name, nothing in self._nothing.items():
             self._parameters[name].data = nothing
 
-    def _note_memory(self, name: str, tensor: Tensor, held: StagedWeights) -> None:
-        if tensor.data_ptr() == held.tensors[name].data_ptr():
-            self._lent.add(name)
-        else:
-            self._lent.discard(name)
+    def _placed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors in the types of their parameters, on the model's device."""
+        return {
+            name: tensor.to(self.device.where, self._parameters[name].dtype).contiguous()
+            for name, tensor in tensors.items()
+        }
 
-    def _placed(self, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """In a parameter's type each; on a GPU beside the stream in which tokens are computed."""
-        with torch.cuda.stream(self._staging_stream):
-            placed = {
-                name: tensor.to(device, self._parameters[name].dtype).contiguous()
-                for name, tensor in tensors.items()
-            }
-        if self._staging_stream is not None:
-            self._staging_stream.synchronize()
-        return placed
+    def _held(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same on the host."""
+        return {
+            name: self.device.hold(tensor.to("cpu", self._parameters[name].dtype))
+            for name, tensor in tensors.items()
+        }
 
-    def forward(
-        self, ids: list[int], positions: list[int], wanted: list[int], spans: list[Span]
-    ) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, wanted: Tensor, step: Step) -> Tensor:
         """One step.
 
         Args:
             ids, positions: [T] the tokens of the step, and where each stands in its sequence.
-            wanted: places in the step whose logits are returned.
-            spans: where the tokens lie in the cache.
+            wanted: [w] places in the step whose logits are returned.
         Returns:
-            [len(wanted), V].
+            [w, V].
         """
         output = self.module(
-            input_ids=torch.tensor([ids], device=self.device),
-            position_ids=torch.tensor([positions], device=self.device),
-            logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=self.device),
+            input_ids=ids[None],
+            position_ids=positions[None],
+            logits_to_keep=wanted,
             use_cache=False,
-            step=Step(spans, self.kv_shape.num_kv_heads, self.device),
+            step=step,
         )
         logits: Tensor = output.logits[0]
         return logits
 
-    def make_cache(self, config: EmbeddedTorchConfig) -> KVCache:
-        """A cache within the configured memory; proves that the model runs on it, unless it is hollow.
+    def make_runner(self, config: EmbeddedTorchConfig) -> tuple[KVCache[Any], StepRunner]:
+        """Build a cache within the configured memory, and the runner of steps over it; check that the
+        model runs on them, unless it has no weights.
 
         Raises:
-            ConfigError: it does not hold one sequence, or the model does not fit this backend.
+            ConfigError: the memory does not hold one sequence, or the model does not fit this backend.
+            BackendError: there is no memory for one sequence.
         """
-        one = self.limits.max_context * self.kv_shape.token_bytes
-        most = 2 * config.max_sequences * one
-        budget = config.kv_cache_bytes or min(most, max(one, int(FREE_SHARE * self._free_bytes())))
+        attention = self.device.varlen_attention(self.kv_shape.dtype, self.kv_shape.head_dim)
+        is_paged = attention is not None
+        max_context, max_kept = self.limits.max_context, config.max_sequences
+        budget = self._kv_budget(config, is_paged)
+        self._check_budget(budget, is_paged)
+        cache: KVCache[Any]
+        if attention is not None:
+            cache = PagedCache(
+                self.kv_shape, max_context, lambda: self._kv_budget(config, True), max_kept
+            )
+            self.runner: StepRunner = PagedRunner(
+                self.forward, cache, attention, self.device, config.cuda_graphs
+            )
+        else:
+            with self.device.decoding():
+                cache = SlabCache(self.kv_shape, max_context, budget, max_kept)
+            self.runner = SlabRunner(self.forward, self.kv_shape.num_kv_heads, self.device)
+        if not self._nothing:
+            self.probe(cache)
+        return cache, self.runner
+
+    def probe(self, cache: KVCache[Any]) -> None:
+        """Find out now, not on the first request, whether the model fits."""
+        with self.device.decoding():
+            row = cache.allocate(2)
+            if row is None:
+                raise ConfigError("no room in the KV cache for two tokens")
+            try:
+                self.runner.run([0, 0], [0, 1], [1], [Span(row, 0, 2, 0)], [0.5], [])
+            finally:
+                row.length = 2
+                cache.release(row, keep=False)
+
+    def _kv_budget(self, config: EmbeddedTorchConfig, is_paged: bool) -> int:
+        """Bytes for keys and values: as configured, or a share of what is free beside a second copy of
+        the weights, if a sequence still fits. If it does not fit, swaps copy from the host."""
+        if config.kv_cache_bytes is not None:
+            return config.kv_cache_bytes
+        one = self._sequence_bytes(is_paged)
+        share = POOL_SHARE if is_paged else SLAB_SHARE
+        free = self.device.free_bytes()
+        beside = free if self.device.is_host else free - self._weight_bytes
+        room = int(share * (beside if share * beside >= one else free))
+        return min(2 * config.max_sequences * one, max(one, room))
+
+    def _check_budget(self, budget: int, is_paged: bool) -> None:
+        one = self._sequence_bytes(is_paged)
         if budget < one:
             raise ConfigError(
                 f"backend.kv_cache_bytes={budget} holds no sequence of {self.limits.max_context} "
                 f"tokens; give at least {one}, or a smaller backend.max_context"
             )
-        cache = KVCache(
-            self.kv_shape, self.limits.max_context, budget, max_kept=config.max_sequences
-        )
-        if not self._nothing:
-            self.probe(cache)
-        return cache
 
-    def probe(self, cache: KVCache) -> None:
-        """Find out now, not on the first request, whether the model fits."""
-        row = cache.allocate(2)
-        if row is None:
-            raise ConfigError("no room in the KV cache for two tokens")
-        with torch.inference_mode():
-            self.forward([0, 0], [0, 1], [1], [Span(row, 0, 2, 0)])
-        row.length = 2
-        cache.release(row, keep=False)
+    def _sequence_bytes(self, is_paged: bool) -> int:
+        """Memory for one whole sequence, and in a pool for the block that belongs to no row."""
+        tokens = self.limits.max_context
+        return (pool_tokens(tokens) if is_paged else tokens) * self.kv_shape.token_bytes
 
-    def _free_bytes(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.mem_get_info(self.device)[0]
-        return psutil.virtual_memory().available
+    @property
+    def _weight_bytes(self) -> int:
+        if self._nothing:
+            return 0  # another's; there is no swap
+        return sum(parameter.nbytes for parameter in self._parameters.values())
 
 
-def _load(config: ModelConfig, is_hollow: bool) -> Any:
+def _load(config: ModelConfig, without_weights: bool) -> Any:
     if config.attn_implementation != "sdpa":
         raise ConfigError(
             f"model.attn_implementation={config.attn_implementation} is for training; the embedded "
             "torch backend has an attention of its own: leave it out"
         )
     attention.register()
-    load = hollow_model if is_hollow else load_model
+    load = model_without_weights if without_weights else load_model
     model = load(config.model_copy(update={"attn_implementation": attention.NAME}))
     text = model.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])

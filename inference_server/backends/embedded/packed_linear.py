@@ -1,21 +1,24 @@
-"""Linear layers on the CPU over weights in the layout of oneDNN's kernels.
+"""Linear layers on the CPU over weights in the layout that products read fastest.
 
-A plain weight is laid out anew in every call; for the few rows of a decode step that costs as much
-as the product. Packed once, float32 and bfloat16 products of 1 to 32 rows take 0.4 to 0.8 of the
-time, for a second copy of the weights in memory. A version is packed while it is staged, so that a
-swap exchanges packed weights by pointer too.
+A plain weight is laid out again in every call; for the few rows of a decode step that costs as much
+as the product. Laid out once, products of 1 to 32 rows take 0.4 to 0.8 of the time, for a second copy
+of the weights in memory. Small float32 weights are stored column by column, which the BLAS reads as they
+are; others in the layout of oneDNN's kernels. A version is packed while it is staged, so that a swap
+exchanges packed weights by pointer too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 DTYPES = (torch.float32, torch.bfloat16)
-SMALLEST = 1 << 17
-"""Elements of a weight; below, the call costs more than the layout."""
+SMALLEST_BLOCKED = {torch.float32: 1 << 20, torch.bfloat16: 0}
+"""Elements of a weight from which oneDNN's layout is the faster one: its calls cost 10 us more."""
 ROWS = 32
 """Rows of a typical step: a hint for the layout."""
 
@@ -30,47 +33,100 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     )
 
 
-class PackedLinears:
-    """The linear layers of one model."""
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """Weight and bias of one product."""
 
-    def __init__(self, model: nn.Module) -> None:
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._layers: dict[str, list[_Packed]] = {}
-        for module in model.modules():
-            if type(module) is nn.Linear and module.weight.numel() >= SMALLEST:
-                layer = _Packed(module)
-                module.forward = layer  # type: ignore[method-assign, assignment]
-                self._layers.setdefault(names[id(module.weight)], []).append(layer)
-        self.exchange(self.pack({name: p[0].weight for name, p in self._layers.items()}))
+    weight: Tensor
+    """In oneDNN's layout, or [out, in] column by column."""
+    bias: Tensor | None
+    """[out]."""
+    is_blocked: bool
+    """Whether it is in oneDNN's layout."""
 
-    def pack(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights of linear layers among `tensors`, packed; callable on any thread."""
+    @staticmethod
+    def of(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> PackedWeight:
+        """Those of linear layers with the same input, [out, in] each, side by side."""
+        weight, bias = _side_by_side(weights), _side_by_side(biases) if biases else None
+        if weight.numel() >= SMALLEST_BLOCKED[weight.dtype]:
+            blocked = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+            return PackedWeight(blocked, bias, is_blocked=True)
+        return PackedWeight(weight.t().contiguous().t(), bias, is_blocked=False)
+
+    def product(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        if not self.is_blocked:
+            return linear(x, self.weight, self.bias)
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self.weight, self.bias, "none", [], ""
+        )
+        return output
+
+
+class Product:
+    """The forward of a linear layer, or of several with the same input: their outputs side by side."""
+
+    def __init__(self, layers: Sequence[nn.Linear], names: Mapping[int, str]) -> None:
+        """
+        Args:
+            names: of the model's parameters, by their `id`.
+        """
+        self._weights = [names[id(layer.weight)] for layer in layers]
+        self._biases = [names[id(layer.bias)] for layer in layers if layer.bias is not None]
+        self.packed: PackedWeight
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> PackedWeight | None:
+        """Its part of a version, if that has it; callable on any thread."""
+        if not tensors.keys() >= {*self._weights, *self._biases}:
+            return None
+        return PackedWeight.of(
+            [tensors[name] for name in self._weights], [tensors[name] for name in self._biases]
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.packed.product(x)
+
+
+class PackedProducts:
+    """Products over the weights of one version."""
+
+    def __init__(self, products: Sequence[Product], model: nn.Module) -> None:
+        self._products = products
+        packed = self.pack({name: p.data for name, p in model.named_parameters()})
+        for product in products:
+            product.packed = packed[product]
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> dict[Product, PackedWeight]:
+        """The weights of products among `tensors`, packed; callable on any thread."""
         with torch.no_grad():
-            return {
-                name: torch.ops.mkldnn._reorder_linear_weight(tensors[name].detach(), ROWS)
-                for name in self._layers.keys() & tensors.keys()
-            }
+            packed = {product: product.pack(tensors) for product in self._products}
+        return {product: weight for product, weight in packed.items() if weight is not None}
 
-    def exchange(self, packed: Mapping[str, Tensor]) -> list[Tensor]:
+    def exchange(self, packed: Mapping[Product, PackedWeight]) -> list[Tensor]:
         """Put packed weights in place; those that they replaced."""
         replaced = []
-        for name, weight in packed.items():
-            for layer in self._layers[name]:
-                replaced.append(layer.weight)
-                layer.weight = weight
+        for product, weight in packed.items():
+            replaced.append(product.packed.weight)
+            product.packed = weight
         return replaced
 
 
-class _Packed:
-    """The forward of one layer."""
+def packed_linears(model: nn.Module) -> PackedProducts:
+    """Have every linear layer of a model compute with packed weights."""
+    names = parameter_names(model)
+    products = []
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            product = Product([module], names)
+            module.forward = product  # type: ignore[method-assign, assignment]
+            products.append(product)
+    return PackedProducts(products, model)
 
-    def __init__(self, layer: nn.Linear) -> None:
-        self._layer = layer
-        self.weight = layer.weight.data
-        """Packed, once `exchange` has put it in place."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self.weight, self._layer.bias, "none", [], ""
-        )
-        return output
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """The names of parameters by their `id`; of a tied one the first."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0].detach() if len(tensors) == 1 else torch.cat(list(tensors))

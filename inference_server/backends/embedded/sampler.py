@@ -5,7 +5,10 @@ the cumulative distribution, so a seeded request samples the same tokens whateve
 batch (exactly so where the batch does not change the logits, as in float32 on one device).
 
 Order: repetition, frequency and presence penalties, logit bias, temperature; the logprob is of this
-distribution. Then top_k, top_p and min_p, each judged on it, cut what may be drawn.
+distribution. Then top_k, top_p and min_p, each applied to it, limit what may be drawn. For a row that
+asks for its sampling mask, the logprob is over the tokens that are left.
+
+No step waits for the device: what it needs was sent when the rows changed, and what it draws stays there.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 from headway.contracts.config.sampling import SamplingConfig
+from inference_server.backends.embedded.device import Device
 
 BLOCK = 256
 """The cumulative distribution is summed block by block: a plain cumsum over the vocabulary is serial."""
@@ -33,135 +37,255 @@ class SamplingRow:
     config: SamplingConfig
     prompt: Sequence[int] = ()
     output: Sequence[int] = ()
-    """Tokens sampled so far, for penalties."""
+    """Tokens sampled so far, for penalties and `min_new_tokens`."""
+    stop_ids: Sequence[int] = ()
+    """Tokens that must not be sampled before `min_new_tokens`."""
+    reports_mask: bool = False
+    """Report the tokens that are left to draw from, if some are cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMasks:
+    """Sampling masks of one step."""
+
+    rows: list[int]
+    """Rows that have one."""
+    counts: Tensor
+    """[m] int32 tokens left."""
+    tokens: Tensor
+    """Their ids: [sum of counts] row by row, or [m, `LIKELY`] of which the first ones count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What one step drew."""
+    """Tokens drawn in one step."""
 
     tokens: Tensor
     """[n] int64."""
     logprobs: Tensor
-    """[n] float32; not finite where the logits are not."""
+    """[n] float32, over the tokens left where a row reports its mask; not finite where the logits are
+    not."""
     scaled: Tensor
-    """[n, V] float32 logits of the distribution that `logprobs` are of, up to a constant per row."""
+    """[n, V] float32 logits of the distribution before the cut, up to a constant per row."""
+    is_enough: Tensor | None
+    """[m] bool: false where a nucleus or mask holds more than the `LIKELY` most likely tokens, among
+    which it was looked for: draw again with `is_whole`. None if there is nothing to look at."""
+    masks: StepMasks | None = None
+    """None if no row reports one."""
 
 
 class SamplingPlan:
     """The parameters of the rows of a batch as tensors; rebuilt when the rows change."""
 
-    def __init__(self, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> None:
+    def __init__(self, rows: Sequence[SamplingRow], vocab_size: int, device: Device) -> None:
         self.num_rows = len(rows)
         configs = [row.config for row in rows]
-        self._device = device
         temperatures = [max(c.temperature, COLDEST) if c.temperature else 1.0 for c in configs]
-        self._scale = torch.tensor([1.0 / t for t in temperatures], device=device)[:, None]
         self._is_scaled = any(t != 1.0 for t in temperatures)
-        greedy = [config.temperature == 0.0 for config in configs]
-        self._greedy = torch.tensor(greedy, device=device) if any(greedy) else None
-        self._cut = _Cut.of(configs, device)
-        self._bias = _Bias.of(configs, device)
-        self._penalties = _Penalties.of(rows, vocab_size, device)
+        self._has_greedy = any(config.temperature == 0.0 for config in configs)
+        self._scale = _Columns(
+            torch.tensor([1.0 / t for t in temperatures])[:, None],
+            torch.tensor([config.temperature == 0.0 for config in configs]),
+        )
+        self._cut = _Cut.of(configs, device.is_host)
+        self._masks = _Masks.of(rows, device.is_host)
+        self._bias = _Bias.of(configs)
+        self._early = _Early.of(rows, vocab_size)
+        self._penalties = _Penalties.of(rows, vocab_size)
+        parts = (self._scale, self._cut, self._masks, self._bias, self._early, self._penalties)
+        _send(device, *parts)
+        self._last: Tensor | None = None
 
-    def sample(
-        self, logits: Tensor, uniforms: Tensor, forbidden: Sequence[tuple[int, Sequence[int]]] = ()
-    ) -> Sampled:
+    def sample(self, logits: Tensor, uniforms: Tensor, is_whole: bool = False) -> Sampled:
         """Draw one token per row.
 
         Args:
             logits: [n, V].
             uniforms: [n] in [0, 1).
-            forbidden: (row, token ids) that must not be sampled now.
+            is_whole: draw the last tokens again, with nuclei looked for in the whole vocabulary.
         """
+        if self._last is not None and not is_whole:
+            self._remember(self._last)
+        scale, greedy = self._scale.columns
         scaled = logits.float()
         if self._penalties is not None:
             scaled = self._penalties.apply(scaled)
         if self._bias is not None:
             scaled = self._bias.apply(scaled)
         if self._is_scaled:
-            scaled = scaled * self._scale
+            scaled = scaled * scale
         probabilities = torch.softmax(scaled, dim=-1)
         # log Z: the largest probability is exp(largest logit) / Z.
         log_total = scaled.amax(dim=-1) - probabilities.amax(dim=-1).log()
-        if forbidden:
-            allowed = scaled.clone()
-            for row, token_ids in forbidden:
-                allowed[row, list(token_ids)] = float("-inf")
-            probabilities = torch.softmax(allowed, dim=-1)
+        if self._early is not None and self._early.is_due:
+            probabilities = torch.softmax(self._early.apply(scaled), dim=-1)
+        is_enough = None
         if self._cut is not None:
-            self._cut.apply_(probabilities)
+            is_enough = self._cut.apply_(probabilities, is_whole)
         tokens = _inverse_cdf(probabilities, uniforms)
-        if self._greedy is not None:
-            tokens = torch.where(self._greedy, probabilities.argmax(dim=-1), tokens)
+        if self._has_greedy:
+            tokens = torch.where(greedy, probabilities.argmax(dim=-1), tokens)
+        logprobs = scaled.gather(1, tokens[:, None])[:, 0] - log_total
+        self._last = tokens
+        if self._masks is None:
+            return Sampled(tokens, logprobs, scaled, is_enough)
+        return self._masks.report(
+            Sampled(tokens, logprobs, scaled, is_enough), probabilities, is_whole
+        )
+
+    def _remember(self, tokens: Tensor) -> None:
         if self._penalties is not None:
             self._penalties.count(tokens)
-        logprobs = scaled.gather(1, tokens[:, None])[:, 0] - log_total
-        return Sampled(tokens, logprobs, scaled)
+        if self._early is not None:
+            self._early.count()
 
 
-def top_logprobs(scaled: Tensor, count: int) -> list[tuple[int, float]]:
-    """The most likely tokens of one row [V] with their logprobs."""
-    values, tokens = torch.log_softmax(scaled.float(), dim=-1).topk(min(count, scaled.shape[-1]))
-    return list(zip(tokens.tolist(), values.tolist(), strict=True))
+def top_logprobs(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The most likely tokens of each row [n, V], most likely first.
+
+    Returns:
+        [n, count] token ids, [n, count] their logprobs.
+    """
+    table = torch.log_softmax(scaled.float(), dim=-1)
+    values, tokens = table.topk(min(count, scaled.shape[-1]), dim=-1)
+    return tokens, values
 
 
-class _Cut:
-    """Zero what top_k, top_p and min_p cut; the most likely token always stays."""
+class _Columns:
+    """Tensors of the host, until they are sent together."""
 
-    def __init__(
-        self, rows: list[int], configs: list[SamplingConfig], device: torch.device
-    ) -> None:
-        self._rows = torch.tensor(rows, device=device)
+    def __init__(self, *columns: Tensor) -> None:
+        self.columns = columns
+
+
+def _send(device: Device, *parts: _Columns | None) -> None:
+    there = [part for part in parts if part is not None]
+    sent = iter(device.send([column for part in there for column in part.columns]))
+    for part in there:
+        part.columns = tuple(next(sent) for _ in part.columns)
+
+
+class _Cut(_Columns):
+    """Zero the tokens that top_k, top_p and min_p exclude; the most likely one always stays."""
+
+    def __init__(self, rows: list[int], configs: list[SamplingConfig], is_host: bool) -> None:
         huge = torch.iinfo(torch.int64).max
-        self._top_k = torch.tensor([c.top_k or huge for c in configs], device=device)[:, None]
-        self._top_p = torch.tensor([c.top_p for c in configs], device=device)[:, None]
-        self._min_p = torch.tensor([c.min_p for c in configs], device=device)[:, None]
-        self._needs_order = any(c.top_k is not None or c.top_p < 1.0 for c in configs)
+        ordered = [i for i, c in enumerate(configs) if c.top_k is not None or c.top_p < 1.0]
+        nuclei = [configs[index] for index in ordered]
+        super().__init__(
+            torch.tensor(rows),
+            torch.tensor([c.min_p for c in configs])[:, None],
+            torch.tensor(ordered, dtype=torch.int64),
+            torch.tensor([c.top_k or huge for c in nuclei], dtype=torch.int64)[:, None],
+            torch.tensor([c.top_p for c in nuclei], dtype=torch.float32)[:, None],
+        )
+        self._is_host = is_host
+        self._needs_order = bool(ordered)
+        self._orders_all = len(ordered) == len(rows)
 
     @staticmethod
-    def of(configs: Sequence[SamplingConfig], device: torch.device) -> _Cut | None:
+    def of(configs: Sequence[SamplingConfig], is_host: bool) -> _Cut | None:
         rows = [
             row
             for row, c in enumerate(configs)
             if c.top_k is not None or c.top_p < 1.0 or c.min_p > 0.0
         ]
-        return _Cut(rows, [configs[row] for row in rows], device) if rows else None
+        return _Cut(rows, [configs[row] for row in rows], is_host) if rows else None
 
-    def apply_(self, probabilities: Tensor) -> None:
-        """Cut the rows that ask for it, in place."""
-        chosen = probabilities[self._rows]
-        least = self._min_p * chosen.amax(dim=-1, keepdim=True)
-        chosen = torch.where(chosen >= least, chosen, 0.0)
-        if self._needs_order:
-            original = probabilities[self._rows]
-            ordered, order = original.topk(min(LIKELY, original.shape[-1]), dim=-1)
-            enough = (ordered.sum(dim=-1) >= self._top_p[:, 0]) | (
-                self._top_k[:, 0] <= ordered.shape[-1]
-            )
-            if not bool(enough.all()):
-                ordered, order = original.sort(dim=-1, descending=True)
-            before = ordered.cumsum(dim=-1) - ordered
-            rank = torch.arange(ordered.shape[-1], device=ordered.device)
-            keep = (rank < self._top_k) & (before < self._top_p)
-            keep[:, 0] = True
-            kept = torch.zeros_like(chosen).scatter(1, order, keep.to(chosen.dtype))
+    def apply_(self, probabilities: Tensor, is_whole: bool) -> Tensor | None:
+        """Truncate the rows that ask for it, in place.
+
+        Returns:
+            [m] bool, where it was not looked at: whether the likely tokens were enough.
+        """
+        rows, min_p, ordered, _, _ = self.columns
+        original = probabilities[rows]
+        least = min_p * original.amax(dim=-1, keepdim=True)
+        chosen = torch.where(original >= least, original, 0.0)
+        is_enough = None
+        if self._orders_all:
+            kept, is_enough = self._nuclei(original, is_whole)
             chosen = chosen * kept
-        probabilities[self._rows] = chosen
+        elif self._needs_order:
+            kept, is_enough = self._nuclei(original[ordered], is_whole)
+            chosen = chosen.index_copy(0, ordered, chosen[ordered] * kept)
+        probabilities[rows] = chosen
+        return is_enough
+
+    def _nuclei(self, original: Tensor, is_whole: bool) -> tuple[Tensor, Tensor | None]:
+        """1 where a token stays, else 0 [m, V]; and whether the likely tokens were enough."""
+        _, _, _, top_k, top_p = self.columns
+        is_enough = None
+        if is_whole:
+            ordered, order = original.sort(dim=-1, descending=True)
+        else:
+            ordered, order = original.topk(min(LIKELY, original.shape[-1]), dim=-1)
+            is_enough = (ordered.sum(dim=-1) >= top_p[:, 0]) | (top_k[:, 0] <= ordered.shape[-1])
+            if self._is_host:
+                if not bool(is_enough.all()):
+                    ordered, order = original.sort(dim=-1, descending=True)
+                is_enough = None
+            elif ordered.shape[-1] == original.shape[-1]:
+                is_enough = None
+        before = ordered.cumsum(dim=-1) - ordered
+        rank = torch.arange(ordered.shape[-1], device=ordered.device)
+        keep = (rank < top_k) & (before < top_p)
+        keep[:, 0] = True
+        kept = torch.zeros_like(original).scatter(1, order, keep.to(original.dtype))
+        return kept, is_enough
 
 
-class _Bias:
-    """Added to single logits."""
+class _Masks(_Columns):
+    """Rows that report their masks."""
 
-    def __init__(
-        self, rows: list[int], tokens: list[int], values: list[float], device: torch.device
-    ) -> None:
-        self._rows = torch.tensor(rows, device=device)
-        self._tokens = torch.tensor(tokens, device=device)
-        self._values = torch.tensor(values, device=device)
+    def __init__(self, rows: list[int], is_host: bool) -> None:
+        super().__init__(torch.tensor(rows))
+        self._rows = rows
+        self._is_host = is_host
 
     @staticmethod
-    def of(configs: Sequence[SamplingConfig], device: torch.device) -> _Bias | None:
+    def of(rows: Sequence[SamplingRow], is_host: bool) -> _Masks | None:
+        asking = [at for at, row in enumerate(rows) if _has_mask(row)]
+        return _Masks(asking, is_host) if asking else None
+
+    def report(self, sampled: Sampled, probabilities: Tensor, is_whole: bool) -> Sampled:
+        """Add the masks, and replace these rows' logprobs by those over the tokens left.
+
+        Args:
+            probabilities: [n, V] that the tokens were drawn from, up to a factor; 0 where cut.
+        """
+        (rows,) = self.columns
+        own = probabilities if len(self._rows) == len(probabilities) else probabilities[rows]
+        is_left = own > 0.0
+        counts = is_left.sum(dim=-1, dtype=torch.int32)
+        drawn = own.gather(1, sampled.tokens[rows, None])[:, 0]
+        logprobs = drawn.log() - own.sum(dim=-1).log()
+        is_enough = sampled.is_enough
+        if self._is_host or is_whole:
+            tokens = is_left.nonzero()[:, 1]
+        else:
+            tokens = own.topk(min(LIKELY, own.shape[-1]), dim=-1).indices
+            if own.shape[-1] > LIKELY:
+                fits = counts <= LIKELY
+                is_enough = fits if is_enough is None else torch.cat([is_enough, fits])
+        return Sampled(
+            sampled.tokens,
+            sampled.logprobs.index_copy(0, rows, logprobs),
+            sampled.scaled,
+            is_enough,
+            StepMasks(self._rows, counts, tokens.to(torch.int32)),
+        )
+
+
+def _has_mask(row: SamplingRow) -> bool:
+    return row.reports_mask and row.config.cuts_distribution
+
+
+class _Bias(_Columns):
+    """Added to single logits."""
+
+    @staticmethod
+    def of(configs: Sequence[SamplingConfig]) -> _Bias | None:
         entries = [
             (row, token, value)
             for row, config in enumerate(configs)
@@ -170,35 +294,75 @@ class _Bias:
         if not entries:
             return None
         rows, tokens, values = zip(*entries, strict=True)
-        return _Bias(list(rows), list(tokens), list(values), device)
+        return _Bias(torch.tensor(rows), torch.tensor(tokens), torch.tensor(values))
 
     def apply(self, logits: Tensor) -> Tensor:
         """[n, V] with the bias."""
-        return logits.index_put((self._rows, self._tokens), self._values, accumulate=True)
+        rows, tokens, values = self.columns
+        return logits.index_put((rows, tokens), values, accumulate=True)
 
 
-class _Penalties:
-    """Presence, frequency and repetition penalties, with the counts they need."""
+class _Early(_Columns):
+    """Tokens that must not be sampled before `min_new_tokens`."""
 
-    def __init__(
-        self, rows: list[int], chosen: list[SamplingRow], vocab_size: int, device: torch.device
-    ) -> None:
-        self._rows = torch.tensor(rows, device=device)
-        self._counts = torch.stack([_histogram(row.output, vocab_size) for row in chosen]).to(
-            device
-        )
-        prompts = torch.stack([_histogram(row.prompt, vocab_size) for row in chosen])
-        self._in_prompt = (prompts > 0).to(device)
-
-        def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, device=device)[:, None]
-
-        self._presence = column([row.config.presence_penalty for row in chosen])
-        self._frequency = column([row.config.frequency_penalty for row in chosen])
-        self._repetition = column([row.config.repetition_penalty for row in chosen])
+    def __init__(self, entries: list[tuple[int, int, int]]) -> None:
+        """
+        Args:
+            entries: row, token, and how many more tokens it is forbidden for.
+        """
+        super().__init__(*(torch.tensor(column) for column in zip(*entries, strict=True)))
+        self._longest = max(remaining for _, _, remaining in entries)
 
     @staticmethod
-    def of(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> _Penalties | None:
+    def of(rows: Sequence[SamplingRow], vocab_size: int) -> _Early | None:
+        entries = [
+            (index, token, row.config.min_new_tokens - len(row.output))
+            for index, row in enumerate(rows)
+            if row.config.min_new_tokens > len(row.output)
+            for token in row.stop_ids
+            if token < vocab_size
+        ]
+        return _Early(entries) if entries else None
+
+    @property
+    def is_due(self) -> bool:
+        """True if a row is still below its minimum length."""
+        return self._longest > 0
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """[n, V] with what is forbidden at minus infinity."""
+        rows, tokens, remaining = self.columns
+        values = logits[rows, tokens].masked_fill(remaining > 0, float("-inf"))
+        return logits.index_put((rows, tokens), values)
+
+    def count(self) -> None:
+        """Each row has one more token."""
+        self._longest -= 1
+        rows, tokens, remaining = self.columns
+        self.columns = (rows, tokens, remaining - 1)
+
+
+class _Penalties(_Columns):
+    """Presence, frequency and repetition penalties, with the counts they need."""
+
+    def __init__(self, rows: list[int], chosen: list[SamplingRow], vocab_size: int) -> None:
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values)[:, None]
+
+        super().__init__(
+            torch.tensor(rows),
+            _flat([row.prompt for row in chosen], vocab_size),
+            _flat([row.output for row in chosen], vocab_size),
+            column([row.config.presence_penalty for row in chosen]),
+            column([row.config.frequency_penalty for row in chosen]),
+            column([row.config.repetition_penalty for row in chosen]),
+        )
+        self._shape = (len(rows), vocab_size)
+        self._counts: Tensor | None = None
+        self._in_prompt: Tensor | None = None
+
+    @staticmethod
+    def of(rows: Sequence[SamplingRow], vocab_size: int) -> _Penalties | None:
         indices = [
             index
             for index, row in enumerate(rows)
@@ -208,26 +372,39 @@ class _Penalties:
         ]
         if not indices:
             return None
-        return _Penalties(indices, [rows[i] for i in indices], vocab_size, device)
+        return _Penalties(indices, [rows[i] for i in indices], vocab_size)
 
     def apply(self, logits: Tensor) -> Tensor:
         """[n, V] with the penalties."""
-        chosen = logits[self._rows]
+        rows, prompt, output, presence, frequency, repetition = self.columns
+        if self._counts is None or self._in_prompt is None:
+            self._counts = _histogram(output, self._shape)
+            self._in_prompt = _histogram(prompt, self._shape) > 0
+        chosen = logits[rows]
         seen = (self._counts > 0) | self._in_prompt
-        repeated = torch.where(chosen > 0, chosen / self._repetition, chosen * self._repetition)
+        repeated = torch.where(chosen > 0, chosen / repetition, chosen * repetition)
         chosen = torch.where(seen, repeated, chosen)
-        chosen = chosen - self._frequency * self._counts
-        chosen = chosen - self._presence * (self._counts > 0)
-        return logits.index_copy(0, self._rows, chosen)
+        chosen = chosen - frequency * self._counts
+        chosen = chosen - presence * (self._counts > 0)
+        return logits.index_copy(0, rows, chosen)
 
     def count(self, tokens: Tensor) -> None:
         """Remember what was sampled."""
-        chosen = tokens[self._rows][:, None]
+        assert self._counts is not None
+        chosen = tokens[self.columns[0]][:, None]
         self._counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=self._counts.dtype))
 
 
-def _histogram(tokens: Sequence[int], vocab_size: int) -> Tensor:
-    return torch.bincount(torch.tensor(tokens, dtype=torch.long), minlength=vocab_size).float()
+def _flat(rows: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
+    """Return the index of each token of each row in a table [rows, V], flattened."""
+    parts = [torch.tensor(row, dtype=torch.long) + i * vocab_size for i, row in enumerate(rows)]
+    return torch.cat(parts)
+
+
+def _histogram(places: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return [rows, V] float32, how often each position is named."""
+    counts = torch.zeros(shape[0] * shape[1], device=places.device)
+    return counts.scatter_add_(0, places, torch.ones_like(places, dtype=counts.dtype)).view(shape)
 
 
 def _inverse_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
@@ -249,7 +426,7 @@ def _search(weights: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
     """[n] the entry that each point falls into, and how far into it; never an entry of weight 0."""
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1:]
-    # Below the end: rounding must not select what lies behind the last positive entry.
+    # Below the end: rounding must not select an entry behind the last positive one.
     below = points[:, None].minimum(total.nextafter(total.new_zeros(())))
     index = torch.searchsorted(cumulative, below, right=True).clamp(max=weights.shape[-1] - 1)
     rest = below - (cumulative.gather(1, index) - weights.gather(1, index))

@@ -1,4 +1,4 @@
-"""Which tokens run in the next step.
+"""Choice of the tokens that run in the next step.
 
 A sequence has `pending` tokens that are not in the cache: its whole prompt at first, one while it
 decodes, everything again after its row was taken away. Each step takes the one pending token of
@@ -9,16 +9,19 @@ A prompt is computed once: a newcomer copies the longest common prefix from a ro
 now in place computed, and waits while a running sequence is still computing more of it.
 
 When memory is short, the youngest running sequence gives up its row and waits at the front; it goes
-on from its tokens, so nothing is lost. Nobody is admitted then until a sequence ends.
+on from its tokens, so nothing is lost. None is admitted then until another one ends. A sequence that
+finds no memory although it is alone is refused: it would wait for nothing.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
+from headway.contracts.errors import BackendError
 from inference_server.backends.embedded.attention import Span
-from inference_server.backends.embedded.kv_cache import KVCache, Row
+from inference_server.backends.embedded.kv_cache import CacheRow, KVCache
 from inference_server.backends.embedded.sequence import Sequence
 
 SHORTEST_SHARED = 8
@@ -28,7 +31,7 @@ SCORED_CHUNK = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ScheduledTokens:
     """A sequence's share of a step."""
 
     sequence: Sequence
@@ -36,25 +39,27 @@ class Work:
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing is pending after this step: a token is sampled."""
+        """True if nothing is pending after this step: a token is sampled."""
         return self.span.end == len(self.sequence.tokens)
 
 
 class Scheduler:
     """Waiting and running sequences over one cache."""
 
-    def __init__(self, cache: KVCache, max_sequences: int, max_prefill_tokens: int) -> None:
+    def __init__(self, cache: KVCache[Any], max_sequences: int, max_prefill_tokens: int) -> None:
         self._cache = cache
         self.max_sequences = max_sequences
         self._max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        """In order of admission."""
+        """Running sequences in order of admission."""
         self.is_draining = False
-        """Whether sequences that have not started must wait."""
+        """True while sequences that have not started must wait."""
         self._is_short_of_memory = False
         self.num_preemptions = 0
         """Rows that were taken away for want of memory."""
+        self.refused: list[Sequence] = []
+        """Sequences that there is no memory for, until they are answered with an error."""
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -63,34 +68,56 @@ class Scheduler:
 
     @property
     def reserved_tokens(self) -> int:
-        """Room of the rows that running sequences own."""
+        """Number of tokens that fit into the rows of running sequences."""
         rows = [sequence.row for sequence in list(self.running)]
-        return sum(row.slab.capacity for row in rows if row is not None)
+        return self._cache.reserved_tokens(row for row in rows if row is not None)
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do something."""
+        """True if a step would do something."""
         return bool(self.running) or any(self._may_start(s) for s in self.waiting)
 
-    def schedule(self) -> list[Work]:
-        """The next step; rows are in place when it returns."""
+    def schedule(self) -> list[ScheduledTokens]:
+        """Return the next step; its rows are allocated."""
         self._ensure_rows()
-        works: list[Work] = []
+        scheduled: list[ScheduledTokens] = []
         first = 0
         budget = self._max_prefill_tokens
         for sequence in self.running:
             chunk = self._chunk(sequence, budget)
             if chunk:
-                first = self._take(works, sequence, chunk, first)
+                first = self._take(scheduled, sequence, chunk, first)
                 budget -= chunk if sequence.pending > 1 else 0
         while budget > 0:
             newcomer = self._admit()
             if newcomer is None:
                 break
             chunk = self._chunk(newcomer, budget)
-            first = self._take(works, newcomer, chunk, first)
+            first = self._take(scheduled, newcomer, chunk, first)
             budget -= chunk
-        return works
+        return scheduled
+
+    def follow(self, scheduled: list[ScheduledTokens]) -> list[ScheduledTokens] | None:
+        """Return the step after a launched one, whose tokens are not known yet; its rows are allocated.
+
+        Returns:
+            One token of every sequence; None where that may not be all there is to do, or too much.
+        """
+        if len(scheduled) != len(self.running) or not all(work.is_last for work in scheduled):
+            return None
+        if self.waiting and len(self.running) < self.max_sequences:
+            return None
+        if any(s.num_output + 1 >= s.request.gconfig.max_new_tokens for s in self.running):
+            return None
+        following: list[ScheduledTokens] = []
+        for work in scheduled:
+            row, end = work.span.row, work.span.end
+            if work.sequence.row is not row or self._cache.grow(row, end + 1) is not row:
+                return None
+            following.append(
+                ScheduledTokens(work.sequence, Span(row, end, end + 1, len(following)))
+            )
+        return following
 
     def finish(self, sequence: Sequence) -> None:
         """A sequence is over: its row stays for prompts that begin alike."""
@@ -99,6 +126,15 @@ class Scheduler:
     def discard(self, sequence: Sequence) -> None:
         """A sequence failed: nothing of it may be read again."""
         self._leave(sequence, keep=False)
+
+    def make_room(self) -> None:
+        """A step found no memory for its own work: the youngest sequence gives way, or the only one."""
+        if len(self.running) > 1:
+            self._give_way()
+        elif self.running:
+            sequence = self.running[0]
+            self.discard(sequence)
+            self.refused.append(sequence)
 
     def retract(self) -> None:
         """All running sequences give up their rows and wait, in order, to be computed again."""
@@ -122,16 +158,19 @@ class Scheduler:
             sequence.row = None
 
     def _ensure_rows(self) -> None:
-        """Room for the tokens of this step in every running sequence's row."""
+        """Extend every running sequence's row by the tokens of this step."""
         for sequence in list(self.running):
             while sequence.row is not None:
                 row = self._cache.grow(sequence.row, len(sequence.tokens))
                 if row is not None:
                     sequence.row = row
                     break
-                self._preempt(self.running[-1])
-                self.num_preemptions += 1
-                self._is_short_of_memory = True
+                self._give_way()
+
+    def _give_way(self) -> None:
+        self._preempt(self.running[-1])
+        self.num_preemptions += 1
+        self._is_short_of_memory = True
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -148,12 +187,14 @@ class Scheduler:
             budget = min(budget, SCORED_CHUNK)
         return min(sequence.pending, budget)
 
-    def _take(self, works: list[Work], sequence: Sequence, count: int, first: int) -> int:
+    def _take(
+        self, scheduled: list[ScheduledTokens], sequence: Sequence, count: int, first: int
+    ) -> int:
         row = sequence.row
         if row is None:
             raise RuntimeError(f"{sequence.request.rid} runs without a row")
         start = row.length
-        works.append(Work(sequence, Span(row, start, start + count, first)))
+        scheduled.append(ScheduledTokens(sequence, Span(row, start, start + count, first)))
         return first + count
 
     def _admit(self) -> Sequence | None:
@@ -168,15 +209,14 @@ class Scheduler:
             donor, shared = self._longest_shared(sequence)
             if self._is_worth_waiting(sequence, shared):
                 continue
-            if donor is not None:
-                self._cache.touch(donor)
-            row = self._cache.allocate(len(sequence.tokens))
-            if row is None:
-                self._is_short_of_memory = bool(self.running)
+            row: CacheRow | None = self._cache.allocate(len(sequence.tokens), donor, shared)
+            if row is None and self.running:
+                self._is_short_of_memory = True
                 return None
-            # Making room may have evicted the donor.
-            if donor is not None and donor.length >= shared and shared:
-                self._cache.copy(donor, row, shared)
+            if row is None:
+                self.waiting.remove(sequence)
+                self.refused.append(sequence)
+                return None
             row.tokens = sequence.tokens
             sequence.row = row
             if sequence.cached_tokens is None:
@@ -189,7 +229,7 @@ class Scheduler:
     def _may_start(self, sequence: Sequence) -> bool:
         return sequence.has_started or not self.is_draining
 
-    def _longest_shared(self, sequence: Sequence) -> tuple[Row | None, int]:
+    def _longest_shared(self, sequence: Sequence) -> tuple[CacheRow | None, int]:
         """The row to copy from, and how many positions: never the last token, whose logits are
         wanted, nor what has to be scored."""
         limit = len(sequence.tokens) - 1
@@ -207,7 +247,7 @@ class Scheduler:
         return best, length if best is not None else 0
 
     def _is_worth_waiting(self, sequence: Sequence, shared: int) -> bool:
-        """Whether a running sequence is still computing more of the same prefix."""
+        """True if a running sequence is still computing more of the same prefix."""
         if sequence.scored_from is not None:
             return False
         limit = len(sequence.tokens) - 1
@@ -221,6 +261,14 @@ class Scheduler:
             if _common_prefix(sequence.tokens, other.tokens, reach, known) > known:
                 return True
         return False
+
+
+def no_memory(sequence: Sequence) -> BackendError:
+    """Return the error of a refused sequence."""
+    return BackendError(
+        f"request {sequence.request.rid}: no memory for {len(sequence.tokens)} tokens with nothing else "
+        "running; lower backend.max_context or backend.max_prefill_tokens"
+    )
 
 
 def _common_prefix(one: list[int], two: list[int], limit: int, known: int) -> int:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.contracts.errors import DataError
+from headway.contracts.sampling_mask import SamplingMask
 from headway.contracts.types import (
     LLMDelta,
     LLMRequest,
@@ -15,13 +21,13 @@ from headway.contracts.types import (
     StopReason,
     TopLogprobs,
 )
-from headway.rollout.tokenizer import TextTokenizer
-from inference_server.backends.embedded.kv_cache import Row
+from headway.text.tokenizer import TextTokenizer
+from inference_server.backends.embedded.kv_cache import CacheRow
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who waits, and where: touched on its own event loop only."""
+    """Caller that waits, and its event loop: touched on that loop only."""
 
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[LLMResponse]
@@ -54,18 +60,55 @@ class Sequence:
     caller: Caller
     tokens: list[int]
     """Prompt, then output."""
-    row: Row | None = None
+    row: CacheRow | None = None
     logprobs: list[float] = field(default_factory=list)
     runs: list[tuple[PolicyVersion, int, int]] = field(default_factory=list)
     top: list[TopLogprobs] = field(default_factory=list)
+    left: list[NDArray[np.int32]] = field(default_factory=list)
+    """Ids left to draw from at each output position, if the request asks for its sampling mask."""
+    mask_tokens: int = 0
+    """Number of ids in `left`."""
     prompt_logprobs: dict[int, float] = field(default_factory=dict)
-    """By position in the prompt."""
+    """Position in the prompt -> logprob."""
     prompt_top: dict[int, TopLogprobs] = field(default_factory=dict)
     first_token: float | None = None
     cached_tokens: int | None = None
     num_recomputes: int = 0
     is_cancelled: bool = False
     """Set by the caller's thread when it no longer waits."""
+    _points: list[float] = field(default_factory=list)
+
+    @staticmethod
+    def of(
+        req: LLMRequest,
+        caller: Caller,
+        eos_ids: frozenset[int],
+        tokenizer: TextTokenizer | None,
+        seeds: random.Random,
+    ) -> Sequence:
+        """A request that just came.
+
+        Args:
+            eos_ids: what ends it besides its own stops.
+            seeds: where a seed comes from if it brings none.
+        Raises:
+            DataError: it has stop strings, and there is no tokenizer.
+        """
+        gconfig = req.gconfig
+        stop_text = None
+        if gconfig.stop:
+            if tokenizer is None:
+                raise DataError("stop strings need a tokenizer; this model directory has none")
+            stop_text = StopText(gconfig.stop, tokenizer)
+        return Sequence(
+            request=req,
+            stop_ids=frozenset(gconfig.stop_token_ids) | eos_ids,
+            stop_text=stop_text,
+            uniforms=random.Random(seeds.random() if gconfig.seed is None else gconfig.seed),
+            arrival=time.monotonic(),
+            caller=caller,
+            tokens=list(req.input_ids),
+        )
 
     @property
     def num_prompt(self) -> int:
@@ -95,7 +138,7 @@ class Sequence:
 
     @property
     def has_started(self) -> bool:
-        """Whether it was ever given a row."""
+        """True if it was ever given a row."""
         return self.cached_tokens is not None
 
     @property
@@ -109,11 +152,12 @@ class Sequence:
             start += 1
         return start if start < self.num_prompt else None
 
-    @property
-    def forbidden(self) -> list[int]:
-        """Tokens that must not be sampled next."""
-        is_early = self.num_output < self.request.gconfig.min_new_tokens
-        return sorted(self.stop_ids) if is_early else []
+    def uniform(self, ahead: int = 0) -> float:
+        """The point in [0, 1) at which the next token is drawn, or one behind it: the same until it is
+        drawn, however often the step is tried."""
+        while len(self._points) <= ahead:
+            self._points.append(self.uniforms.random())
+        return self._points[ahead]
 
     def append(
         self,
@@ -122,15 +166,20 @@ class Sequence:
         version: PolicyVersion,
         top: TopLogprobs | None,
         now: float,
+        left: NDArray[np.int32] | None = None,
     ) -> None:
         """Record a sampled token."""
         position = self.num_output
+        del self._points[:1]
         if self.first_token is None:
             self.first_token = now
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if top is not None:
             self.top.append(top)
+        if left is not None:
+            self.left.append(left)
+            self.mask_tokens += len(left)
         start = self.runs.pop()[1] if self.runs and self.runs[-1][0] == version else position
         self.runs.append((version, start, position + 1))
 
@@ -162,6 +211,7 @@ class Sequence:
             latency_s=now - self.arrival,
             ttft_s=(now if self.first_token is None else self.first_token) - self.arrival,
             top_logprobs=self.top if self.request.top_logprobs else None,
+            sampling_mask=SamplingMask.of(self.left) if self.left else None,
             prompt_logprobs=scores,
             prompt_top_logprobs=tops,
             cached_tokens=self.cached_tokens or 0,

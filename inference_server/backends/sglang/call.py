@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from headway.contracts.types import LLMDelta, LLMRequest, PolicyVersion
 from inference_server.backends.base import OnDelta
 from inference_server.backends.sglang import wire
-from inference_server.backends.sglang.wire import Output
+from inference_server.backends.sglang.wire import EngineOutput
 
 MAX_EVENTS = 512
 """Parts that one call is streamed in, at most: each repeats all before it."""
@@ -17,8 +17,8 @@ NO_END = 1 << 40
 
 
 @dataclass(eq=False)
-class Call:
-    """What is known of a request before its end."""
+class EngineCall:
+    """State of a request before its end."""
 
     req: LLMRequest
     on_delta: OnDelta | None
@@ -45,7 +45,7 @@ class Call:
         return max(1, self.req.gconfig.max_new_tokens // MAX_EVENTS)
 
     def cross(self, version: PolicyVersion, lag: int) -> None:
-        """Another version samples from here on; never too early: what was not sent is older."""
+        """Let another version sample from here on; never too early: unsent tokens are older."""
         unsent = self.interval - 1 + lag if self.num_tokens else 0
         self.boundaries.append((version, self.num_tokens + unsent))
 
@@ -54,13 +54,13 @@ class Call:
         ends = [*(start for _, start in self.boundaries[1:]), NO_END]
         return [(v, start, end) for (v, start), end in zip(self.boundaries, ends, strict=True)]
 
-    def is_discarded(self, output: Output) -> bool:
-        """Whether it begins anew after being sent back, without what it sampled meanwhile."""
+    def is_discarded(self, output: EngineOutput) -> bool:
+        """True if the call starts again after being sent back, without what it has sampled since."""
         has_ended = output.finish is not None and not output.is_aborted
         return self.is_sent_back and not has_ended and not self.is_interrupted
 
-    def take(self, output: Output, now: float) -> int:
-        """Count what is new: the number of tokens."""
+    def take(self, output: EngineOutput, now: float) -> int:
+        """Count the new tokens and return their number."""
         if output.tokens and self.first_token is None:
             self.first_token = now
         seen, self.num_tokens = self.num_tokens, len(output.tokens)
@@ -68,7 +68,7 @@ class Call:
             self.cut = wire.find_stop(self.req.gconfig, output.tokens, seen)
         return max(0, self.num_tokens - seen)
 
-    def hand_on(self, output: Output, seen: int, runs: wire.Runs) -> None:
+    def hand_on(self, output: EngineOutput, seen: int, runs: wire.Runs) -> None:
         """Tell the reader what came after the first `seen` tokens, one delta per version."""
         if self.on_delta is None:
             return
@@ -87,7 +87,7 @@ class Call:
                     )
                 )
 
-    def num_kept(self, output: Output) -> int:
+    def num_kept(self, output: EngineOutput) -> int:
         """Tokens that are the caller's: up to the stop token, each with its logprob."""
         count = len(output.tokens) if self.cut is None else self.cut
         return min(count, len(wire.logprobs_of(output)))

@@ -1,4 +1,4 @@
-"""How an SGLang engine is started, and what one that runs can do."""
+"""Start command of an SGLang engine, and the features of a running one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from headway.contracts.types import PolicyVersion
 from inference_server.backends.base import Limits
 from inference_server.backends.engine_process import EngineCommand, EngineProcess
 from inference_server.backends.sglang import wire
-from inference_server.backends.sglang.answers import read_page
 from inference_server.backends.sglang.call import NO_EVENTS
+from inference_server.backends.sglang.responses import read_page
 from weight_sync.checkpoint import read_model_config
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What differs between engines, by version or by flag."""
+    """Differences between engines, by version or by flag."""
 
     limits: Limits
     kv_capacity: int = 0
@@ -38,13 +38,13 @@ class Features:
     num_ranks: int | None = 1
     """Processes that join a trainer's group; None if SGLang cannot have them all in one."""
     dtype: str = ""
-    """Of the weights; empty if it is not known."""
+    """Type of the weights; empty if it is not known."""
 
 
 def sglang_command(
     model: ModelConfig, version: PolicyVersion, has_tokenizer: bool
 ) -> EngineCommand:
-    """What starts an engine with this model.
+    """Return the command that starts an engine with this model.
 
     Raises:
         ConfigError: the model has a setting that SGLang cannot honour.
@@ -114,7 +114,7 @@ def _num_ranks(info: Mapping[str, Any]) -> int | None:
     return int(info.get("tp_size", 1))
 
 
-async def _try_out(engine: EngineProcess) -> tuple[bool, wire.Output]:
+async def _try_out(engine: EngineProcess) -> tuple[bool, wire.EngineOutput]:
     body = {"input_ids": [0], "return_logprob": True}
     params = {"max_new_tokens": 1}
     thin = {**params, "stream_interval": NO_EVENTS}
@@ -126,6 +126,8 @@ async def _try_out(engine: EngineProcess) -> tuple[bool, wire.Output]:
 
 
 def _max_context(info: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """What the engine takes without cutting a request short; it keeps some tokens to itself."""
+    """Return the tokens that the engine takes without truncating a request; it reserves some for
+    itself.
+    """
     limit = info.get("max_req_input_len") or info.get("context_length")
     return int(limit or config["max_position_embeddings"])

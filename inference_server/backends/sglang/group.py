@@ -1,16 +1,17 @@
 """A version that flows into the live weights: the engine's own processes are members of the group.
 
-    our process:     seats -> meeting -> entries of a bucket, of the next one, ... -> digest -> arrived
-    the engine:               joins      receives it      receives it           ends its session
+    our process:     ranks -> group -> entries of a bucket, of the next one, ... -> digest -> received
+    the engine:               joins    receives it      receives it           ends its session
 
-Nothing lies between the trainer's GPUs and the engine's, neither this process nor a copy of the version.
+The trainer's GPUs send to the engine's directly, without this process and without a copy of the version.
 The price: from the first bucket until the commit nothing is generated, and an abort after the first
 bucket leaves torn weights (`restored` from files, if they are known; otherwise the engine is given up).
 Choose it where a version is too large to be received and held besides the one that serves, and a pause
 as long as the transfer costs less than that memory.
 
-What arrived is the engine's word: the entries are proven by the digest, the bytes only where SGLang shows
-them (`/get_weights_by_name`, whole vectors of a few models), which is compared with their checksums.
+Whether the bytes arrived is the engine's word: the entries are verified by the digest, the bytes only
+where SGLang shows them (`/get_weights_by_name`, whole vectors of a few models), compared with their
+checksums.
 An engine that waits in a broadcast cannot be called back. It is let alone until the group's own
 deadline, and given up after that.
 """
@@ -27,15 +28,16 @@ import torch
 
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import BackendError, SyncError
-from headway.contracts.types import GroupSeat, PolicyVersion
-from inference_server.backends.engine_process import Answer, EngineProcess
-from inference_server.backends.sglang.answers import MISSING, expect_success
+from headway.contracts.types import GroupRank, PolicyVersion
+from inference_server.backends.engine_process import EngineProcess, EngineResponse
+from inference_server.backends.sglang.responses import MISSING, expect_success
 from weight_sync.checkpoint import BUFFERS
-from weight_sync.manifest import TensorEntry, content_digest, tensor_checksum, torch_dtype
-from weight_sync.patience import Patience
-from weight_sync.transports.detached import start_detached
-from weight_sync.transports.meeting import Member, Part
+from weight_sync.deadline import Deadline
+from weight_sync.manifest import TensorEntry, content_digest, has_checksum, torch_dtype
+from weight_sync.transports.daemon_calls import start_detached
+from weight_sync.transports.participant import Participant
 from weight_sync.transports.process_group import GroupAddress
+from weight_sync.transports.rendezvous import BucketHeader
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +45,13 @@ T = TypeVar("T")
 
 LOOK_S = 0.02
 GRACE_S = 10.0
-"""For answers that are due, besides the group's own time-outs."""
+"""Seconds for late responses, besides the group's own time-outs."""
 NUM_LOOKS = 4
 """Tensors that are compared with what was published."""
 
 
 class GroupUpdate:
-    """`Staged` once it has arrived; then one `commit`, or nobody wants it any more."""
+    """Staged version once it has arrived; then it is committed once, or given up."""
 
     held = None
 
@@ -59,7 +61,7 @@ class GroupUpdate:
         self.digest = ""
         self._arrived: asyncio.Future[None] = loop.create_future()
         self.decided: asyncio.Future[UpdatePolicy] = loop.create_future()
-        """By the commit."""
+        """Policy, set by the commit."""
         self._ended: asyncio.Future[int] = loop.create_future()
 
     async def until_arrived(self) -> None:
@@ -78,7 +80,7 @@ class GroupUpdate:
             self.decided.set_result(policy)
         return await asyncio.shield(self._ended)
 
-    def arrive(self, digest: str) -> None:
+    def report_received(self, digest: str) -> None:
         self.digest = digest
         self._arrived.set_result(None)
 
@@ -86,11 +88,11 @@ class GroupUpdate:
         self._ended.set_result(running)
 
     def fail(self, error: Exception) -> None:
-        """Tell whoever waits, or will ask."""
+        """Raise the error in all present and future waits."""
         for future in (self._arrived, self._ended):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # it may well be that nobody asks
+                future.exception()  # it may never be awaited
 
 
 class EngineGroup:
@@ -100,14 +102,14 @@ class EngineGroup:
         self._engine = engine
         self._kept: GroupAddress | None = None
 
-    def held(self, member: Member, seat: GroupSeat) -> str:
-        """Its name, if these are its seats."""
+    def held(self, member: Participant, group_rank: GroupRank) -> str:
+        """Return its name, if it was joined with these ranks."""
         kept = self._kept
         if kept is None or (kept.host, kept.port, kept.rank, kept.world_size) != (
             member.host,
             member.port,
-            seat.rank,
-            seat.world_size,
+            group_rank.rank,
+            group_rank.world_size,
         ):
             return ""
         return kept.name
@@ -137,7 +139,7 @@ class EngineGroup:
         if kept is not None:  # that there is no such group is as well
             await self._tell("/destroy_weights_update_group", {"group_name": kept.name}, GRACE_S)
 
-    async def receive(self, part: Part) -> None:
+    async def receive(self, header: BucketHeader) -> None:
         """One bucket into the live weights.
 
         Raises:
@@ -145,16 +147,16 @@ class EngineGroup:
         """
         assert self._kept is not None, "join before"
         body = {
-            "names": [entry.name for entry in part.entries],
-            "dtypes": [entry.dtype for entry in part.entries],
-            "shapes": [entry.shape for entry in part.entries],
+            "names": [entry.name for entry in header.entries],
+            "dtypes": [entry.dtype for entry in header.entries],
+            "shapes": [entry.shape for entry in header.entries],
             "group_name": self._kept.name,
             "flush_cache": False,
             "load_format": "flattened_bucket",
         }
         expect_success(await self._engine.post("/update_weights_from_distributed", body))
 
-    async def _tell(self, path: str, body: Any, timeout_s: float) -> Answer:
+    async def _tell(self, path: str, body: Any, timeout_s: float) -> EngineResponse:
         try:
             return await self._engine.post(path, body, timeout_s)
         except BackendError as error:
@@ -174,9 +176,9 @@ class Transfer:
         self,
         engine: EngineProcess,
         group: EngineGroup,
-        member: Member,
-        seat: GroupSeat,
-        patience: Patience,
+        member: Participant,
+        group_rank: GroupRank,
+        deadline: Deadline,
         shapes: Mapping[str, torch.Size],
         dtype: str,
     ) -> None:
@@ -186,8 +188,8 @@ class Transfer:
         self._engine = engine
         self._group = group
         self._member = member
-        self._seat = seat
-        self._patience = patience
+        self._group_rank = group_rank
+        self._deadline = deadline
         self._shapes = shapes
         self._dtype = dtype
         self._seen: dict[str, TensorEntry] = {}
@@ -196,59 +198,59 @@ class Transfer:
         self._has_session = False
         self._has_arrived = False
 
-    async def meet(self) -> Part:
+    async def join(self) -> BucketHeader:
         """Bring the engine into the group; returns when the first bucket can flow.
 
         Raises:
-            SyncError: the epoch is over, or nobody wants the version any more.
+            SyncError: the epoch is over, or the version was given up.
         """
-        held = self._group.held(self._member, self._seat)
-        meeting = await self._ask(lambda: self._member.meet(held))
-        self._timeout_s = meeting.timeout_s
-        if meeting.is_new:
+        held = self._group.held(self._member, self._group_rank)
+        group_setup = await self._ask(lambda: self._member.join(held))
+        self._timeout_s = group_setup.timeout_s
+        if group_setup.is_new:
             address = GroupAddress(
-                meeting.group,
+                group_setup.group,
                 self._member.host,
                 self._member.port,
-                self._seat.rank,
-                self._seat.world_size,
-                meeting.backend,
+                self._group_rank.rank,
+                self._group_rank.world_size,
+                group_setup.backend,
             )
-            await self._tell(self._group.join(address, meeting.timeout_s))
-        return await self._ask(lambda: self._member.part(0))
+            await self._tell(self._group.join(address, group_setup.timeout_s))
+        return await self._ask(lambda: self._member.bucket(0))
 
-    async def receive(self, part: Part) -> str:
-        """From the first bucket to the last, by a frozen engine; the digest.
+    async def receive(self, header: BucketHeader) -> str:
+        """Let the frozen engine receive all buckets; return the digest.
 
         Raises:
-            SyncError: as `meet`, or it is of another model, or did not arrive as it was sent.
+            SyncError: as `join`, or it is of another model, or did not arrive as it was sent.
         """
         number = 0
-        while part.digest is None:
-            self._check_bucket(part)
+        while header.digest is None:
+            self._check_bucket(header)
             if number == 0:
                 await self._tell(self._begin())
             self.is_torn = True
-            await self._tell(self._group.receive(part))
-            self._patience.progress()
+            await self._tell(self._group.receive(header))
+            self._deadline.restart()
             number += 1
-            part = await self._ask(lambda: self._member.part(number))  # noqa: B023 - awaited here
-        self._check_all(part.digest)
+            header = await self._ask(lambda: self._member.bucket(number))  # noqa: B023 - awaited here
+        self._check_all(header.digest)
         await self._tell(self._end())
         await self._tell(self._look())
-        await self._ask(self._member.arrive)
+        await self._ask(self._member.report_received)
         self._has_arrived = True
-        return part.digest
+        return header.digest
 
     async def wanted(self, decision: asyncio.Future[UpdatePolicy]) -> UpdatePolicy:
-        """The commit.
+        """Wait for the commit and return its policy.
 
         Raises:
-            SyncError: nobody wants the version any more.
+            SyncError: the version was given up.
         """
         while not decision.done():
-            self._patience.progress()  # how long this may take is the gate's to say
-            _ = self._patience.left_s
+            self._deadline.restart()  # the version gate limits how long this may take
+            self._deadline.check()
             await asyncio.wait({decision}, timeout=LOOK_S)
         return decision.result()
 
@@ -293,7 +295,7 @@ class Transfer:
     async def _until(self, work: asyncio.Future[T]) -> T:
         work.add_done_callback(_heard)
         while not work.done():
-            _ = self._patience.left_s
+            self._deadline.check()
             await asyncio.wait({work}, timeout=LOOK_S)
         return work.result()
 
@@ -308,9 +310,9 @@ class Transfer:
             expect_success(await self._engine.post("/end_weight_update", {}))
             self._has_session = False
 
-    def _check_bucket(self, part: Part) -> None:
+    def _check_bucket(self, header: BucketHeader) -> None:
         offset = 0
-        for entry in part.entries:
+        for entry in header.entries:
             expected = self._shapes.get(entry.name)
             if expected is not None and tuple(expected) != entry.shape:
                 raise SyncError(
@@ -321,8 +323,8 @@ class Transfer:
                 raise self._not_as_it_is(entry.name)
             offset += entry.size
             self._seen[entry.name] = entry
-        if offset != part.size:  # Gloo ends a process that expects another size than is sent
-            raise self._not_as_it_is(part.entries[-1].name)
+        if offset != header.size:  # Gloo ends a process that expects another size than is sent
+            raise self._not_as_it_is(header.entries[-1].name)
 
     def _not_as_it_is(self, name: str) -> SyncError:
         return SyncError(
@@ -362,7 +364,7 @@ class Transfer:
             answer = await self._engine.post("/get_weights_by_name", body)
             if not answer.is_ok:
                 break  # most models of SGLang show nothing
-            if _checksum_of(answer.json(), entry) != entry.checksum:
+            if not _is_published(answer.json(), entry):
                 raise SyncError(f"{entry.name} did not arrive in the engine as it was published")
             num_seen += 1
         log.info(
@@ -371,14 +373,15 @@ class Transfer:
         )
 
 
-def _checksum_of(values: Any, entry: TensorEntry) -> str | None:
+def _is_published(values: Any, entry: TensorEntry) -> bool:
     try:
-        return tensor_checksum(torch.tensor(values, dtype=torch_dtype(entry.dtype)))
+        shown = torch.tensor(values, dtype=torch_dtype(entry.dtype))
     except (TypeError, ValueError, RuntimeError):
-        return None
+        return False
+    return has_checksum(shown, entry.checksum)
 
 
 def _heard(work: asyncio.Future[Any]) -> None:
-    """What comes too late is nobody's failure."""
+    """Retrieve the exception of work that ended too late, so that asyncio does not log it."""
     if not work.cancelled():
         work.exception()

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from headway.contracts.errors import SyncError
 from headway.contracts.types import PolicyVersion
 from inference_server.backends.engine_process import EngineProcess
-from inference_server.backends.sglang.answers import MISSING, expect_success, read_label
-from weight_sync.channel import ProvenVersion
+from inference_server.backends.sglang.responses import MISSING, expect_success, read_label
+from weight_sync.channel import VerifiedVersion
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class FolderUpdate:
-    """A proven version that the engine reads from a directory."""
+    """A verified version that the engine reads from a directory."""
 
     version: PolicyVersion
     folder: str
     digest: str = ""
-    held: ProvenVersion | None = None
+    held: VerifiedVersion | None = None
 
 
 async def load_folder(engine: EngineProcess, update: FolderUpdate, flushes: bool) -> None:
@@ -39,7 +39,7 @@ async def load_folder(engine: EngineProcess, update: FolderUpdate, flushes: bool
 
 
 async def restore_folder(engine: EngineProcess, update: FolderUpdate, flushes: bool) -> None:
-    """As `load_folder`, for a version whose label the weights have already.
+    """Load as `load_folder` does, for a version whose label the weights have already.
 
     Raises:
         SyncError: it refused; the weights are what they were.

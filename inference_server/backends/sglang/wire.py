@@ -1,4 +1,4 @@
-"""What SGLang's `/generate` is told and what it answers: pure translations, no I/O.
+"""Requests and responses of SGLang's `/generate`: pure translations, no I/O.
 
 Where SGLang means something else by a field than our contract, the difference is settled here:
 - `ignore_eos` makes it ignore `stop_token_ids` too; `find_stop` finds them in what comes back.
@@ -29,7 +29,7 @@ LAST_LINE = b"[DONE]"
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class EngineOutput:
     """A request's output so far; SGLang's streams repeat all of it."""
 
     tokens: list[int]
@@ -111,7 +111,7 @@ def check_supported(gconfig: SamplingConfig, is_deterministic: bool, is_pipeline
         )
 
 
-def parse_line(line: bytes) -> Output | None:
+def parse_line(line: bytes) -> EngineOutput | None:
     """An event of a stream; None for a line without one.
 
     Raises:
@@ -123,7 +123,7 @@ def parse_line(line: bytes) -> Output | None:
     return None if text == LAST_LINE else parse_output(text, 200)
 
 
-def parse_output(text: bytes, status: int) -> Output:
+def parse_output(text: bytes, status: int) -> EngineOutput:
     """The body of an answer.
 
     Raises:
@@ -133,7 +133,7 @@ def parse_output(text: bytes, status: int) -> Output:
     try:
         body = json.loads(text)
         if status < 400 and "error" not in body:
-            return Output(body["output_ids"], body["meta_info"])
+            return EngineOutput(body["output_ids"], body["meta_info"])
     except (ValueError, KeyError, TypeError) as error:
         raise BackendError(f"SGLang answered {status} with no output: {text[:200]!r}") from error
     raise _refusal(body, status)
@@ -155,7 +155,7 @@ def find_stop(gconfig: SamplingConfig, tokens: Sequence[int], start: int) -> int
     return next(found, None)
 
 
-def stop_of(output: Output, cut: int | None) -> tuple[StopReason, int | str | None]:
+def stop_of(output: EngineOutput, cut: int | None) -> tuple[StopReason, int | str | None]:
     """Why the output ended, and the token or string that ended it."""
     if cut is not None:
         return "stop", output.tokens[cut - 1]
@@ -167,8 +167,9 @@ def stop_of(output: Output, cut: int | None) -> tuple[StopReason, int | str | No
     return ("interrupt", None) if finish["type"] == "abort" else ("length", None)
 
 
-def logprobs_of(output: Output) -> list[float]:
-    """Of the tokens that have one: the last token of an aborted request may have none.
+def logprobs_of(output: EngineOutput) -> list[float]:
+    """Return the logprobs of the tokens that have one: the last token of an aborted request may have
+    none.
 
     Raises:
         BackendError: one is missing or not finite.
@@ -183,24 +184,28 @@ def logprobs_of(output: Output) -> list[float]:
     return logprobs
 
 
-def top_logprobs_of(output: Output, count: int) -> list[TopLogprobs]:
-    """Of the first `count` output tokens."""
+def top_logprobs_of(output: EngineOutput, count: int) -> list[TopLogprobs]:
+    """Return the top logprobs of the first `count` output tokens."""
     return [_pairs(row) for row in output.meta["output_top_logprobs"][:count]]
 
 
-def prompt_logprobs_of(output: Output, req: LLMRequest) -> list[float | None] | None:
-    """From `logprob_start` on, if asked for; the first token of a prompt has none."""
+def prompt_logprobs_of(output: EngineOutput, req: LLMRequest) -> list[float | None] | None:
+    """Return the logprobs of the prompt from `logprob_start` on, if requested; the first token has
+    none.
+    """
     rows = _scored(output, req, "input_token_logprobs")
     return None if rows is None else [logprob for logprob, *_ in rows]
 
 
-def prompt_top_logprobs_of(output: Output, req: LLMRequest) -> list[TopLogprobs | None] | None:
-    """As `prompt_logprobs_of`."""
+def prompt_top_logprobs_of(
+    output: EngineOutput, req: LLMRequest
+) -> list[TopLogprobs | None] | None:
+    """Return the top logprobs of the prompt; see `prompt_logprobs_of`."""
     rows = _scored(output, req, "input_top_logprobs") if req.top_logprobs else None
     return None if rows is None else [None if row is None else _pairs(row) for row in rows]
 
 
-def _scored(output: Output, req: LLMRequest, column: str) -> list[Any] | None:
+def _scored(output: EngineOutput, req: LLMRequest, column: str) -> list[Any] | None:
     if req.logprob_start is None or column not in output.meta:
         return None  # not asked for, or interrupted before the prompt was read
     skipped = req.logprob_start - _start_of_scores(req.logprob_start)
@@ -216,7 +221,7 @@ def _pairs(row: Sequence[Sequence[Any]]) -> TopLogprobs:
 
 
 def version_runs(
-    output: Output, count: int, lagging: Collection[PolicyVersion], default: PolicyVersion
+    output: EngineOutput, count: int, lagging: Collection[PolicyVersion], default: PolicyVersion
 ) -> Runs:
     """Versions of the first `count` tokens.
 
@@ -244,7 +249,7 @@ def parse_label(label: str) -> PolicyVersion:
     """The version that a label names.
 
     Raises:
-        BackendError: it is none of ours: somebody else changed the weights.
+        BackendError: it is none of ours: another client changed the weights.
     """
     if not label.isdecimal():
         raise BackendError(

@@ -12,15 +12,15 @@ as `cache_salt`, so that what a new request finds in the prefix cache was comput
 | drain | end first; what waits in vLLM's own queue starts after the swap |
 
 New requests wait in this process while the engine is paused (vLLM would refuse them). Pauses, resumes
-and swaps take turns (`_turn`). A swap that fails before weights are touched changes nothing; one that
-fails in between leaves weights of no version, so the backend has failed for good. The engine is
+and swaps exclude one another (`_lock`). A swap that fails before weights are touched changes nothing; one
+that fails in between leaves weights of no version, so the backend has failed for good. The engine is
 resumed in any case.
 
 Every version reaches vLLM as files: its own weight transfer broadcasts tensor by tensor in a group of its
 own making, over NCCL only.
 
 Not covered: several `--api-server-count` processes (`/abort_requests` reaches one of them), and an
-engine whose weights somebody else updates too.
+engine whose weights another client updates, too.
 """
 
 from __future__ import annotations
@@ -30,24 +30,30 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import UpdatePolicy, VLLMConfig
 from headway.contracts.errors import BackendError, ConfigError, RequestTooLong, SyncError
 from headway.contracts.http.generation import PauseMode
 from headway.contracts.types import (
-    LLMDelta,
     LLMRequest,
     LLMResponse,
     PolicyVersion,
     WeightUpdateMeta,
 )
-from headway.rollout.tokenizer import TextTokenizer
-from inference_server.backends.base import Limits, Load, OnDelta, Staged, check_request
+from headway.runtime.tasks import Signal, cancel_and_wait, run_to_end
+from headway.text.tokenizer import TextTokenizer
+from inference_server.backends.base import (
+    Limits,
+    Load,
+    OnDelta,
+    StagedVersion,
+    check_request,
+    refuse_mask,
+)
+from inference_server.backends.vllm.call import VLLMCall
 from inference_server.backends.vllm.engine import (
     CONTROL_TIMEOUT_S,
     BrokenUpdateError,
@@ -55,8 +61,8 @@ from inference_server.backends.vllm.engine import (
     VLLMEngine,
 )
 from inference_server.backends.vllm.load import Gauges, Stopwatch
-from inference_server.backends.vllm.wire import Part, Runs, check_sampling, prompt_scores
-from weight_sync.channel import ProvenVersion, WeightReader, WeightVerifier
+from inference_server.backends.vllm.wire import OutputChunk, check_sampling
+from weight_sync.channel import VerifiedVersion, WeightReader, WeightVerifier
 from weight_sync.checkpoint import checkpoint_shapes, read_model_config
 
 log = logging.getLogger(__name__)
@@ -69,62 +75,12 @@ SETTLE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class DirectoryUpdate:
-    """A proven version in a directory that the engine can read."""
+    """A verified version in a directory that the engine can read."""
 
     version: PolicyVersion
     path: str
     digest: str = ""
-    held: ProvenVersion | None = None
-
-
-@dataclass(eq=False)
-class _Call:
-    """One `generate`, from arrival to answer."""
-
-    req: LLMRequest
-    on_delta: OnDelta | None
-    arrival: float = field(default_factory=time.monotonic)
-    engine_id: str | None = None
-    """Set while the engine has it."""
-    is_interrupted: bool = False
-    first_token: float | None = None
-    last_event: float = 0.0
-    num_recomputes: int = 0
-    stamped: Runs = field(default_factory=list)
-    """What its deltas said."""
-
-    @property
-    def is_streamed(self) -> bool:
-        """vLLM does not stream the logprobs of a prompt."""
-        wants_prompt = self.req.logprob_start is not None
-        return (
-            self.on_delta is not None and not wants_prompt and self.req.gconfig.max_new_tokens > 0
-        )
-
-    def stamp(self, part: Part, version: PolicyVersion) -> None:
-        """Hand over what a stream added."""
-        self.last_event = time.monotonic()
-        if not part.tokens:
-            return
-        if self.first_token is None:
-            self.first_token = self.last_event
-        start = end = self.stamped[-1][2] if self.stamped else 0
-        if self.stamped and self.stamped[-1][0] == version:
-            start = self.stamped.pop()[1]
-        self.stamped.append((version, start, end + len(part.tokens)))
-        self.tell(part, version, 0, len(part.tokens))
-
-    def tell(self, part: Part, version: PolicyVersion, start: int, end: int) -> None:
-        """Hand over some of the tokens."""
-        if self.on_delta is not None:
-            self.on_delta(
-                LLMDelta(
-                    output_tokens=part.tokens[start:end],
-                    output_logprobs=part.logprobs[start:end],
-                    version=version,
-                    top_logprobs=part.top[start:end] if self.req.top_logprobs else None,
-                )
-            )
+    held: VerifiedVersion | None = None
 
 
 class VLLMBackend:
@@ -132,7 +88,7 @@ class VLLMBackend:
 
     `on_delta` is served from vLLM's own stream. A stream says only at its end which weights sampled
     what, so a delta carries the version that was serving when it arrived; before a swap, streams are
-    left to fall silent. The response carries what vLLM said; a difference is logged. With
+    left to fall silent. The response carries vLLM's versions; a difference is logged. With
     `logprob_start` the deltas come at the end, one per version. Without `on_delta` nothing is
     streamed, and `ttft_s` is the latency. `num_recomputes` counts our own pauses and swaps, also for
     a request that had not begun; vLLM does not tell of its preemptions.
@@ -155,11 +111,11 @@ class VLLMBackend:
         self._version = version
         self._engine = VLLMEngine(config, model)
         self._limits = Limits(int(read_model_config(str(self._model))["vocab_size"]), 0)
-        self._calls: set[_Call] = set()
+        self._calls: set[VLLMCall] = set()
         self._admits = False
-        self._opened = _Bell()
-        self._answered = _Bell()
-        self._turn = asyncio.Lock()
+        self._opened = Signal()
+        self._answered = Signal()
+        self._lock = asyncio.Lock()
         self._is_paused = False
         self._failure: str | None = None
         self._started = time.monotonic()
@@ -196,10 +152,12 @@ class VLLMBackend:
 
     async def generate(self, req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
         self._check(req)
-        call = _Call(req, on_delta)
+        call = VLLMCall(req, on_delta)
         self._calls.add(call)
         try:
-            return self._response(call, await self._until_answered(call))
+            chunk = await self._until_answered(call)
+            self._check_alive()
+            return call.response(chunk)
         except BackendError as error:
             if self.failure is None:
                 raise
@@ -211,11 +169,11 @@ class VLLMBackend:
         mine = [call for call in self._calls if rid is None or call.req.rid == rid]
         for call in mine:
             call.is_interrupted = True
-        self._opened.ring()
+        self._opened.notify()
         await self._end(mine)
 
     async def pause(self, mode: PauseMode) -> None:
-        async with self._turn:
+        async with self._lock:
             self._open(False)
             self._is_paused = True
             try:
@@ -229,29 +187,29 @@ class VLLMBackend:
                 await self._until_idle()
 
     async def resume(self) -> None:
-        async with self._turn:
+        async with self._lock:
             if self._is_paused:
                 await self._go_on()
 
     async def flush(self) -> bool:
         return not self._in_flight and await self._engine.drop_prefixes()
 
-    def stage(self, meta: WeightUpdateMeta, reader: WeightReader) -> Staged:
+    def stage(self, meta: WeightUpdateMeta, reader: WeightReader) -> StagedVersion:
         # The proof counts: vLLM reads by itself.
         expected = checkpoint_shapes(str(self._model))
         if isinstance(reader, WeightVerifier):
-            proven = reader.verify(meta, expected)
-            return DirectoryUpdate(meta.version, str(proven.folder), proven.digest, proven)
+            verified = reader.verify(meta, expected)
+            return DirectoryUpdate(meta.version, str(verified.folder), verified.digest, verified)
         digest = reader.stage(meta, expected).digest
         if not Path(meta.path).is_dir():
             raise SyncError(f"vLLM loads a version from a directory; {meta.path} is none")
         return DirectoryUpdate(meta.version, str(Path(meta.path).resolve()), digest)
 
-    async def swap(self, staged: Staged, policy: UpdatePolicy = "keep") -> int:
+    async def swap(self, staged: StagedVersion, policy: UpdatePolicy = "keep") -> int:
         """Exchange the weights between two decode steps.
 
         Returns:
-            Requests that the engine had when it was told to stop.
+            Number of requests that the engine had when it was halted.
 
         Raises:
             SyncError: not staged here, or not loaded; see `failure` whether the engine survived.
@@ -259,15 +217,15 @@ class VLLMBackend:
         """
         if not isinstance(staged, DirectoryUpdate):
             raise SyncError(f"{type(staged).__name__} was not staged by this backend")
-        async with self._turn:
+        async with self._lock:
             self._open(False)
             running = len(self._in_flight)
             try:
                 await self._halt(policy)
-                await _finished(self._exchange(staged))
+                await run_to_end(self._exchange(staged))
             finally:
                 if not self._is_paused:
-                    await _finished(self._go_on())
+                    await run_to_end(self._go_on())
             return running
 
     def load(self) -> Load:
@@ -288,30 +246,29 @@ class VLLMBackend:
         )
 
     async def aclose(self) -> None:
-        if self._gauge_reader is not None:
-            self._gauge_reader.cancel()
-            await asyncio.gather(self._gauge_reader, return_exceptions=True)
+        await cancel_and_wait([self._gauge_reader])
         process = self._engine.process
         if self._is_paused and not process.is_managed and process.failure is None:
-            await self._go_on()  # whoever attaches next finds it going
+            await self._go_on()  # so that the next client finds it running
         await process.aclose()
-        self._opened.ring()
+        self._opened.notify()
 
     # Generating.
 
     @property
-    def _in_flight(self) -> list[_Call]:
+    def _in_flight(self) -> list[VLLMCall]:
         """Calls that the engine has."""
         return [call for call in self._calls if call.engine_id is not None]
 
     def _check(self, req: LLMRequest) -> None:
         self._check_alive()
         check_request(req, self._limits)
+        refuse_mask(req, "vllm")
         if len(req.input_ids) >= self._limits.max_context:
             raise RequestTooLong(
                 f"{len(req.input_ids)} prompt tokens fill the context of "
-                f"{self._limits.max_context}; vLLM scores a prompt only with room for one more "
-                "token: shorten it"
+                f"{self._limits.max_context}; vLLM scores a prompt only if one more token "
+                "fits: shorten it"
             )
         check_sampling(req.gconfig, self._engine.logprobs_mode)
 
@@ -319,19 +276,19 @@ class VLLMBackend:
         if self.failure is not None:
             raise BackendError(self.failure)
 
-    async def _until_answered(self, call: _Call) -> Part:
+    async def _until_answered(self, call: VLLMCall) -> OutputChunk:
         while True:
             while not self._admits and not call.is_interrupted:
-                await self._engine.process.guard(self._opened.wait())
+                await self._engine.process.guard(self._opened.event().wait())
                 self._check_alive()
             if call.is_interrupted:
-                return Part(reason="interrupt", runs=[])
+                return OutputChunk(reason="interrupt", runs=[])
             try:
                 return await self._ask(call)
             except PausedError:
-                await asyncio.sleep(REFUSED_AGAIN_S)  # paused since, or by somebody else
+                await asyncio.sleep(REFUSED_AGAIN_S)  # paused since, or by another client
 
-    async def _ask(self, call: _Call) -> Part:
+    async def _ask(self, call: VLLMCall) -> OutputChunk:
         """One attempt at the engine."""
         request_id = uuid.uuid4().hex  # ours may be in use twice at a time
         call.engine_id = self._engine.engine_id(request_id)
@@ -343,11 +300,11 @@ class VLLMBackend:
         finally:
             call.engine_id = None
             self._busy.run(bool(self._in_flight))
-            self._answered.ring()
+            self._answered.notify()
 
-    async def _follow(self, call: _Call, request_id: str) -> Part:
+    async def _follow(self, call: VLLMCall, request_id: str) -> OutputChunk:
         """A streamed answer, handed over as it grows; all of it in the end."""
-        whole = Part()
+        whole = OutputChunk()
         parts = self._engine.stream(request_id, call.req, str(self._version))
         async with contextlib.aclosing(parts):
             async for part in parts:
@@ -358,55 +315,16 @@ class VLLMBackend:
             raise BackendError(f"vLLM broke off the stream of {call.req.rid}; its log has more")
         return whole
 
-    def _response(self, call: _Call, part: Part) -> LLMResponse:
-        self._check_alive()
-        req, runs = call.req, part.runs or []
-        if (runs[-1][2] if runs else 0) != len(part.tokens):
-            raise BackendError(f"vLLM gave {len(part.tokens)} tokens with versions for {runs}")
-        if call.stamped and call.stamped != runs:
-            log.warning(
-                "deltas were stamped with other versions than sampled them",
-                extra={"rid": req.rid, "stamped": call.stamped, "sampled": runs},
-            )
-        scores, tops = prompt_scores(req, part)
-        if req.gconfig.max_new_tokens == 0:  # it was asked for one token, to score the prompt
-            is_cut = part.reason == "interrupt"
-            cached_tokens = part.cached_tokens
-            part = Part(reason="interrupt" if is_cut else "length", cached_tokens=cached_tokens)
-            runs = []
-        if not call.stamped:
-            for version, start, end in runs:
-                call.tell(part, version, start, end)
-        match = part.match
-        if part.reason == "stop" and match is None:
-            match = part.tokens[-1]  # the model's own end of sequence, which vLLM leaves unnamed
-        now = time.monotonic()
-        return LLMResponse(
-            rid=req.rid,
-            output_tokens=part.tokens,
-            output_logprobs=part.logprobs,
-            version_runs=runs,
-            stop_reason=part.reason or "interrupt",
-            stop_match=match,
-            latency_s=now - call.arrival,
-            ttft_s=(call.first_token or now) - call.arrival,
-            top_logprobs=part.top if req.top_logprobs else None,
-            prompt_logprobs=scores,
-            prompt_top_logprobs=tops,
-            cached_tokens=part.cached_tokens,
-            num_recomputes=call.num_recomputes,
-        )
-
-    async def _end(self, calls: list[_Call]) -> None:
+    async def _end(self, calls: list[VLLMCall]) -> None:
         """Abort calls at the engine; again until they end, for one may still be on its way there."""
         while ids := [call.engine_id for call in calls if call.engine_id is not None]:
             await self._engine.abort(ids)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_AGAIN_S):
                     while any(call.engine_id in ids for call in calls):
-                        await self._answered.wait()
+                        await self._answered.event().wait()
 
-    # Pausing and updating; callers hold `_turn`.
+    # Pausing and updating; callers hold `_lock`.
 
     async def _halt(self, policy: UpdatePolicy) -> None:
         """Bring the engine between two steps, and running requests to where the policy wants them."""
@@ -429,7 +347,7 @@ class VLLMBackend:
             await self._engine.load_directory(update.path, update.version)
         except BrokenUpdateError as error:
             reason = f"version {update.version} was not loaded whole: {error}"
-            self._doom(reason)
+            self._mark_failed(reason)
             with contextlib.suppress(BackendError, TimeoutError):
                 async with asyncio.timeout(CONTROL_TIMEOUT_S):
                     await self._end(self._in_flight)
@@ -442,21 +360,23 @@ class VLLMBackend:
         try:
             await self._engine.resume()
         except BackendError as error:
-            self._doom(f"vLLM could not be resumed: {error.message}")
+            self._mark_failed(f"vLLM could not be resumed: {error.message}")
         self._open(True)
 
-    def _doom(self, reason: str) -> None:
+    def _mark_failed(self, reason: str) -> None:
         if self.failure is None:
             self._failure = reason
             log.error("the engine cannot go on", extra={"reason": reason})
 
     async def _until_idle(self) -> None:
-        """Until what was ended at the engine is answered here too."""
+        """Wait until the requests that were ended at the engine have ended here, too."""
         while self._in_flight:
-            await self._answered.wait()
+            await self._answered.event().wait()
 
     async def _until_silent(self) -> None:
-        """Until what the engine had sampled has arrived in the streams, so that it is stamped right."""
+        """Wait until all sampled tokens have arrived in the streams, so that they get the right
+        version.
+        """
         halted = time.monotonic()
         while streams := [call for call in self._in_flight if call.is_streamed]:
             last_event = max(halted, *(call.last_event for call in streams))
@@ -467,34 +387,10 @@ class VLLMBackend:
 
     def _open(self, admits: bool) -> None:
         self._admits = admits
-        self._opened.ring()
+        self._opened.notify()
 
     async def _read_gauges(self) -> None:
         while True:
             with contextlib.suppress(BackendError):
                 self._gauges.read(await self._engine.metrics())
             await asyncio.sleep(self._config.health_interval_s)
-
-
-class _Bell:
-    """Wakes who waits now; whoever waits next waits for the next ring."""
-
-    def __init__(self) -> None:
-        self._rung = asyncio.Event()
-
-    def ring(self) -> None:
-        self._rung.set()
-        self._rung = asyncio.Event()
-
-    def wait(self) -> Awaitable[object]:
-        return self._rung.wait()  # of the coming ring, also if this is awaited after it
-
-
-async def _finished(work: Coroutine[Any, Any, None]) -> None:
-    """Await to the end, also when cancelled; the cancellation comes after it."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise

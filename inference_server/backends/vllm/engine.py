@@ -1,8 +1,7 @@
 """A vLLM server's verbs as calls: generate, pause, abort, update, label.
 
-One method per verb, none of which knows what a policy is; who calls what in which order is the
-backend's business. Observed on vLLM 0.33.0, but for streams and `drop_caches`, which are as its
-source says. Pauses and weights need its dev mode.
+One method per verb; policies and the order of calls belong to the backend. Observed on vLLM 0.33.0,
+except for streams and `drop_caches`, which follow its source. Pauses and weights need its dev mode.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import VLLMConfig
 from headway.contracts.errors import BackendError, ConfigError, DataError, QueueFull, SyncError
 from headway.contracts.types import LLMRequest, PolicyVersion
-from inference_server.backends.engine_process import Answer, EngineCommand, EngineProcess
+from inference_server.backends.engine_process import EngineCommand, EngineProcess, EngineResponse
 from inference_server.backends.vllm.wire import (
     CompletionsDialect,
     Dialect,
     GenerateDialect,
     LogprobsMode,
-    Part,
+    OutputChunk,
 )
 
 log = logging.getLogger(__name__)
@@ -32,12 +31,12 @@ PauseVerb = Literal["abort", "wait", "keep"]
 HEALTH = "/health"
 WEIGHT_INFO = "/weight_info"
 CONTROL_TIMEOUT_S = 30.0
-"""For answers that need no weights and no running request to end."""
+"""Seconds for calls that neither load weights nor wait for running requests."""
 UNLABELLED = "default"
 PAUSED_TYPE = "ServiceUnavailableError"
-"""What vLLM calls a refusal because of a pause; a full queue is called otherwise."""
+"""Type of vLLM's error while it is paused; a full queue has another one."""
 MAX_TOP_LOGPROBS = 64
-"""What `LLMRequest.top_logprobs` allows."""
+"""Bound of `LLMRequest.top_logprobs`."""
 
 
 class PausedError(Exception):
@@ -66,7 +65,7 @@ class VLLMEngine:
 
     @property
     def max_running(self) -> int:
-        """Requests decoded at once, where the config says; 0 if only the engine knows."""
+        """Requests decoded at once, if configured; 0 if only the engine knows."""
         given = self._config.args.get("--max-num-seqs")
         return int(given) if isinstance(given, int | str) else 0
 
@@ -97,10 +96,10 @@ class VLLMEngine:
     # Generating.
 
     def engine_id(self, request_id: str) -> str:
-        """What `abort` wants for a request."""
+        """Return the id that `abort` needs for a request."""
         return self._dialect.engine_id(request_id)
 
-    async def ask(self, request_id: str, req: LLMRequest, salt: str) -> Part:
+    async def ask(self, request_id: str, req: LLMRequest, salt: str) -> OutputChunk:
         """The whole answer at once.
 
         Raises:
@@ -116,7 +115,7 @@ class VLLMEngine:
 
     async def stream(
         self, request_id: str, req: LLMRequest, salt: str
-    ) -> AsyncGenerator[Part, None]:
+    ) -> AsyncGenerator[OutputChunk, None]:
         """The answer as it grows; iterate within `process.guard`.
 
         Raises:
@@ -124,7 +123,7 @@ class VLLMEngine:
         """
         body = self._dialect.body(request_id, req, salt, is_stream=True)
         async with self.process.stream(self._dialect.path, body) as lines:
-            if isinstance(lines, Answer):
+            if isinstance(lines, EngineResponse):
                 _refuse(lines.status, lines.json() or lines.text())
             async for event in _events(lines):
                 if "error" in event:
@@ -200,7 +199,7 @@ class VLLMEngine:
         if label != UNLABELLED:
             raise BackendError(
                 f"the weights of the engine at {self.process.url} are labelled {label!r} by "
-                "somebody else; start it again"
+                "another client; start it again"
             )
         await self._order("/update_weight_version", {"new_version": str(version)})
         return version
@@ -210,8 +209,8 @@ class VLLMEngine:
             mode: Any = {**self._command.args, **self._config.args}["--logprobs-mode"]
         else:
             answer = await self.process.get("/server_info?config_format=json", CONTROL_TIMEOUT_S)
-            told = answer.json() if answer.is_ok else None
-            config = (told or {}).get("vllm_config") or {}
+            info = answer.json() if answer.is_ok else None
+            config = (info or {}).get("vllm_config") or {}
             mode = (config.get("model_config") or {}).get("logprobs_mode")
         if mode == "raw_logprobs" or mode == "processed_logprobs":
             return "raw_logprobs" if mode == "raw_logprobs" else "processed_logprobs"

@@ -1,4 +1,4 @@
-"""What vLLM's `/metrics` say about its load, and how long it had work."""
+"""Load and busy time of vLLM, read from its `/metrics`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BLOCKS = re.compile(r'\b(num_gpu_blocks|block_size)="(\d+)"')
 
 
 class Gauges:
-    """The latest figures, summed over the engines of one server."""
+    """The latest metrics, summed over the engines of one server."""
 
     def __init__(self) -> None:
         self._values: dict[str, float] = {}

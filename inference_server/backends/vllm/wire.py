@@ -22,28 +22,29 @@ MIN_TEMPERATURE = 0.01
 """vLLM silently samples at this temperature when a lower one is asked for."""
 MAX_TEMPERATURE = 2.0
 NOT_FINITE = -9999.0
-"""What vLLM writes for a logprob that is not finite."""
+"""Number that vLLM writes for a logprob that is not finite."""
 STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "interrupt"}
 
 
 @dataclass(slots=True)
-class Part:
-    """What one event of a stream added, or a whole answer."""
+class OutputChunk:
+    """Additions of one event of a stream, or a whole response."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[TopLogprobs] = field(default_factory=list)
-    """Per token, the most likely first."""
+    """Top logprobs per token, the most likely first."""
     reason: StopReason | None = None
     """None while it goes on."""
     match: int | str | None = None
     runs: Runs | None = None
-    """Which version sampled what; comes with the end only."""
+    """Versions that sampled the tokens; only at the end."""
     prompt: list[dict[int, float] | None] | None = None
-    """Per position of the prompt: its own token's logprob, and those of the most likely."""
+    """For each position of the prompt, the logprob of its own token and those of the most likely ones.
+    """
     cached_tokens: int = 0
 
-    def extend(self, part: Part) -> None:
+    def extend(self, part: OutputChunk) -> None:
         """Add what the next event brought."""
         self.tokens += part.tokens
         self.logprobs += part.logprobs
@@ -63,9 +64,9 @@ class Dialect(Protocol):
         """The id by which `/abort_requests` knows a request; its own id has no effect there."""
 
     def body(self, request_id: str, req: LLMRequest, salt: str, is_stream: bool) -> dict[str, Any]:
-        """What to post; `salt` keeps the prefixes of one version apart from another's."""
+        """Return the body to post; `salt` keeps the prefixes of one version apart from another's."""
 
-    def read(self, answer: dict[str, Any], num_top: int) -> Part:
+    def read(self, answer: dict[str, Any], num_top: int) -> OutputChunk:
         """An answer, or one event of a stream.
 
         Raises:
@@ -92,7 +93,7 @@ class GenerateDialect:
         }
         return body | (_STREAM if is_stream else {})
 
-    def read(self, answer: dict[str, Any], num_top: int) -> Part:
+    def read(self, answer: dict[str, Any], num_top: int) -> OutputChunk:
         part = _read_common(answer)
         if answer["choices"]:
             choice = answer["choices"][0]
@@ -128,7 +129,7 @@ class CompletionsDialect:
         }
         return body | (_STREAM if is_stream else {})
 
-    def read(self, answer: dict[str, Any], num_top: int) -> Part:
+    def read(self, answer: dict[str, Any], num_top: int) -> OutputChunk:
         part = _read_common(answer)
         logprobs = answer["choices"][0]["logprobs"] if answer["choices"] else None
         if logprobs is not None:
@@ -173,7 +174,7 @@ def check_sampling(gconfig: SamplingConfig, mode: LogprobsMode | None) -> None:
     either raw (before all) or processed (after all), by a flag of the engine.
 
     Raises:
-        DataError: says which field, and what would serve it.
+        DataError: names the field, and a remedy.
     """
     temperature = gconfig.temperature
     if 0.0 < temperature < MIN_TEMPERATURE or temperature > MAX_TEMPERATURE:
@@ -208,7 +209,7 @@ def _differing(gconfig: SamplingConfig, defaults: dict[str, Any]) -> str:
 
 
 def prompt_scores(
-    req: LLMRequest, part: Part
+    req: LLMRequest, part: OutputChunk
 ) -> tuple[list[float | None] | None, list[TopLogprobs | None] | None]:
     """Logprobs of the prompt from `logprob_start` on, and the most likely tokens if asked for."""
     start = req.logprob_start
@@ -237,10 +238,12 @@ def _named_token(name: str) -> int:
     return int(name.removeprefix("token_id:"))
 
 
-def _read_common(answer: dict[str, Any]) -> Part:
-    """What both ways spell alike."""
+def _read_common(answer: dict[str, Any]) -> OutputChunk:
+    """Read the fields that both dialects spell alike."""
     usage = answer.get("usage") or {}
-    part = Part(cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+    part = OutputChunk(
+        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    )
     if not answer["choices"]:
         return part
     choice = answer["choices"][0]
@@ -258,7 +261,7 @@ def _read_common(answer: dict[str, Any]) -> Part:
     return part
 
 
-def _checked(part: Part) -> Part:
+def _checked(part: OutputChunk) -> OutputChunk:
     if len(part.logprobs) != len(part.tokens):
         raise BackendError(
             f"vLLM sent {len(part.tokens)} tokens with {len(part.logprobs)} logprobs"
@@ -285,6 +288,6 @@ def _runs(spans: list[dict[str, Any]] | None, num_tokens: int) -> Runs:
         return [(int(span["version"]), span["start"], span["end"]) for span in spans or []]
     except ValueError as error:
         raise BackendError(
-            f"the engine's weights are labelled by somebody else: {spans}; labels are our version "
+            f"the engine's weights are labelled by another client: {spans}; labels are our version "
             "numbers, set through this server only"
         ) from error

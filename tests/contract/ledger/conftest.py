@@ -1,6 +1,5 @@
 """Every ledger passes this suite; another store joins by one line in `address`."""
 
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -16,12 +15,8 @@ OpenLedger = Callable[..., Awaitable[Ledger]]
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[RedisServer]:
-    if not RedisServer.is_installed():
-        pytest.skip("redis-server is not installed: apt-get install redis-server")
-    with tempfile.TemporaryDirectory() as folder:  # a socket's path must be short
-        server = RedisServer(Path(folder))
+    with RedisServer.running() as server:
         yield server
-        server.stop()
 
 
 @pytest.fixture(params=STORES)

@@ -1,9 +1,9 @@
 import pytest
 
 from headway.contracts.codec import decode_groups
-from headway.contracts.errors import Conflict, Fruitless, NotFound
+from headway.contracts.errors import Conflict, NotFound, RolloutsFailed
 from headway.contracts.types import TrajectoryGroup
-from headway.rollout.ledger.base import Delivery
+from headway.rollout.ledger.records import Delivery
 from tests.unit.rollout.ledger_suite import ids
 from tests.unit.rollout.rollout_builders import make_trajectory
 
@@ -100,10 +100,10 @@ async def test_exactly_these_raises_for_what_can_never_come(ledger, play):
         ("f", "filtered: too easy"),
         ("c", "cancelled: not needed"),
     ]:
-        with pytest.raises(Fruitless, match=f"'{rollout_id}' is {told}"):
+        with pytest.raises(RolloutsFailed, match=f"'{rollout_id}' is {told}"):
             await ledger.deliver_exactly("d0", [rollout_id], 0)
     await play.finish("b")
-    with pytest.raises(Fruitless) as caught:
+    with pytest.raises(RolloutsFailed) as caught:
         await ledger.deliver_exactly("d0", ["b", "c", "a"], 0)
     assert caught.value.message == (
         "rollout 'c' is cancelled: not needed; rollout 'a' is failed: the verifier hung"
@@ -117,7 +117,7 @@ async def test_a_refusal_names_so_many_and_counts_the_rest(ledger, play):
     names = [f"r{n}" for n in range(20)]
     await play.submit(*names)
     await ledger.cancel(names, "no" * 1000)
-    with pytest.raises(Fruitless, match=r"'r15' is cancelled: (no){250}; and 4 more$"):
+    with pytest.raises(RolloutsFailed, match=r"'r15' is cancelled: (no){250}; and 4 more$"):
         await ledger.deliver_exactly("d0", names, 0)
 
 
@@ -128,7 +128,7 @@ async def test_what_is_too_stale_is_dropped_and_counted(ledger, play):
     assert (ids(delivery), delivery.dropped) == (["new"], 3)
     counts = await ledger.counts()
     assert (counts.stale, counts.delivered) == (3, 2)
-    with pytest.raises(Fruitless, match="'old' is stale: version 4 is too far from version 1"):
+    with pytest.raises(RolloutsFailed, match="'old' is stale: version 4 is too far from version 1"):
         await ledger.deliver_exactly("d1", ["old"], 4)
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from headway.contracts.errors import Fenced, Fruitless, NotFound
+from headway.contracts.errors import Fenced, NotFound, RolloutsFailed
 from tests.unit.rollout.ledger_suite import ALL, SEVERAL_PROCESSES, Play, admit, ids
 from tests.unit.rollout.rollout_builders import make_group, make_request
 
@@ -38,7 +38,7 @@ async def test_cancel_all_ends_what_is_not_consumed(ledger, play):
     assert (await ledger.counts("you")).queued == 2
     assert await play.lease() == ["other"]
     assert await ledger.cancel_all("me", "again") == 0
-    with pytest.raises(Fruitless, match="'queued' is cancelled: the consumer detached"):
+    with pytest.raises(RolloutsFailed, match="'queued' is cancelled: the consumer detached"):
         await ledger.deliver_exactly("d9", ["queued"], 0)
     assert await ledger.submit([make_request("queued", consumer="me")], ALL) == [False]
 
@@ -197,7 +197,9 @@ async def test_two_owners_see_one_another(open_ledger):
     await Play(one).finish("a")
     assert await two.revision() > before
     assert ids(await two.deliver("d0", 1, "default", 0, None)) == ["a"]
-    swaps = await asyncio.gather(*(one_of.swap_note("n", None, "x") for one_of in (one, two) * 8))
+    swaps = await asyncio.gather(
+        *(one_of.compare_and_set("n", None, "x") for one_of in (one, two) * 8)
+    )
     assert sum(swaps) == 1
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from headway.contracts.errors import Conflict, Fenced, NotFound
-from headway.rollout.ledger.base import Admission, Lease, Ledger
+from headway.rollout.ledger.base import Ledger
 from headway.rollout.ledger.make import make_ledger
+from headway.rollout.ledger.records import Capacity, Lease
 from tests.unit.rollout.ledger_suite import ALL, SEVERAL_PROCESSES, Play, ids
 from tests.unit.rollout.rollout_builders import make_group, make_request
 
@@ -63,7 +64,7 @@ class Model:
         )
         return forgotten + sum(r.size for r in self.of(state, consumer))
 
-    def lease(self, admission: Admission) -> list[str]:
+    def lease(self, admission: Capacity) -> list[str]:
         """The heads of both lines, while they fit."""
         leased, free = [], admission.free
         while True:
@@ -161,7 +162,7 @@ class Machine:
             assert self.run(self.ledger(owner).submit(requests, ALL)) == new
 
     def lease(self, owner, free, consumer, budget):
-        admission = Admission(self.version, free, consumer, budget if consumer else None)
+        admission = Capacity(self.version, free, consumer, budget if consumer else None)
         leases = self.run(self.ledger(owner).lease(admission))
         assert [lease.rollout_id for lease in leases] == self.model.lease(admission)
         for lease in leases:

@@ -38,9 +38,25 @@ async def own_ledger(own_server) -> AsyncIterator[RedisLedger]:
 
 
 @pytest.fixture
-def impatient(monkeypatch):
+def hurried(monkeypatch):
     monkeypatch.setattr(calls, "SOCKET_TIMEOUT_S", 0.2)
     monkeypatch.setattr(calls, "RETRY_S", 0.3)
+
+
+async def test_a_server_that_comes_back_without_its_data_is_noticed(
+    own_ledger, own_server, caplog: pytest.LogCaptureFixture
+):
+    play = Play(own_ledger)
+    await play.submit("lost")
+    async with Redis.from_url(own_server.url) as client:
+        await client.script_flush()
+    await play.submit("kept")
+    assert "without its data" not in caplog.text
+    async with Redis.from_url(own_server.url) as client:
+        await client.flushall()
+        await client.script_flush()  # as after a start without a file
+    assert await own_ledger.get("lost") is None
+    assert caplog.text.count("Redis came back without its data") == 1
 
 
 async def test_kill_9_of_the_server_loses_nothing_that_was_acknowledged(own_ledger, own_server):
@@ -68,7 +84,7 @@ async def test_kill_9_of_the_server_loses_nothing_that_was_acknowledged(own_ledg
     await play.check()
 
 
-async def test_a_stopped_server_is_an_outage_and_no_value(impatient, own_server):
+async def test_a_stopped_server_is_an_outage_and_no_value(hurried, own_server):
     ledger = RedisLedger(own_server.address())
     await ledger.open("one", 30.0)
     await Play(ledger).submit("a")
@@ -77,7 +93,7 @@ async def test_a_stopped_server_is_an_outage_and_no_value(impatient, own_server)
         ledger.counts(),
         ledger.lease(admit()),
         ledger.get("a"),
-        ledger.get_note("key"),
+        ledger.get_value("key"),
         ledger.revision(),
         ledger.deliver("d0", 1, "default", 0, None),
         return_exceptions=True,
@@ -129,8 +145,8 @@ async def test_calls_whose_answers_were_lost_are_answered_again(
     await play.consume("a", step=1)
     assert await ledger.give_back("default", 0) == 1
     assert await ledger.cancel_all("default", "reason") == 2
-    assert await ledger.swap_note("key", None, "one")
-    assert not await ledger.swap_note("key", None, "two")
+    assert await ledger.compare_and_set("key", None, "one")
+    assert not await ledger.compare_and_set("key", None, "two")
     assert await ledger.compact(0.0) == 2
     await play.check()
     assert lost > 10
@@ -150,10 +166,10 @@ async def test_two_runs_on_one_server_do_not_meet(own_server):
     for number, ledger in enumerate(ledgers):
         await ledger.open("one", 30.0)
         await Play(ledger).submit(f"r{number}")
-        await ledger.put_note("key", str(number))
+        await ledger.set_value("key", str(number))
     for number, ledger in enumerate(ledgers):
         assert await Play(ledger).lease() == [f"r{number}"]
-        assert await ledger.get_note("key") == str(number)
+        assert await ledger.get_value("key") == str(number)
         await ledger.close()
 
 

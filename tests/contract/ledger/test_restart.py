@@ -54,12 +54,12 @@ async def test_a_restart_keeps_everything_else(store, open_ledger):
     await play.finish("a", "b", "c")
     delivery = await play.deliver(2, "d0")
     await play.consume("a", step=4)
-    await ledger.put_note("key", "value")
+    await ledger.set_value("key", "value")
     before = await ledger.audit()
     await ledger.close()
     ledger = await open_ledger()
     assert await ledger.audit() == before
-    assert await ledger.get_note("key") == "value"
+    assert await ledger.get_value("key") == "value"
     assert (await ledger.deliver("d0", 2, "default", 0, None)).payloads == delivery.payloads
     await ledger.consume(["a"], step=4, checkpoint_step=-1)
     with pytest.raises(Conflict):

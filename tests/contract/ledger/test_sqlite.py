@@ -109,6 +109,32 @@ async def test_a_file_that_another_process_holds_is_an_outage_and_no_value(
     assert len(await ledger.lease(admit())) == 1
 
 
+async def test_leases_timeouts_and_logs_go_by_the_clock_that_it_was_given():
+    now = 1000.0
+    ledger = SqliteLedger(":memory:", lambda: now)
+    await ledger.open("one", 30.0)
+    play = Play(ledger)
+    await play.submit("let-go", "renewed", "slow")
+    await play.lease()
+    await play.submit("late", timeout_s=100.0)
+    now += 20.0
+    assert await ledger.renew([play.leases["renewed"].key]) == set()
+    await play.complete("slow")
+    now += 20.0
+    assert await ledger.expire() == 1
+    (lease,) = await ledger.lease(admit(free=2))
+    assert (lease.rollout_id, lease.age_s) == ("let-go", 40.0)
+    now += 60.0
+    assert await ledger.expire() == 3
+    assert (await ledger.get("late")).reason == "its timeout_s=100 passed while it was queued"
+    assert [event.at for event in await ledger.events("let-go")] == [1000, 1000, 1040, 1040, 1100]
+    assert await ledger.compact(0.1) == 0
+    now += 1.0
+    assert await ledger.compact(0.1) == 1
+    await play.check()
+    await ledger.close()
+
+
 OLD_SCHEMA = """
 CREATE TABLE rollouts (seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
     consumer TEXT NOT NULL, digest TEXT NOT NULL, request TEXT NOT NULL, size INTEGER NOT NULL,
@@ -162,7 +188,7 @@ async def test_an_older_file_is_brought_up_to_date(path):
             **{"submitted": 8, "queued": 4, "ready": 2, "consumed": 2}
         }
         assert (audit.max_staleness, audit.requeues) == (1, 4)  # one by the restart
-        assert await ledger.get_note("key") == "value"
+        assert await ledger.get_value("key") == "value"
         assert await ledger.submit([make_request("queued", 2)], ALL) == [False]
         assert (await ledger.get("consumed", with_payload=True)).payload is not None
         assert (await ledger.get("queued")).submitted_at == 1000.0

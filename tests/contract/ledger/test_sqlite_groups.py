@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from headway.rollout.ledger.base import Admission
+from headway.rollout.ledger.records import Capacity
 from headway.rollout.ledger.sqlite import SqliteLedger
 from tests.unit.rollout.rollout_builders import make_request
 
@@ -17,7 +17,7 @@ async def test_calls_that_are_committed_together_see_one_another():
         name = f"r{number}"
         _, leases, audit, events, revision = await asyncio.gather(
             ledger.submit([make_request(name, consumer=f"c{number}")], 10**6),
-            ledger.lease(Admission(version=0, free=10**6)),
+            ledger.lease(Capacity(version=0, free=10**6)),
             ledger.audit(),
             ledger.events(name),
             ledger.revision(),

@@ -40,10 +40,10 @@ async def test_a_full_queue_stores_nothing(ledger, play):
 
 
 async def test_a_consumer_has_a_bound_of_its_own(ledger, play):
-    await ledger.submit([make_request("a", 3, consumer="me")], ALL, max_queued_each=4)
+    await ledger.submit([make_request("a", 3, consumer="me")], ALL, max_queued_per_consumer=4)
     with pytest.raises(QueueFull, match=r"5 trajectories of consumer 'me' would wait"):
-        await ledger.submit([make_request("b", 2, consumer="me")], ALL, max_queued_each=4)
-    await ledger.submit([make_request("b", 4, consumer="you")], ALL, max_queued_each=4)
+        await ledger.submit([make_request("b", 2, consumer="me")], ALL, max_queued_per_consumer=4)
+    await ledger.submit([make_request("b", 4, consumer="you")], ALL, max_queued_per_consumer=4)
     assert (await ledger.counts()).queued == 7
 
 
@@ -261,7 +261,7 @@ async def test_every_change_moves_the_revision(ledger, play):
     assert await moved()
     await play.deliver()
     assert await moved()
-    await ledger.put_note("key", "value")
+    await ledger.set_value("key", "value")
     assert await moved()
     await ledger.counts()
     await play.lease()
@@ -270,21 +270,21 @@ async def test_every_change_moves_the_revision(ledger, play):
 
 
 async def test_notes_are_kept_and_replaced(ledger):
-    assert await ledger.get_note("key") is None
-    await ledger.put_note("key", "one")
-    await ledger.put_note("key", "twö")
-    await ledger.put_note("other", "")
-    assert await ledger.get_note("key") == "twö"
-    assert await ledger.get_note("other") == ""
+    assert await ledger.get_value("key") is None
+    await ledger.set_value("key", "one")
+    await ledger.set_value("key", "twö")
+    await ledger.set_value("other", "")
+    assert await ledger.get_value("key") == "twö"
+    assert await ledger.get_value("other") == ""
 
 
 async def test_a_note_is_swapped_by_who_knew_it(ledger):
-    assert not await ledger.swap_note("key", "", "one")
-    assert await ledger.swap_note("key", None, "one")
-    assert not await ledger.swap_note("key", None, "two")
-    assert not await ledger.swap_note("key", "three", "two")
-    assert await ledger.swap_note("key", "one", "two")
-    assert await ledger.get_note("key") == "two"
+    assert not await ledger.compare_and_set("key", "", "one")
+    assert await ledger.compare_and_set("key", None, "one")
+    assert not await ledger.compare_and_set("key", None, "two")
+    assert not await ledger.compare_and_set("key", "three", "two")
+    assert await ledger.compare_and_set("key", "one", "two")
+    assert await ledger.get_value("key") == "two"
 
 
 async def test_an_unknown_rollout_is_nothing(ledger):

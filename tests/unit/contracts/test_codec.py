@@ -11,6 +11,7 @@ from safetensors.numpy import load, save
 
 from headway.contracts.codec import decode_groups, encode_groups, join_payloads
 from headway.contracts.errors import DataError
+from headway.contracts.sampling_mask import SamplingMask
 from headway.contracts.types import Trajectory, TrajectoryGroup, Turn
 from tests.unit.rollout.rollout_builders import make_group, make_trajectory
 
@@ -28,10 +29,18 @@ def assert_equal_bits(left: tuple[TrajectoryGroup, ...], right: tuple[Trajectory
                 assert x.dtype == y.dtype
                 assert x.tobytes() == y.tobytes(), name
             assert [getattr(a, name) for name in FIELDS] == [getattr(b, name) for name in FIELDS]
+            assert a.sampling_mask == b.sampling_mask
             assert np.float32(a.reward).tobytes() == np.float32(b.reward).tobytes()
 
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def masks(draw, length: int) -> SamplingMask:
+    ids = st.lists(st.integers(0, 2**31 - 1), max_size=3)
+    sets = draw(st.lists(ids, min_size=length, max_size=length))
+    return SamplingMask.of([np.array(each, np.int32) for each in sets])
 
 
 @st.composite
@@ -48,6 +57,7 @@ def trajectories(draw, rollout_id: str, group_id: str, index: int) -> Trajectory
         versions=draw(ints),
         reward=draw(finite),
         stop_reason=draw(st.sampled_from(["stop", "length", "interrupt"])),
+        sampling_mask=draw(st.none() | masks(length)),
     )
 
 
@@ -167,3 +177,23 @@ def test_oldest_version_looks_at_sampled_tokens_of_all_siblings():
     (back,) = decode_groups(encode_groups([group]))
     assert back.oldest_version == 4
     assert make_group(version=3).oldest_version == 3
+
+
+def test_a_mask_of_another_length_is_not_written():
+    row = replace(make_trajectory(), sampling_mask=SamplingMask.whole(99))
+    with pytest.raises(DataError, match="has a sampling mask of 99 positions"):
+        encode_groups([TrajectoryGroup("r", "g", (row,))])
+
+
+def test_a_mask_whose_counts_are_others_is_not_read():
+    row = make_trajectory()
+    mask = SamplingMask.of([np.array([4, 5], np.int32)] * row.num_tokens)
+    payload = encode_groups([TrajectoryGroup("r", "g", (replace(row, sampling_mask=mask),))])
+    header, _ = opened(payload)
+    columns = load(payload)
+    columns["mask_counts"] = columns["mask_counts"] + 1
+    with pytest.raises(DataError, match=r"a sampling mask of \d+ tokens has other counts"):
+        decode_groups(save(columns, header["__metadata__"]))
+    columns["mask_counts"] = columns["mask_counts"][1:]
+    with pytest.raises(DataError, match="sampling masks of"):
+        decode_groups(save(columns, header["__metadata__"]))

@@ -49,7 +49,7 @@ def load(tree: dict, kind: type[VerifiedPPOExperiment] = PPOCodeExperiment):
         ({"early_stop_imp_ratio": 0.0}, "greater than 0"),
         ({"early_stop_kl": -1.0}, "greater than 0"),
         ({"c_clip": 1.0}, "greater than 1"),
-        ({"rw_type": "dense"}, "sparse"),
+        ({"rw_type": "dense"}, "rw_type=dense scores every token by a model"),
         ({"ppo_n_minibatches": 64}, "ppo.ppo_n_minibatches=64 exceeds data.batch_size=32"),
         ({"kl_ctrl": 0.1}, "did you mean 'kl_ctl'"),
     ],
@@ -112,7 +112,7 @@ def test_other_sections_follow():
 def test_without_values_both_factors_are_one():
     config = load({"ppo": {"disable_value": True, "discount": 0.9, "gae_lambda": 0.5}})
     assert config.critic is None
-    assert (config.algorithm.discount, config.algorithm.gae_lambda) == (0.45, 1.0)
+    assert (config.algorithm.discount, config.algorithm.advantage.type) == (0.45, "reward")
 
 
 def test_a_task_has_its_verifier_unless_told_otherwise():

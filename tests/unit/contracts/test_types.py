@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from headway.contracts.config.algorithm import AlgorithmConfig
-from headway.contracts.config.base import PartConfig
+from headway.contracts.config.base import ComponentConfig
 from headway.contracts.config.experiment import GRPOExperiment, PPOExperiment
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.http.rollouts import SubmitRequest, WaitRequest
@@ -171,10 +171,17 @@ def test_a_head_without_tokens_is_refused():
         experiment(model={"path": "m", "head": "value"})
 
 
+TEACHERS = {"urls": ["http://127.0.0.1:1"]}
+
+
 @pytest.mark.parametrize(
     ("kind", "sections", "message"),
     [
-        (GRPOExperiment, {"algorithm": {"gae_lambda": 0.9}}, "wants a critic; set type=ppo"),
+        (
+            GRPOExperiment,
+            {"algorithm": {"advantage": {"type": "gae"}}},
+            "wants a critic; set type=ppo",
+        ),
         (GRPOExperiment, {"critic": {}}, "Extra inputs"),
         (GRPOExperiment, {"reference": {"path": "r"}}, r"while algorithm\.kl_coef=0"),
         (GRPOExperiment, {"reference": {"ema_eta": 0.1}}, r"while algorithm\.kl_coef=0"),
@@ -185,7 +192,55 @@ def test_a_head_without_tokens_is_refused():
         ),
         (GRPOExperiment, {"algorithm": {"distillation_coef": 1.0}}, "wants a teacher"),
         (GRPOExperiment, {"teacher": {"path": "t"}}, "learns nothing of a teacher"),
-        (PPOExperiment, {"algorithm": {"baseline": "group"}}, "should be 'none'"),
+        (GRPOExperiment, {"teacher_servers": TEACHERS}, "learns nothing of a teacher"),
+        (
+            GRPOExperiment,
+            {
+                "algorithm": {"distillation_coef": 1.0},
+                "teacher": {"path": "t"},
+                "teacher_servers": TEACHERS,
+            },
+            "two sources of one column",
+        ),
+        (
+            GRPOExperiment,
+            {
+                "algorithm": {"distillation_coef": 1.0},
+                "teacher_servers": TEACHERS,
+                "sampling": {"temperature": 0.5},
+            },
+            r"temperature=0\.5, .* score prompts at",
+        ),
+        (
+            GRPOExperiment,
+            {
+                "algorithm": {"distillation_coef": 1.0},
+                "teacher_servers": TEACHERS,
+                "sampling": {"top_p": 0.9},
+            },
+            r"top_p=0\.9 .* over all tokens only",
+        ),
+        (
+            GRPOExperiment,
+            {"teacher_servers": TEACHERS | {"weights": [1.0, 2.0]}},
+            "weights has 2 values for 1 urls",
+        ),
+        (PPOExperiment, {"algorithm": {"advantage": {"type": "opo"}}}, "opo reads no values"),
+        (
+            GRPOExperiment,
+            {"algorithm": {"advantage": {"type": "remax"}}},
+            "greedy sample; set rollout",
+        ),
+        (
+            GRPOExperiment,
+            {
+                "rollout": {
+                    "reward": {"name": "exact"},
+                    "workflow": {"name": "single_turn", "args": {"greedy_first": True}},
+                }
+            },
+            "samples one answer unlike its siblings",
+        ),
         (PPOExperiment, {"critic": {"warmup_steps": 100}}, "leaves no step"),
         (PPOExperiment, {"critic": {"decay": 0.9}}, "belongs to normalization=exponential"),
         (PPOExperiment, {"critic": {"model": {"path": "c", "head": "lm"}}}, "set head=value"),
@@ -207,7 +262,7 @@ def test_a_rollout_that_samples_nothing_is_refused():
         RolloutRequest(
             rollout_id="r",
             prompt=Prompt(group_id="g", text="x"),
-            reward=PartConfig(name="exact"),
+            reward=ComponentConfig(name="exact"),
             gconfig=SamplingConfig(max_new_tokens=0),
         )
 

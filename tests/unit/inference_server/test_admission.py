@@ -12,17 +12,17 @@ from headway.contracts.config.server import FakeBackendConfig
 from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import Conflict, Draining, QueueFull, RequestTimeout
 from headway.contracts.types import LLMRequest, LLMResponse
-from inference_server.admission import Admission
+from inference_server.admission import RequestAdmission
 from inference_server.backends.fake import FakeBackend
 from inference_server.engine import LocalGenerator
 from inference_server.version_gate import VersionGate
 from weight_sync.receiver import make_receiver
 
-PATIENCE_S = 10.0
+DEADLINE_S = 10.0
 LONG = 10_000
 
 
-def make_generator(admission: Admission | None = None) -> LocalGenerator:
+def make_generator(admission: RequestAdmission | None = None) -> LocalGenerator:
     backend = FakeBackend(FakeBackendConfig(token_latency_s=0.001), ModelConfig(path="unused"), 0)
     return LocalGenerator(
         backend, VersionGate(backend, make_receiver(ReceiverConfig())), "local", None, admission
@@ -41,16 +41,16 @@ async def started(
     sampling = asyncio.Event()
     work = generator.agenerate(request(rid, max_new_tokens), lambda delta: sampling.set())
     task = asyncio.create_task(work)
-    await asyncio.wait_for(sampling.wait(), PATIENCE_S)
+    await asyncio.wait_for(sampling.wait(), DEADLINE_S)
     return task
 
 
 async def ended(task: asyncio.Task[LLMResponse]) -> LLMResponse:
-    return await asyncio.wait_for(task, PATIENCE_S)
+    return await asyncio.wait_for(task, DEADLINE_S)
 
 
 async def test_more_than_max_in_flight_is_refused_until_one_ends():
-    generator = make_generator(Admission(max_in_flight=2))
+    generator = make_generator(RequestAdmission(max_in_flight=2))
     first, second = await started(generator, "a"), await started(generator, "b")
     with pytest.raises(QueueFull, match="max_in_flight=2") as full:
         await generator.agenerate(request("c", 1))
@@ -74,7 +74,7 @@ async def test_an_id_in_flight_is_a_conflict_and_free_again_afterwards():
 
 
 async def test_a_request_that_takes_too_long_is_cancelled():
-    generator = make_generator(Admission(timeout_s=0.05))
+    generator = make_generator(RequestAdmission(timeout_s=0.05))
     with pytest.raises(RequestTimeout, match=r"longer than request_timeout_s=0\.05"):
         await generator.agenerate(request("slow"))
     assert generator.backend.load().running == 0
@@ -82,7 +82,7 @@ async def test_a_request_that_takes_too_long_is_cancelled():
 
 
 async def test_a_cancelled_caller_gives_its_place_back():
-    generator = make_generator(Admission(max_in_flight=1))
+    generator = make_generator(RequestAdmission(max_in_flight=1))
     first = await started(generator, "a")
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -94,7 +94,7 @@ async def test_a_cancelled_caller_gives_its_place_back():
 async def test_a_drain_lets_end_what_ends_in_time():
     generator = make_generator()
     running = await started(generator, "a", 30)
-    await asyncio.wait_for(generator.drain(PATIENCE_S), PATIENCE_S)
+    await asyncio.wait_for(generator.drain(DEADLINE_S), DEADLINE_S)
     response = await ended(running)
     assert (response.stop_reason, len(response.output_tokens)) == ("length", 30)
     with pytest.raises(Draining, match="draining"):
@@ -110,7 +110,7 @@ async def test_a_drain_lets_end_what_ends_in_time():
 async def test_a_drain_ends_the_rest_with_the_tokens_so_far():
     generator = make_generator()
     running = await started(generator, "a")
-    await asyncio.wait_for(generator.drain(0.0), PATIENCE_S)
+    await asyncio.wait_for(generator.drain(0.0), DEADLINE_S)
     response = await ended(running)
     assert response.stop_reason == "interrupt"
     assert 0 < len(response.output_tokens) < LONG
@@ -121,14 +121,14 @@ async def test_a_drain_refuses_what_waits_behind_a_pause():
     await generator.backend.pause("in_place")
     waiting = asyncio.create_task(generator.agenerate(request("a", 1)))
     await asyncio.sleep(0)
-    await asyncio.wait_for(generator.drain(0.0), PATIENCE_S)
+    await asyncio.wait_for(generator.drain(0.0), DEADLINE_S)
     with pytest.raises(Draining, match="'a' was ended by the shutdown"):
         await ended(waiting)
     assert generator.admission.in_flight == 0
 
 
 async def test_an_error_of_the_work_is_not_taken_for_a_timeout():
-    admission = Admission(timeout_s=PATIENCE_S)
+    admission = RequestAdmission(timeout_s=DEADLINE_S)
     with pytest.raises(TimeoutError, match="of the work"):
         async with admission.admit("a"):
             raise TimeoutError("of the work")

@@ -19,9 +19,9 @@ from headway.contracts.errors import (
     SyncError,
 )
 from inference_server.backends.base import BACKENDS
-from inference_server.backends.embedded import backend as embedded
+from inference_server.backends.embedded import decoder, swaps
 from inference_server.backends.embedded.backend import EmbeddedTorchBackend
-from tests.numeric.backends import PATIENCE_S, make_backend, prompt_of, request, serving, stage
+from tests.numeric.backends import DEADLINE_S, make_backend, prompt_of, request, serving, stage
 from tests.numeric.models import CONTEXT, EOS, VOCAB_SIZE, save_model
 from tests.waiting import until
 from weight_sync.channel import StagedWeights
@@ -37,7 +37,7 @@ async def backend(llama_dir):
 
 async def generate(backend, name="r", prompt=PROMPT, **gconfig):
     call = backend.generate(request(name, list(prompt), **gconfig))
-    return await asyncio.wait_for(call, PATIENCE_S)
+    return await asyncio.wait_for(call, DEADLINE_S)
 
 
 async def handed_over(call):
@@ -207,7 +207,7 @@ async def test_an_engine_that_dies_in_a_swap_tells_every_caller(llama_dir):
     await until(lambda: backend.load().running == 1)
     assert backend.failure is None
     with pytest.raises(BackendError, match="the engine died: KeyError"):
-        await asyncio.wait_for(backend.swap(StagedWeights(1, "0" * 64, {})), PATIENCE_S)
+        await asyncio.wait_for(backend.swap(StagedWeights(1, "0" * 64, {})), DEADLINE_S)
     with pytest.raises(BackendError, match="the engine died"):
         await running
     assert backend.version == 0
@@ -237,7 +237,7 @@ async def test_a_device_that_fails_for_good_leaves_nobody_waiting(llama_dir):
     backend = make_backend(llama_dir)
 
     def fail(*_):
-        for slab in backend._cache.slabs:
+        for slab in backend._decode_loop.cache.slabs:
             slab.store = None
         raise RuntimeError("device lost")
 
@@ -245,7 +245,7 @@ async def test_a_device_that_fails_for_good_leaves_nobody_waiting(llama_dir):
     tasks = [asyncio.create_task(generate(backend, f"r{i}", max_new_tokens=240)) for i in range(6)]
     await until(lambda: backend.load().generated_tokens > 20)
     backend._model.module.register_forward_pre_hook(fail)
-    outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), PATIENCE_S)
+    outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), DEADLINE_S)
     assert {type(outcome) for outcome in outcomes} == {BackendError}
     assert "device lost" in backend.failure
     await backend.aclose()
@@ -257,13 +257,13 @@ async def test_orders_behind_the_one_that_kills_the_engine_are_answered(llama_di
     def fail():
         raise RuntimeError("bad order")
 
-    backend._order(fail)
+    backend._decode_loop._orders.put(fail)
     request_task = await handed_over(backend.generate(request("r", PROMPT)))
     swap_task = await handed_over(backend.swap(backend.fit(stage(1, llama_dir))))
     await backend.start()
     for task in (request_task, swap_task):
         with pytest.raises(BackendError, match="bad order"):
-            await asyncio.wait_for(task, PATIENCE_S)
+            await asyncio.wait_for(task, DEADLINE_S)
     await backend.aclose()
 
 
@@ -276,7 +276,7 @@ async def test_a_reader_of_deltas_that_raises_ends_its_own_request_only(backend)
         backend.generate(request("bad", PROMPT, **long), fail),
         backend.generate(request("good", PROMPT, **long)),
     ]
-    bad, good = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), PATIENCE_S)
+    bad, good = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), DEADLINE_S)
     assert isinstance(bad, KeyError)
     assert len(good.output_tokens) == 100
     await until(lambda: backend.load().running == 0)
@@ -368,13 +368,13 @@ async def test_an_unknown_parameter_is_the_caller_s_mistake_and_the_engine_goes_
 def test_small_weights_are_freed_at_once_and_large_ones_with_pauses(monkeypatch):
     """The next version is staged once they are gone: a tiny model's must not be waited for."""
     pauses = []
-    monkeypatch.setattr(embedded.time, "sleep", pauses.append)
+    monkeypatch.setattr(swaps.time, "sleep", pauses.append)
     small = [torch.zeros(1000) for _ in range(200)]
-    embedded._let_go(small)
+    swaps.let_go(small)
     assert not small and pauses == []
-    large = [torch.empty(embedded.FREE_BYTES, dtype=torch.uint8) for _ in range(3)]
-    embedded._let_go(large)
-    assert not large and pauses == [embedded.FREE_INTERVAL_S] * 3
+    large = [torch.empty(swaps.FREE_BYTES, dtype=torch.uint8) for _ in range(3)]
+    swaps.let_go(large)
+    assert not large and pauses == [swaps.FREE_INTERVAL_S] * 3
 
 
 async def test_a_request_that_cannot_be_sampled_ends_alone(backend):
@@ -399,7 +399,7 @@ async def test_an_engine_that_can_sample_nothing_blames_no_request(backend, monk
     def fail(*_: object) -> None:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(embedded.SamplingPlan, "sample", fail)
+    monkeypatch.setattr(decoder.SamplingPlan, "sample", fail)
     with pytest.raises(BackendError, match="the engine died: RuntimeError: the device is gone"):
         await generate(backend)
     assert backend.failure is not None
@@ -409,3 +409,41 @@ async def test_an_engine_that_can_sample_nothing_blames_no_request(backend, monk
 def test_numbers_that_no_vocabulary_has_are_refused_where_they_enter(field):
     with pytest.raises(ValidationError, match="less than 2147483648"):
         SamplingConfig(**field)
+
+
+def masked(name: str = "r", **gconfig):
+    asked = request(name, list(PROMPT), **({"max_new_tokens": 8, "seed": 3} | gconfig))
+    return asked.model_copy(update={"sampling_mask": True})
+
+
+async def test_a_mask_is_of_the_tokens_of_its_request_alone(backend):
+    deltas = []
+    cut, whole, greedy = await asyncio.wait_for(
+        asyncio.gather(
+            backend.generate(masked(top_k=3), deltas.append),
+            backend.generate(masked("w")),
+            backend.generate(masked("g", top_k=3, temperature=0.0)),
+        ),
+        DEADLINE_S,
+    )
+    assert cut.sampling_mask.problem(cut.output_tokens) is None
+    assert cut.sampling_mask.counts.tolist() == [3] * 8
+    assert [delta.output_logprobs[0] for delta in deltas] == cut.output_logprobs
+    assert whole.sampling_mask is None
+    assert greedy.sampling_mask is None
+    plain = await generate(backend, max_new_tokens=8, seed=3, top_k=3)
+    assert plain.output_tokens == cut.output_tokens
+    assert plain.sampling_mask is None
+    assert all(a < b for a, b in zip(plain.output_logprobs, cut.output_logprobs, strict=True))
+
+
+async def test_a_mask_that_becomes_too_large_ends_its_request_alone(backend, monkeypatch):
+    monkeypatch.setattr(decoder, "MAX_MASK_TOKENS", 20)
+    calls = [backend.generate(masked(top_k=3)), backend.generate(masked("w", top_k=2))]
+    refused, other = await asyncio.wait_for(
+        asyncio.gather(*calls, return_exceptions=True), DEADLINE_S
+    )
+    assert isinstance(refused, DataError)
+    assert "21 tokens were left to draw from over 7 positions" in refused.message
+    assert len(other.output_tokens) == 8
+    assert backend.load().running == 0

@@ -27,7 +27,7 @@ from headway.contracts.config.weight_sync import (
 )
 from headway.contracts.errors import SyncError
 from headway.contracts.http.weights import (
-    Seat,
+    GroupRankBody,
     WeightAbortRequest,
     WeightCommitRequest,
     WeightPrepareRequest,
@@ -42,7 +42,7 @@ from weight_sync.manifest import parse_manifest
 from weight_sync.receiver import make_receiver
 from weight_sync.transports.base import make_publisher
 
-PATIENCE_S = 30.0
+DEADLINE_S = 30.0
 SHAPES = {"model.norm.weight": (4,), "model.embed.weight": (512, 64), "lm_head.weight": (512, 64)}
 
 
@@ -129,9 +129,13 @@ class Server:
         meta = self.publisher.announce(version)
         publishing = self.thread.submit(self.publisher.publish, version, weights(version).items())
         self.epoch += 1
-        seat = Seat(rank=1, world_size=2) if meta.path.startswith("gloo") else None
+        group_rank = GroupRankBody(rank=1, world_size=2) if meta.path.startswith("gloo") else None
         order = WeightPrepareRequest(
-            epoch=self.epoch, version=version, path=meta.path, fallbacks=fallbacks, seat=seat
+            epoch=self.epoch,
+            version=version,
+            path=meta.path,
+            fallbacks=fallbacks,
+            group_rank=group_rank,
         )
         digest = await self.gate.prepare(order)
         assert not self.kind.stopped()
@@ -162,7 +166,7 @@ async def serving(kind, model_dir: Path, config, cache: Path | None):
         receiver = make_receiver(
             ReceiverConfig(allow=(origin,), cache_dir=None if cache is None else str(cache))
         )
-        async with asyncio.timeout(PATIENCE_S), kind.backend(model_dir) as backend:
+        async with asyncio.timeout(DEADLINE_S), kind.backend(model_dir) as backend:
             gate = VersionGate(backend, receiver)
             try:
                 yield Server(kind, gate, publisher, thread)
@@ -182,7 +186,7 @@ TRANSPORTS = {
     "deltas in shared memory": lambda root: SharedMemorySync(root=str(root), delta=DeltaConfig()),
     "http": lambda root: HttpSync(root=str(root)),
     "8 bits over http": lambda root: HttpSync(root=str(root), quantization="int8"),
-    "gloo": lambda _: CollectiveSync(timeout_s=PATIENCE_S),
+    "gloo": lambda _: CollectiveSync(timeout_s=DEADLINE_S),
 }
 
 

@@ -13,13 +13,13 @@ import pytest
 from headway.contracts.config.server import EngineProcessConfig
 from headway.contracts.errors import BackendError, ConfigError
 from inference_server.backends.engine_process import (
-    Answer,
     EngineCommand,
     EngineProcess,
+    EngineResponse,
     command_flags,
 )
 
-PATIENCE_S = 30.0
+DEADLINE_S = 30.0
 CHILD = {"PYTHONPATH": str(Path(__file__).parent)}
 
 
@@ -51,13 +51,13 @@ async def until_failed(engine: EngineProcess) -> str:
         await asyncio.Event().wait()
 
     with pytest.raises(BackendError) as caught:
-        await asyncio.wait_for(engine.guard(never()), PATIENCE_S)
+        await asyncio.wait_for(engine.guard(never()), DEADLINE_S)
     assert engine.failure == str(caught.value)
     return engine.failure
 
 
 async def until_gone(pid: int) -> None:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(DEADLINE_S):
         while _is_running(pid):  # noqa: ASYNC110 - not our child: nobody tells us
             await asyncio.sleep(0.01)
 
@@ -113,7 +113,7 @@ async def test_flag_that_a_setting_owns_is_refused():
 async def test_child_that_dies_while_starting_is_told_with_its_last_lines(tmp_path):
     engine = engine_of({"args": {"--die": True}, "log_file": str(tmp_path / "engine.log")})
     with pytest.raises(BackendError, match=r"ended with status 7:\n(.*\n)*no such model"):
-        await asyncio.wait_for(engine.start(), PATIENCE_S)
+        await asyncio.wait_for(engine.start(), DEADLINE_S)
 
 
 async def test_interpreter_that_is_missing_is_told():
@@ -171,7 +171,7 @@ async def test_engine_without_answer_but_with_progress_lives():
     config = {"health_timeout_s": 0.2, "health_interval_s": 0.02}
     async with running(config, progress=progress) as engine:
         await engine.post("/hang", {})
-        await asyncio.wait_for(stalled.wait(), PATIENCE_S)
+        await asyncio.wait_for(stalled.wait(), DEADLINE_S)
         assert engine.failure is None
 
 
@@ -197,7 +197,7 @@ async def test_long_lines_stream_whole():
 
         async def read() -> list[bytes]:
             async with engine.stream("/long", {}) as lines:
-                assert not isinstance(lines, Answer)
+                assert not isinstance(lines, EngineResponse)
                 return [line async for line in lines]
 
         assert [len(line) for line in await engine.guard(read())] == [2_000_002]

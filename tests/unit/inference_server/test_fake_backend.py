@@ -14,7 +14,7 @@ from headway.contracts.types import LLMDelta, LLMRequest
 from inference_server.backends.base import GenerationBackend, make_backend
 from weight_sync.channel import StagedWeights
 
-PATIENCE_S = 10.0
+DEADLINE_S = 10.0
 LONG = 10_000
 
 
@@ -47,10 +47,10 @@ class Started:
     async def token(self) -> None:
         """Wait for one more token."""
         self._came.clear()
-        await asyncio.wait_for(self._came.wait(), PATIENCE_S)
+        await asyncio.wait_for(self._came.wait(), DEADLINE_S)
 
     async def response(self):
-        return await asyncio.wait_for(self.task, PATIENCE_S)
+        return await asyncio.wait_for(self.task, DEADLINE_S)
 
 
 async def test_tokens_follow_from_prompt_seed_and_version():
@@ -128,7 +128,7 @@ async def test_a_paused_backend_decodes_nothing_and_holds_new_requests():
     assert not (await asyncio.wait((waiting, running.task), timeout=0.05))[0]
     assert backend.load().generated_tokens <= seen + 1
     await backend.resume()
-    assert (await asyncio.wait_for(waiting, PATIENCE_S)).stop_reason == "length"
+    assert (await asyncio.wait_for(waiting, DEADLINE_S)).stop_reason == "length"
     await backend.abort(None)
     response = await running.response()
     assert response.num_recomputes == 0

@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from inference_server.backends.embedded.kv_cache import (
+from inference_server.backends.embedded.kv_cache import KVShape
+from inference_server.backends.embedded.slab_cache import (
     SMALLEST_ROW,
-    KVCache,
-    KVShape,
-    Row,
+    SlabCache,
+    SlabRow,
     row_capacities,
 )
 
@@ -21,11 +21,11 @@ SHAPE = KVShape(LAYERS, HEADS, DIM, torch.float32, torch.device("cpu"))
 CONTEXT = 600
 
 
-def make_cache(budget_tokens: int, max_context: int = CONTEXT, max_kept: int = 128) -> KVCache:
-    return KVCache(SHAPE, max_context, budget_tokens * SHAPE.token_bytes, max_kept)
+def make_cache(budget_tokens: int, max_context: int = CONTEXT, max_kept: int = 128) -> SlabCache:
+    return SlabCache(SHAPE, max_context, budget_tokens * SHAPE.token_bytes, max_kept)
 
 
-def write(row: Row, tokens: list[int]) -> None:
+def write(row: SlabRow, tokens: list[int]) -> None:
     """What a model would leave there: a value per layer and token, keys and values apart."""
     start = row.length
     row.tokens = tokens
@@ -36,7 +36,7 @@ def write(row: Row, tokens: list[int]) -> None:
     row.length = len(tokens)
 
 
-def holds(row: Row, tokens: list[int]) -> bool:
+def holds(row: SlabRow, tokens: list[int]) -> bool:
     """Whether exactly these tokens are in the row, and zeros behind them."""
     expected = torch.zeros(row.slab.capacity)
     expected[: len(tokens)] = torch.tensor(tokens, dtype=torch.float32)
@@ -51,7 +51,7 @@ def holds(row: Row, tokens: list[int]) -> bool:
     )
 
 
-def check_bookkeeping(cache: KVCache) -> None:
+def check_bookkeeping(cache: SlabCache) -> None:
     """The bookkeeping that every operation must leave behind."""
     assert cache.allocated_tokens <= cache.budget_tokens
     for slab in cache.slabs:
@@ -100,9 +100,9 @@ def test_rows_keep_their_tokens_while_others_come_go_grow_and_are_kept():
     for seed in range(5):
         rng = random.Random(seed)
         cache = make_cache(rng.choice([700, 1500, 4000]))
-        running: dict[Row, list[int]] = {}
+        running: dict[SlabRow, list[int]] = {}
         for salt in range(120):
-            action = rng.choice(["add", "add", "grow", "release", "write", "drop", "taint"])
+            action = rng.choice(["add", "add", "grow", "release", "write", "drop", "invalidate"])
             row = rng.choice(list(running)) if running else None
             if action == "add":
                 tokens = tokens_of(rng.randint(1, CONTEXT), salt)
@@ -124,8 +124,8 @@ def test_rows_keep_their_tokens_while_others_come_go_grow_and_are_kept():
                 del running[row]
             elif action == "drop":
                 cache.drop_kept()
-            elif action == "taint" and rng.random() < 0.2:
-                cache.taint()
+            elif action == "invalidate" and rng.random() < 0.2:
+                cache.invalidate()
             check_bookkeeping(cache)
             assert {r for r in cache if r.is_running} == set(running), f"seed {seed}"
             for row, tokens in running.items():
@@ -223,7 +223,7 @@ def test_new_weights_take_kept_rows_away_and_mark_running_ones_for_good():
     for row in (running, kept):
         write(row, tokens_of(10))
     cache.release(kept, keep=True)
-    cache.taint()
+    cache.invalidate()
     assert list(cache) == [running]
     assert not running.is_pure
     bigger = cache.grow(running, SMALLEST_ROW + 1)

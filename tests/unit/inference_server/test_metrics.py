@@ -18,13 +18,14 @@ from headway.contracts.http.servers import ServerStatus
 from headway.contracts.http.status import StatusResponse
 from headway.contracts.types import LLMRequest
 from headway.runtime.metrics import render_metrics
-from inference_server.backends.fake import FakeBackend, FakeStaged
+from inference_server.backends.base import HeldVersion
+from inference_server.backends.fake import FakeBackend
 from inference_server.engine import LocalGenerator
 from inference_server.version_gate import VersionGate
 from weight_sync.channel import StagedWeights
 from weight_sync.receiver import make_receiver
 
-PATIENCE_S = 10.0
+DEADLINE_S = 10.0
 PREFIX = "headway_generation_"
 
 
@@ -62,9 +63,9 @@ async def test_requests_are_counted_by_how_they_end(generator: LocalGenerator):
     interrupted = asyncio.create_task(
         generator.agenerate(request("cut", 50), lambda delta: sampling.set())
     )
-    await asyncio.wait_for(sampling.wait(), PATIENCE_S)
+    await asyncio.wait_for(sampling.wait(), DEADLINE_S)
     await generator.backend.abort("cut")
-    response = await asyncio.wait_for(interrupted, PATIENCE_S)
+    response = await asyncio.wait_for(interrupted, DEADLINE_S)
     gone = asyncio.create_task(generator.agenerate(request("gone", 50)))
     await asyncio.sleep(0)
     gone.cancel()
@@ -79,7 +80,7 @@ async def test_requests_are_counted_by_how_they_end(generator: LocalGenerator):
     assert page[f"{PREFIX}request_seconds_count"] == 2
     steps = 1 + (len(response.output_tokens) > 1)
     assert page[f"{PREFIX}inter_token_seconds_count"] == steps
-    assert 0.001 * 5 <= page[f"{PREFIX}request_seconds_sum"] < PATIENCE_S
+    assert 0.001 * 5 <= page[f"{PREFIX}request_seconds_sum"] < DEADLINE_S
 
 
 async def test_the_page_shows_what_the_server_is_doing(generator: LocalGenerator):
@@ -87,12 +88,12 @@ async def test_the_page_shows_what_the_server_is_doing(generator: LocalGenerator
     running = asyncio.create_task(
         generator.agenerate(request("a", 50), lambda delta: sampling.set())
     )
-    await asyncio.wait_for(sampling.wait(), PATIENCE_S)
+    await asyncio.wait_for(sampling.wait(), DEADLINE_S)
     page = samples(generate_latest(generator.metrics.registry))
     assert page[f"{PREFIX}in_flight_requests"] == page[f"{PREFIX}running_sequences"] == 1
     assert page[f"{PREFIX}draining"] == 0
     await generator.gate.update(
-        lambda _: 1, lambda _: FakeStaged(StagedWeights(1, "0" * 64, {})), "drain"
+        lambda _: 1, lambda _: HeldVersion(StagedWeights(1, "0" * 64, {})), "drain"
     )
     await running
     page = samples(generate_latest(generator.metrics.registry))
@@ -118,11 +119,11 @@ def test_one_page_holds_both_and_its_totals_are_counters(generator: LocalGenerat
     page = render_metrics(status, generator.metrics.registry)
     names = [line.split()[2] for line in page.decode().splitlines() if line.startswith("# TYPE")]
     assert len(names) == len(set(names))
-    figures = samples(page)
-    assert figures["headway_weight_updates_total"] == 2
-    assert figures["headway_generated_tokens_total"] == 7
-    assert figures["headway_ledger_trajectories[ready]"] == 3
-    assert figures["headway_server_weight_version[s]"] == 2
+    metrics = samples(page)
+    assert metrics["headway_weight_updates_total"] == 2
+    assert metrics["headway_generated_tokens_total"] == 7
+    assert metrics["headway_ledger_trajectories[ready]"] == 3
+    assert metrics["headway_server_weight_version[s]"] == 2
     kinds = types(page)
     for name in ("weight_updates", "weight_updates_in_flight", "generated_tokens"):
         assert kinds[f"headway_{name}"] == "counter"

@@ -11,15 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.contracts.config.sampling import SamplingConfig
+from inference_server.backends.embedded.decoder import _tokens_left
+from inference_server.backends.embedded.device import Accelerator, Device
 from inference_server.backends.embedded.sampler import SamplingPlan, SamplingRow, top_logprobs
 
-CPU = torch.device("cpu")
+CPU = Device()
 ALMOST_ONE = 1.0 - 2.0**-24
 
 
-def plan_of(configs: list[SamplingConfig], vocab_size: int) -> SamplingPlan:
-    """A plan for rows without history."""
-    return SamplingPlan([SamplingRow(config) for config in configs], vocab_size, CPU)
+def plan_of(configs: list[SamplingConfig], vocab_size: int, forbidden=()) -> SamplingPlan:
+    """A plan for rows without history, whose first token must not be a forbidden one."""
+    early = {"min_new_tokens": 1, "max_new_tokens": 9} if forbidden else {}
+    rows = [
+        SamplingRow(config.model_copy(update=early), stop_ids=list(forbidden)) for config in configs
+    ]
+    return SamplingPlan(rows, vocab_size, CPU)
 
 
 def slow_logits(
@@ -74,11 +80,10 @@ def slow_distribution(
 
 def draw(logits: list[float], config: SamplingConfig, size: int, forbidden=()) -> list[int]:
     """Tokens at evenly spread points of the cumulative distribution."""
-    plan = plan_of([config] * size, len(logits))
+    plan = plan_of([config] * size, len(logits), forbidden)
     uniforms = (torch.arange(size) + 0.5) / size
     rows = torch.tensor(logits).repeat(size, 1)
-    bans = [(row, list(forbidden)) for row in range(size)] if forbidden else ()
-    return plan.sample(rows, uniforms, bans).tokens.tolist()
+    return plan.sample(rows, uniforms).tokens.tolist()
 
 
 def is_on_an_edge(logits: list[float], config: SamplingConfig, forbidden=frozenset()) -> bool:
@@ -177,8 +182,8 @@ def test_a_banned_token_is_not_sampled_even_if_nothing_else_is_likely():
     logits = [0.0, 300.0, -50.0, -51.0]
     for config in (SamplingConfig(), SamplingConfig(temperature=0.0), SamplingConfig(top_p=0.9)):
         assert set(draw(logits, config, 20, forbidden=[1])) == {0}
-    plan = plan_of([SamplingConfig()], 4)
-    sampled = plan.sample(torch.tensor([logits]), torch.tensor([0.5]), [(0, [1])])
+    plan = plan_of([SamplingConfig()], 4, forbidden=[1])
+    sampled = plan.sample(torch.tensor([logits]), torch.tensor([0.5]))
     assert sampled.logprobs.item() == pytest.approx(-300.0)  # of the distribution before the ban
 
 
@@ -288,7 +293,69 @@ def test_nuclei_wider_than_the_likely_tokens_are_found_by_a_whole_sort():
 def test_top_logprobs_are_the_most_likely_tokens_in_order():
     logits = torch.tensor([0.1, 3.0, -1.0, 2.0])
     table = slow_logprobs(logits.tolist())
-    got = top_logprobs(logits, 3)
-    assert [token for token, _ in got] == [1, 3, 0]
-    assert [logprob for _, logprob in got] == pytest.approx([table[1], table[3], table[0]])
-    assert len(top_logprobs(logits, 64)) == 4
+    tokens, logprobs = top_logprobs(logits[None], 3)
+    assert tokens.tolist() == [[1, 3, 0]]
+    assert logprobs[0].tolist() == pytest.approx([table[1], table[3], table[0]])
+    assert top_logprobs(logits[None], 64)[0].shape == (1, 4)
+
+
+def masked_plan(configs, vocab_size: int, device: Device = CPU, forbidden=()) -> SamplingPlan:
+    """Like `plan_of`, where every row reports its mask."""
+    early = {"min_new_tokens": 1, "max_new_tokens": 9} if forbidden else {}
+    rows = [
+        SamplingRow(c.model_copy(update=early), stop_ids=list(forbidden), reports_mask=True)
+        for c in configs
+    ]
+    return SamplingPlan(rows, vocab_size, device)
+
+
+def masks_of(sampled) -> dict[int, list[int]]:
+    left = _tokens_left(sampled.masks, sampled.masks.counts, sampled.masks.tokens)
+    return {row: ids.tolist() for row, ids in left.items()}
+
+
+@settings(max_examples=80)
+@given(vectors, configs, st.booleans(), st.booleans(), st.floats(0.0, 0.999))
+def test_masks_and_their_logprobs_are_those_of_the_slow_loop(
+    logits, config, is_banned, is_device, uniform
+):
+    forbidden = frozenset({0}) if is_banned else frozenset()
+    if is_on_an_edge(logits, config, forbidden) or not config.cuts_distribution:
+        return
+    expected = slow_distribution(logits, config, forbidden)
+    device = Accelerator(torch.device("cpu")) if is_device else CPU
+    plan = masked_plan([config, SamplingConfig()], len(logits), device, forbidden)
+    sampled = plan.sample(torch.tensor([logits] * 2), torch.tensor([uniform] * 2))
+    assert masks_of(sampled) == {0: sorted(expected)}
+    token = int(sampled.tokens[0])
+    assert sampled.logprobs[0].item() == pytest.approx(math.log(expected[token]), abs=2e-5)
+    assert sampled.logprobs[1].item() == pytest.approx(
+        slow_logprobs(logits)[int(sampled.tokens[1])], abs=2e-5
+    )
+
+
+def test_no_mask_is_made_where_nobody_asks_or_nothing_is_cut():
+    logits, uniforms = torch.zeros(2, 4), torch.zeros(2)
+    assert plan_of([SamplingConfig(top_k=2)] * 2, 4).sample(logits, uniforms).masks is None
+    greedy = SamplingConfig(top_k=2, temperature=0.0)
+    assert masked_plan([SamplingConfig(), greedy], 4).sample(logits, uniforms).masks is None
+
+
+def test_a_device_reads_back_bounded_masks_and_draws_wider_ones_again():
+    size = 5000
+    torch.manual_seed(1)
+    logits = torch.randn(2, size) * 0.1
+    configs = [SamplingConfig(min_p=0.7), SamplingConfig(top_p=0.001)]
+    uniforms = torch.tensor([0.5, 0.5])
+    expected = masked_plan(configs, size).sample(logits, uniforms)
+    plan = masked_plan(configs, size, Accelerator(torch.device("cpu")))
+    sampled = plan.sample(logits, uniforms)
+    narrow = plan_of([configs[0]], size).sample(logits[:1], uniforms[:1])
+    assert narrow.is_enough is None
+    wide = int(expected.masks.counts[0])
+    assert (wide > 1024) == (not bool(sampled.is_enough.all()))
+    assert wide > 1024
+    again = plan.sample(logits, uniforms, is_whole=True)
+    assert masks_of(again) == masks_of(expected)
+    assert again.tokens.tolist() == expected.tokens.tolist()
+    torch.testing.assert_close(again.logprobs, expected.logprobs)

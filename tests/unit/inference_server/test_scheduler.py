@@ -11,9 +11,10 @@ import torch
 
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.types import LLMRequest
-from inference_server.backends.embedded.kv_cache import KVCache, KVShape
+from inference_server.backends.embedded.kv_cache import KVShape
 from inference_server.backends.embedded.scheduler import SCORED_CHUNK, SHORTEST_SHARED, Scheduler
 from inference_server.backends.embedded.sequence import Caller, Sequence
+from inference_server.backends.embedded.slab_cache import SlabCache
 
 SHAPE = KVShape(1, 1, 1, torch.float32, torch.device("cpu"))
 CONTEXT = 600
@@ -42,7 +43,7 @@ class Engine:
     def __init__(
         self, *, budget: int = 20_000, max_sequences: int = 64, max_prefill: int = 2048
     ) -> None:
-        self.cache = KVCache(SHAPE, CONTEXT, budget * SHAPE.token_bytes)
+        self.cache = SlabCache(SHAPE, CONTEXT, budget * SHAPE.token_bytes)
         self.scheduler = Scheduler(self.cache, max_sequences, max_prefill)
         self.finished: list[str] = []
         self.admitted: list[str] = []
@@ -344,7 +345,7 @@ def test_no_row_of_mixed_origin_is_copied_or_waited_for():
     prompt = prompt_of(300, 1)
     engine.submit("old", prompt, max_new_tokens=30)
     engine.step()
-    engine.cache.taint()
+    engine.cache.invalidate()
     new = engine.submit("new", prompt)
     engine.run()
     assert new.cached_tokens == 0
@@ -378,7 +379,7 @@ def test_random_crowds_in_random_memory_end_with_their_own_tokens():
             elif action < 0.2:
                 engine.scheduler.retract()
             elif action < 0.3:
-                engine.cache.taint()
+                engine.cache.invalidate()
         engine.run(20_000)
         whole = [s for s in sequences if s not in cancelled]
         assert outputs_are_right(whole), f"seed {seed}"

@@ -25,7 +25,7 @@ from inference_server.engine import LocalGenerator, make_generator
 from inference_server.main import make_app
 from tests.waiting import until
 
-PATIENCE_S = 10.0
+DEADLINE_S = 10.0
 LONG = 10_000
 TOKEN = "s3cret"
 JSON = {"content-type": "application/json"}
@@ -52,7 +52,7 @@ class Served:
         return error
 
     async def until(self, condition: Callable[[], object]) -> None:
-        await until(condition, PATIENCE_S)
+        await until(condition, DEADLINE_S)
 
     @property
     def running(self) -> int:

@@ -22,12 +22,12 @@ from inference_server.backends.sglang.backend import SGLangBackend
 from inference_server.backends.sglang.updates import FolderUpdate
 from tests.unit.inference_server.sglang_stand_in import StandIn
 from tests.waiting import until
-from weight_sync.channel import ProvenVersion, StagedWeights
-from weight_sync.patience import Patience
+from weight_sync.channel import StagedWeights, VerifiedVersion
+from weight_sync.deadline import Deadline
 from weight_sync.receiver import make_receiver
 from weight_sync.transports.disk import make_local_publisher
 
-PATIENCE_S = 20.0
+DEADLINE_S = 20.0
 SHAPES = {"model.embed.weight": (60, 4), "lm_head.weight": (60, 4)}
 
 
@@ -54,7 +54,7 @@ async def attached(model_dir: Path, engine: StandIn, **config):
         backend = SGLangBackend(
             SGLangConfig(url=engine.url, **config), ModelConfig(path=str(model_dir)), version=4
         )
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(DEADLINE_S):
             await backend.start()
             engine.calls.clear()
             try:
@@ -344,7 +344,7 @@ async def test_an_engine_that_goes_away_fails_its_calls_and_is_noticed(model_dir
         [task] = await begin(backend, engine, request("r"))
     with pytest.raises(BackendError):
         await task
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(DEADLINE_S):
         await until(lambda: backend.failure is not None)
     with pytest.raises(BackendError, match="is hung"):
         await backend.generate(request("r"))
@@ -406,7 +406,7 @@ async def swap_in_flight(model_dir, engine: StandIn, policy: str, on_delta=None)
         await until(lambda: backend.load().running == 1)
         swapping = asyncio.create_task(backend.swap(FolderUpdate(5, "/v5"), policy))
         if policy == "drain":
-            await until(lambda: not backend._traffic.is_open)
+            await until(lambda: not backend._requests.is_open)
             engine.step(9)
         running = await swapping
         assert (backend.version, running) == (5, 1)
@@ -562,14 +562,14 @@ def staged_by(model_dir: Path, root: Path, tensors: dict[str, torch.Tensor]):
     meta = publisher.publish(1, tensors.items())
     publisher.close()
     receiver = make_receiver(ReceiverConfig(allow=(str(root),)))
-    return meta, backend.stage(meta, receiver.within(Patience(10.0)))
+    return meta, backend.stage(meta, receiver.within(Deadline(10.0)))
 
 
 def test_a_proven_version_is_staged_as_a_directory(model_dir, tmp_path):
     tensors = {name: torch.ones(shape) for name, shape in SHAPES.items()}
     meta, staged = staged_by(model_dir, tmp_path, tensors)
     folder = tmp_path / "v00000001"
-    proven = ProvenVersion(1, meta.digest, folder)
+    proven = VerifiedVersion(1, meta.digest, folder)
     assert staged == FolderUpdate(1, str(folder), meta.digest, proven)
 
 
@@ -599,4 +599,13 @@ def test_a_reader_that_only_stages_proves_too(model_dir):
 async def test_what_another_backend_staged_is_refused(model_dir):
     backend = SGLangBackend(SGLangConfig(), ModelConfig(path=str(model_dir)), 0)
     with pytest.raises(SyncError, match="not staged by this backend"):
-        await backend.swap(ProvenVersion(3, "", Path("/v3")))
+        await backend.swap(VerifiedVersion(3, "", Path("/v3")))
+
+
+async def test_a_sampling_mask_is_refused_by_name_and_only_where_something_is_cut(model_dir):
+    engine = StandIn()
+    async with attached(model_dir, engine) as backend:
+        asked = request("r", top_p=0.9).model_copy(update={"sampling_mask": True})
+        with pytest.raises(DataError, match="the backend sglang reports none; cut nothing"):
+            await backend.generate(asked)
+        assert not engine.calls

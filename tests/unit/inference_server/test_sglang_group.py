@@ -23,7 +23,7 @@ from headway.contracts.config.server import ServerConfig, SGLangConfig
 from headway.contracts.config.weight_sync import CollectiveSync, ReceiverConfig
 from headway.contracts.errors import BackendError, SyncError
 from headway.contracts.http.weights import (
-    Seat,
+    GroupRankBody,
     WeightAbortRequest,
     WeightCommitRequest,
     WeightPrepareRequest,
@@ -35,10 +35,11 @@ from tests.unit.inference_server.sglang_stand_in import StandIn
 from tests.unit.inference_server.test_sglang_backend import begin, request
 from tests.waiting import until
 from weight_sync.receiver import make_receiver
-from weight_sync.transports.collective import CollectivePublisher
+from weight_sync.transports.collective_publisher import CollectivePublisher
 from weight_sync.transports.disk import make_local_publisher
+from weight_sync.transports.nccl import own_build
 
-PATIENCE_S = 30.0
+DEADLINE_S = 30.0
 SHAPES = {"model.norm.weight": (4,), "model.embed.weight": (4096, 64), "lm_head.weight": (4096, 64)}
 NUM_BUCKETS = 3
 """Of 1 MiB, the first one with the vector alone."""
@@ -62,7 +63,7 @@ class Trainer:
 
     def __init__(self, **config) -> None:
         self.publisher = CollectivePublisher(
-            CollectiveSync(shard_bytes=1 << 20, timeout_s=PATIENCE_S, **config)
+            CollectiveSync(shard_bytes=1 << 20, timeout_s=DEADLINE_S, **config)
         )
         self._thread = ThreadPoolExecutor(1)
         self.epoch = 0
@@ -74,8 +75,8 @@ class Trainer:
             epoch=self.epoch,
             version=version,
             path=meta.path,
-            seat=Seat(rank=1, world_size=world_size),
-            timeout_s=PATIENCE_S,
+            group_rank=GroupRankBody(rank=1, world_size=world_size),
+            timeout_s=DEADLINE_S,
         )
 
     def publish(self, version: int, **changed: torch.Tensor) -> Future[WeightUpdateMeta]:
@@ -110,7 +111,7 @@ async def receiving(model_dir: Path, engine: StandIn, receive: str = "group", **
             version=4,
         )
         gate = VersionGate(backend, make_receiver(ReceiverConfig(allow=("gloo:",))), "keep")
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(DEADLINE_S):
             await backend.start()
             engine.calls.clear()
             try:
@@ -194,7 +195,7 @@ async def test_the_group_is_kept_from_version_to_version(model_dir, trainer):
         assert_truthful(await task)
 
 
-async def test_every_process_of_the_engine_has_a_seat(model_dir):
+async def test_every_process_of_the_engine_has_a_rank(model_dir):
     engine = StandIn()
     engine.info["tp_size"] = 4
     async with receiving(model_dir, engine) as (backend, _):
@@ -249,7 +250,7 @@ async def test_an_old_engine_ends_what_runs_before_the_first_bucket(model_dir, t
 
 async def still_serves_four(backend, engine, task) -> None:
     """The old version goes on, also in a request that was frozen meanwhile."""
-    await until(lambda: backend._traffic.is_open)
+    await until(lambda: backend._requests.is_open)
     assert (backend.version, engine.label, engine.session) == (4, "4", False)
     assert (engine.sampling, engine.paused, backend.failure) == (4.0, None, None)
     engine.step(9)
@@ -263,7 +264,7 @@ async def test_an_abort_before_the_first_bucket_never_stops_the_engine(model_dir
     async with receiving(model_dir, engine) as (backend, gate):
         task = await running_request(backend, engine)
         preparing = asyncio.create_task(gate.prepare(trainer.announce(5)))
-        await until(lambda: trainer.publisher._host.plan(5) is not None)  # a seat is taken
+        await until(lambda: trainer.publisher._rendezvous.plan(5) is not None)  # a rank has joined
         gate.abort(WeightAbortRequest(epoch=1, version=5))
         with pytest.raises(SyncError, match="was aborted"):
             await preparing
@@ -324,7 +325,7 @@ async def test_torn_weights_that_cannot_be_brought_back_end_the_engine(model_dir
         gate.abort(WeightAbortRequest(epoch=2, version=6))
         with pytest.raises(BackendError, match="torn"):
             await task
-        assert "version 5 lies nowhere" in (backend.failure or "")
+        assert "version 5 is not stored anywhere" in (backend.failure or "")
         assert engine.paused is not None
 
 
@@ -430,6 +431,27 @@ async def test_rounded_weights_are_refused_before_the_first_bucket(model_dir):
             await still_serves_four(backend, engine, task)
     finally:
         trainer.close()
+
+
+async def test_handles_are_refused_before_a_seat_is_taken(model_dir):
+    trainer, engine = Trainer(backend="ipc"), StandIn()
+    try:
+        async with receiving(model_dir, engine) as (backend, gate):
+            task = await running_request(backend, engine)
+            with pytest.raises(SyncError, match=r"no handles.*set backend\.receive to files"):
+                await gate.prepare(trainer.announce(5))
+            await still_serves_four(backend, engine, task)
+    finally:
+        trainer.close()
+
+
+async def test_an_engine_of_ours_is_asked_for_its_nccl_and_only_where_that_is_needed(model_dir):
+    ours = SGLangBackend(SGLangConfig(receive="group"), ModelConfig(path=str(model_dir)), 4)
+    other = SGLangBackend(SGLangConfig(url="http://h:1"), ModelConfig(path=str(model_dir)), 4)
+    nccl, gloo = (WeightUpdateMeta(5, f"{name}://trainer:1/v00000005") for name in ("nccl", "gloo"))
+    assert ours._build_for(nccl) == own_build()
+    assert ours._build_for(gloo) is None
+    assert other._build_for(nccl) is None
 
 
 async def test_versions_that_do_not_flow_come_as_files_too(model_dir, trainer, tmp_path):

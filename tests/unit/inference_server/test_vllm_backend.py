@@ -29,7 +29,7 @@ from inference_server.backends.base import make_backend
 from inference_server.backends.vllm.backend import DirectoryUpdate, VLLMBackend
 from tests.unit.inference_server import vllm_stand_in
 from tests.unit.inference_server.vllm_stand_in import VLLMStandIn
-from weight_sync.patience import Patience
+from weight_sync.deadline import Deadline
 from weight_sync.receiver import make_receiver
 from weight_sync.transports.disk import make_local_publisher
 
@@ -246,7 +246,7 @@ async def test_refusal_of_the_engine_has_our_class(llama_dir, status, error, is_
 async def test_label_of_somebody_else_is_no_version(llama_dir):
     async with serving(llama_dir) as (backend, engine):
         engine.label = "theirs"
-        with pytest.raises(BackendError, match="labelled by somebody else"):
+        with pytest.raises(BackendError, match="labelled by another client"):
             await backend.generate(request())
 
 
@@ -520,7 +520,7 @@ async def test_version_is_proven_before_the_engine_hears_of_it(llama_dir, tmp_pa
     shard = Path(torn.path) / "shard-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
     publisher.close()
-    reader = make_receiver(ReceiverConfig(allow=(str(tmp_path),))).within(Patience(10.0))
+    reader = make_receiver(ReceiverConfig(allow=(str(tmp_path),))).within(Deadline(10.0))
     async with serving(llama_dir) as (backend, engine):
         staged = await asyncio.to_thread(backend.stage, good, reader)
         assert (staged.version, staged.digest, staged.held.digest) == (1, good.digest, good.digest)
@@ -640,3 +640,14 @@ async def test_close_fails_what_runs(llama_dir):
         await backend.aclose()
         with pytest.raises(BackendError, match="closed"):
             await task
+
+
+async def test_a_sampling_mask_is_refused_by_name_and_only_where_something_is_cut(llama_dir):
+    async with serving(llama_dir) as (backend, _):
+        for gconfig, refused in (({"min_p": 0.1}, True), ({}, False)):
+            asked = request(**gconfig).model_copy(update={"sampling_mask": True})
+            if refused:
+                with pytest.raises(DataError, match="the backend vllm reports none; cut nothing"):
+                    await backend.generate(asked)
+            else:
+                assert (await backend.generate(asked)).sampling_mask is None

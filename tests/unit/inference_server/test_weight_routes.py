@@ -19,8 +19,8 @@ from headway.contracts.http.weights import WeightPrepareResponse, WeightUpdateRe
 from headway.contracts.types import WeightUpdateMeta
 from headway.runtime.process import ProcessSpec
 from tests.processes import start_process
-from tests.unit.inference_server.test_serving import PATIENCE_S, Served, body, serving
-from weight_sync.channel import ProvenVersion
+from tests.unit.inference_server.test_serving import DEADLINE_S, Served, body, serving
+from weight_sync.channel import VerifiedVersion
 from weight_sync.manifest import MANIFEST_NAME, parse_manifest
 from weight_sync.publisher import StoredPublisher
 from weight_sync.transports.disk import make_local_publisher
@@ -115,7 +115,7 @@ async def test_a_lone_server_takes_a_version_in_one_call(tmp_path, publisher):
                 paths.WEIGHTS, {"version": meta.version, "path": meta.path}
             )
             assert status == 200, content
-        assert (served.generator.version, served.generator.gate.updates) == (2, 2)
+        assert (served.generator.version, served.generator.gate.served.updates) == (2, 2)
         late = {"version": 1, "path": metas[0].path}
         assert (await served.refused(paths.WEIGHTS, late)).code == "stale_version"
         elsewhere = await served.refused(paths.WEIGHTS, {"version": 3, "path": "/elsewhere"})
@@ -131,7 +131,7 @@ async def test_one_version_sent_twice_at_once_is_read_once(tmp_path, publisher):
         await served.until(lambda: served.generator.gate.epoch > 0)
         await asyncio.to_thread(publisher.publish, 1, TENSORS.items())
         assert [(await post)[0] for post in posts] == [200, 200]
-        assert served.generator.gate.updates == 1
+        assert served.generator.gate.served.updates == 1
 
 
 # Peers.
@@ -217,7 +217,7 @@ async def test_a_version_in_a_folder_is_given_as_its_files(tmp_path, publisher):
     (folder / "secret").write_text("no part of the version")
     async with serving_weights(tmp_path) as served:
         receiver = served.generator.gate.receiver
-        receiver.keep(ProvenVersion(1, meta.digest, folder))
+        receiver.keep(VerifiedVersion(1, meta.digest, folder))
         _, text, _ = await fetch(served, held(1, MANIFEST_NAME))
         for blob in {entry.blob for entry in parse_manifest(text, "held").tensors}:
             whole = (folder / blob).read_bytes()
@@ -225,9 +225,9 @@ async def test_a_version_in_a_folder_is_given_as_its_files(tmp_path, publisher):
             ranged = await fetch(served, held(1, blob), range="bytes=10-19")
             assert ranged[:2] == (206, whole[10:20])
         assert (await fetch(served, held(1, "secret")))[0] == 404
-        receiver.keep(ProvenVersion(1, "f" * 64, folder))  # what lies there is another
+        receiver.keep(VerifiedVersion(1, "f" * 64, folder))  # what lies there is another
         assert (await fetch(served, held(1, MANIFEST_NAME)))[0] == 404
-        receiver.keep(ProvenVersion(1, meta.digest, tmp_path / "gone"))
+        receiver.keep(VerifiedVersion(1, meta.digest, tmp_path / "gone"))
         assert (await fetch(served, held(1, blob)))[0] == 404
 
 
@@ -256,7 +256,7 @@ async def test_sigterm_ends_a_server_that_waits_for_a_publisher(tmp_path, publis
     argv = [sys.executable, "-m", "inference_server", "--config", str(tmp_path / "server.yaml")]
     server = start_process(ProcessSpec("server", argv, tmp_path / "log", {}, ready))
     try:
-        url = await asyncio.to_thread(server.wait_ready, PATIENCE_S * 3)
+        url = await asyncio.to_thread(server.wait_ready, DEADLINE_S * 3)
         wanted = order(1, publisher.announce(1))
         async with aiohttp.ClientSession() as session:
             preparing = asyncio.create_task(session.post(url + paths.WEIGHTS_PREPARE, json=wanted))
@@ -264,14 +264,14 @@ async def test_sigterm_ends_a_server_that_waits_for_a_publisher(tmp_path, publis
             server.signal(signal.SIGTERM)
             answer = await preparing
             assert (answer.status, "shuts down" in await answer.text()) == (409, True)
-        await asyncio.to_thread(server.wait, PATIENCE_S)
+        await asyncio.to_thread(server.wait, DEADLINE_S)
     finally:
         server.stop(1.0)
 
 
 async def _until_heard_of(session: aiohttp.ClientSession, url: str) -> None:
     """Until the server has heard of epoch 1: an older one is fenced."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(DEADLINE_S):
         while True:
             probe = {"epoch": 0, "version": 9}
             async with session.post(url + paths.WEIGHTS_ABORT, json=probe) as answer:

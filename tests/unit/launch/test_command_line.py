@@ -21,7 +21,7 @@ from headway.runtime.command import run_command
 from headway.runtime.command_line import Group
 from headway.runtime.settings import names_of_kinds, required, settings_of
 
-PATIENCE_S = 60
+DEADLINE_S = 60
 
 
 def paths(command: click.Command = root, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -29,7 +29,7 @@ def paths(command: click.Command = root, above: tuple[str, ...] = ()) -> Iterato
     if not isinstance(command, Group):
         yield above
         return
-    context = click.Context(command)
+    context = click.Context(command, **command.context_settings)
     for name in command.list_commands(context):
         found = command.get_command(context, name)
         assert found is not None
@@ -132,7 +132,7 @@ def test_a_process_started_as_a_module_helps(module, known):
 
 def run(argv: list[str], **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        argv, env=os.environ | env, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        argv, env=os.environ | env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
 
 
@@ -144,6 +144,7 @@ WRONG = [
     ("pin gateway-1", 2, "'gateway-1' is no URL; http://HOST:PORT is wanted"),
     ("rollback http://127.0.0.1:1 newest", 2, "'newest' is no version; give its number"),
     ("weights gc runs/x", 2, "missing option '--keep'"),
+    ("run run.yaml", 2, "a file of settings is written --config run.yaml"),
     ("run --cofig run.yaml", 2, "unknown key cofig; did you mean --config?"),
     ("serve --model.pth m", 2, "give --model.path VALUE, or model.path in a file of --config"),
     ("gateway --tokenizer", 2, "--tokenizer has no value; write --tokenizer VALUE"),
@@ -216,10 +217,16 @@ COMPLETED = [
     ("headway weights gc r --keep", {"--keep", "--keep-version"}),
     ("headway serve --backend.type f", {"fake"}),
     ("headway serve --backend.type = f", {"fake"}),
-    ("headway train --type ppo-", {"ppo-code", "ppo-math"}),
+    ("headway train --type ppo-", {"ppo-code", "ppo-hybrid", "ppo-math"}),
     ("headway train --type rw --rollout.m", set()),
-    ("headway gateway --executor.max-q", {"--executor.max-queued", "--executor.max-queued-each"}),
-    ("headway run --trainer.optimizer.l", {"--trainer.optimizer.lr"}),
+    (
+        "headway gateway --executor.max-q",
+        {"--executor.max-queued", "--executor.max-queued-per-consumer"},
+    ),
+    (
+        "headway run --trainer.optimizer.l",
+        {"--trainer.optimizer.lr", "--trainer.optimizer.loss-scale-window"},
+    ),
     ("headway run --config a.yaml +", {"--config", "--help"}),
     ("headway help led", {"ledger"}),
     ("headway config show ppo-m", {"ppo-math"}),
@@ -235,7 +242,7 @@ def test_bash_completes_commands_settings_and_choices(on_path):
         env=os.environ | {"PATH": on_path},
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=DEADLINE_S,
         check=False,
     )
     answers = [set(line.split()) for line in done.stdout.splitlines()]
@@ -266,7 +273,7 @@ def test_a_shell_reads_its_script(shell, capsys):
     assert "_HEADWAY_COMPLETE" in script
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    done = subprocess.run([shell, "-n"], input=script, text=True, timeout=PATIENCE_S, check=False)
+    done = subprocess.run([shell, "-n"], input=script, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0
 
 

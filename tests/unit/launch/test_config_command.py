@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -34,7 +33,7 @@ def test_it_shows_every_setting(capsys):
         (["sho", "grpo"], "did you mean 'show'"),
         ([], "config wants a command; there are show, check, graph"),
         (["graph"], "missing argument 'FILE'"),
-        (["graph", str(PPO), "--svg"], "requires an argument"),
+        (["graph", str(PPO), "--mermaid"], "requires an argument"),
     ],
 )
 def test_what_it_cannot_do_it_says(argv, message):
@@ -50,7 +49,7 @@ def test_it_names_what_is_wrong_with_a_file_and_the_nearest_right_name(tmp_path,
     with pytest.raises(ConfigError, match="unknown key trainr; did you mean 'trainer'"):
         main(["check", str(wrong)])
     wrong.write_text("type: pppo\n")
-    with pytest.raises(ConfigError, match="no experiment named 'pppo'; did you mean 'ppo'"):
+    with pytest.raises(ConfigError, match=r"no experiment named 'pppo'; .*did you mean 'ppo'"):
         main(["check", str(wrong)])
     wrong.write_text("colour: red\n")
     with pytest.raises(ConfigError, match="none of the keys"):
@@ -58,13 +57,35 @@ def test_it_names_what_is_wrong_with_a_file_and_the_nearest_right_name(tmp_path,
 
 
 def test_it_draws_the_calls_of_an_experiment(tmp_path, capsys):
-    picture = tmp_path / "flow.svg"
-    main(["graph", str(PPO), "--svg", str(picture), "--algorithm.kl-coef", "0.1"])
+    diagram = tmp_path / "flow.mmd"
+    main(["graph", str(PPO), "--mermaid", str(diagram), "--algorithm.kl-coef", "0.1"])
     shown = capsys.readouterr().out
     for call in ("actor_gen", "ref_inf", "critic_inf", "critic_train", "actor_train"):
         assert f"  {call}: " in shown
-    texts = [e.text for e in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
-    assert "critic_train" in texts and "inference · reference" in texts
+    drawn = diagram.read_text()
+    assert drawn.startswith("flowchart TD\n")
+    assert '["critic_train<br/>train_step · critic"]:::train_step' in drawn
+    assert '["ref_inf<br/>inference · reference"]:::inference' in drawn
+    assert '-->|"reference_logprobs"| ' in drawn
+
+
+def test_the_diagram_of_the_dataflow_page_is_what_the_command_writes(tmp_path, capsys):
+    diagram = tmp_path / "flow.mmd"
+    main(["graph", str(PPO), "--mermaid", str(diagram), "--algorithm.kl-coef", "0.05"])
+    page = (EXAMPLES.parent / "docs" / "training" / "dataflow.md").read_text()
+    assert f"```mermaid\n{diagram.read_text()}```\n" in page
+
+
+def test_nothing_in_a_name_ends_a_label_of_the_diagram(tmp_path, capsys):
+    extra = """
+dataflow:
+  calls:
+    - {name: 'a"]<b>', interface: {name: mine}, input_keys: [input_ids], output_keys: ['"x"']}
+"""
+    file, diagram = tmp_path / "flow.yaml", tmp_path / "flow.mmd"
+    file.write_text(PPO.read_text() + extra)
+    main(["graph", str(file), "--mermaid", str(diagram)])
+    assert '["a#quot;]#lt;b#gt;<br/>inference"]:::inference' in diagram.read_text()
 
 
 @pytest.mark.parametrize(
@@ -77,8 +98,9 @@ def test_it_draws_the_calls_of_an_experiment(tmp_path, capsys):
     ],
 )
 def test_it_draws_the_calls_of_an_experiment_on_rows(kind, flags, lines, tmp_path, capsys):
-    picture = tmp_path / "flow.svg"
-    main(["graph", str(EXAMPLES / "preferences" / f"{kind}.yaml"), "--svg", str(picture), *flags])
+    diagram = tmp_path / "flow.mmd"
+    file = str(EXAMPLES / "preferences" / f"{kind}.yaml")
+    main(["graph", file, "--mermaid", str(diagram), *flags])
     shown = capsys.readouterr().out
     for line in (
         "level 0\n  rows: data (",
@@ -88,8 +110,9 @@ def test_it_draws_the_calls_of_an_experiment_on_rows(kind, flags, lines, tmp_pat
         assert line in shown
     assert ("margin" in shown) == (kind == "rw")
     assert f"\n{1 + (kind == 'dpo')} model function call" in shown
-    texts = [e.text for e in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
-    assert {"rows", f"{kind}_train", "train_step · model"} <= set(texts)
+    drawn = diagram.read_text()
+    assert '["rows<br/>data"]:::data' in drawn
+    assert f'["{kind}_train<br/>train_step · model"]:::train_step' in drawn
 
 
 def test_a_graph_that_does_not_close_is_refused(tmp_path):

@@ -107,7 +107,7 @@ def test_resuming_is_advised_only_where_there_is_a_checkpoint(config, tmp_path):
     first, _, advice = str(error).splitlines()
     assert first.startswith("trainer: ZeroDivisionError: division by zero (a crash")
     assert advice == "go on from the newest checkpoint with --go-on"
-    said = failed(config, tmp_path, "import sys; sys.exit('error: set recovery.resume=true')")
+    said = failed(config, tmp_path, "import sys; sys.exit('error: set recovery.mode=resume')")
     assert "--go-on" not in str(said)
 
 

@@ -117,10 +117,10 @@ def test_a_script_starts_torchrun_on_a_configuration_that_loads(tmp_path, capsys
 def test_a_job_that_slurm_starts_again_goes_on_from_its_checkpoint(tmp_path, capsys):
     slurm.main(write_config(tmp_path, {}, "grpo"))
     script = capsys.readouterr().out
-    assert "--recovery.resume" not in run_script(script, tmp_path)
+    assert "--recovery.mode" not in run_script(script, tmp_path)
     words = run_script(script, tmp_path, SLURM_RESTART_COUNT="1")
-    at = words.index("--recovery.resume")
-    assert words[at + 1] == "true"
+    at = words.index("--recovery.mode")
+    assert words[at + 1] == "auto"
 
 
 def test_an_image_is_given_to_srun_and_brings_its_own_python(tmp_path, capsys):
@@ -166,3 +166,13 @@ def test_sbatch_knows_every_option(tmp_path):
     )
     names = {*OPTIONS, "output"} - {"open-mode"}  # taken, but not in the help
     assert [name for name in names if f"--{name}=" not in done.stdout] == []
+
+
+def test_ranks_that_train_on_gpus_ask_for_them(tmp_path, capsys):
+    argv = write_config(tmp_path, {"ranks_per_node": 4})
+    slurm.main(argv)
+    assert "gres" not in options_of(capsys.readouterr().out)
+    slurm.main([*argv, "--trainer.device", "cuda"])
+    assert options_of(capsys.readouterr().out)["gres"] == "gpu:4"
+    with pytest.raises(ConfigError, match=r"scheduling\.gpu=0 asks for none"):
+        slurm.main([*argv, "--trainer.device", "cuda", "--trainer.scheduling.gpu", "0"])

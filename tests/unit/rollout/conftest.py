@@ -1,67 +1,24 @@
 import asyncio
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from tokenizers.processors import TemplateProcessing
 
 from headway.contracts.codec import decode_groups
 from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.http.consumers import ConsumerRequest
 from headway.contracts.http.rollouts import WaitRequest
 from headway.contracts.types import TrajectoryGroup, WeightUpdateMeta
-from headway.rollout.consumers import Publisher
+from headway.rollout.consumers.consumers import Publisher
+from headway.rollout.ledger.observer import LedgerObserver
 from headway.rollout.ledger.sqlite import SqliteLedger
-from headway.rollout.service import RolloutService, Surroundings, no_facilities
-from headway.rollout.tokenizer import TextTokenizer
+from headway.rollout.service.options import ServiceOptions, no_shared_services
+from headway.rollout.service.service import RolloutService
+from headway.text.tokenizer import TextTokenizer
 from tests.unit.rollout.generators import Answer, ScriptedGenerator, at_once
 from tests.unit.rollout.rollout_builders import make_request
 from tests.waiting import until
-
-WORDS = ["<unk>", "<s>", "</s>", "user:", "assistant:", "system:", "hello", "world", "x"]
-CHAT_TEMPLATE = """{{ bos_token }}
-{%- for message in messages %}
-{%- if message.role == 'assistant' %}
-{% generation %}{{ ' assistant: ' + message.content + ' ' + eos_token }}{% endgeneration %}
-{%- else %}
-{{- ' ' + message.role + ': ' + message.content }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ ' assistant:' }}{% endif %}"""
-
-
-@pytest.fixture
-def tokenizer_dir(tmp_path: Path) -> Path:
-    """A word-level tokenizer that puts <s> in front of plain text, without a chat template."""
-    tokenizer = Tokenizer(WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.add_special_tokens([AddedToken(token) for token in ("<s>", "</s>")])
-    tokenizer.post_processor = TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
-    )
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
-
-
-@pytest.fixture
-def plain_tokenizer(tokenizer_dir: Path) -> TextTokenizer:
-    return TextTokenizer(str(tokenizer_dir))
-
-
-@pytest.fixture
-def chat_tokenizer(tokenizer_dir: Path) -> TextTokenizer:
-    (tokenizer_dir / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    return TextTokenizer(str(tokenizer_dir))
 
 
 @dataclass
@@ -101,7 +58,7 @@ class Bench:
     async def publish(self, version: int) -> int:
         """As who attached last."""
         meta = WeightUpdateMeta(version, "nowhere")
-        return await self.service.update_weights(meta, None, self.publisher)
+        return await self.service.updates.update(meta, None, self.publisher)
 
     async def until(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
         """Let the event loop turn until a condition holds."""
@@ -121,7 +78,12 @@ async def open_service(plain_tokenizer: TextTokenizer):
     async with AsyncExitStack() as stack:
 
         async def opened(
-            answer: Answer = at_once, ledger=None, version=0, abandon_s=5.0, **settings
+            answer: Answer = at_once,
+            ledger=None,
+            version=0,
+            abandon_s=5.0,
+            observers: Sequence[LedgerObserver] = (),
+            **settings,
         ) -> Bench:
             if ledger is None:
                 ledger = SqliteLedger(":memory:")
@@ -129,7 +91,7 @@ async def open_service(plain_tokenizer: TextTokenizer):
                 stack.push_async_callback(ledger.close)
             generator = ScriptedGenerator(answer, version)
             config = ExecutorConfig(**settings)
-            around = Surroundings(no_facilities(), abandon_s=abandon_s)
+            around = ServiceOptions(no_shared_services(), abandon_s=abandon_s, observers=observers)
             service = RolloutService(generator, ledger, plain_tokenizer, config, around)
             await service.start()
             stack.push_async_callback(service.aclose)

@@ -21,11 +21,11 @@ from headway.contracts.types import (
     StopReason,
     Trajectory,
 )
-from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox
+from headway.rollout.components.shared_services import NoOutbound, NoSandbox, SharedServices
 from headway.rollout.rewards.base import Answer
-from headway.rollout.tokenizer import TextTokenizer
+from headway.text.tokenizer import TextTokenizer
 
-NOTHING = Facilities(NoSandbox(), NoOutbound())
+NOTHING = SharedServices(NoSandbox(), NoOutbound())
 
 
 @dataclass

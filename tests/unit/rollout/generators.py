@@ -3,10 +3,14 @@
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from typing import Self
+
+import numpy as np
 
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import BackendError
 from headway.contracts.http.servers import ServerStatus
+from headway.contracts.sampling_mask import SamplingMask
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
 from tests.unit.rollout.rollout_builders import make_response
 
@@ -54,6 +58,12 @@ class ScriptedGenerator:
         self.most_playing = 0
         self.stamps_late = False
         """Tokens carry the version that serves when they are sampled, not when they were asked for."""
+        self.reports_masks = True
+        """Whoever asks for a sampling mask is told that no other token could be drawn."""
+
+    @property
+    def weights(self) -> Self:
+        return self
 
     @property
     def head(self) -> PolicyVersion:
@@ -72,7 +82,11 @@ class ScriptedGenerator:
         version = self.version if req.version is None else req.version
         try:
             tokens = await self.answer(req, self.attempts[req.rid])
-            return make_response(req, tokens, self.version if self.stamps_late else version)
+            response = make_response(req, tokens, self.version if self.stamps_late else version)
+            if not (req.sampling_mask and self.reports_masks):
+                return response
+            mask = SamplingMask.of([np.array([token], np.int32) for token in tokens])
+            return response.model_copy(update={"sampling_mask": mask})
         finally:
             self.playing.discard(req.rid)
 

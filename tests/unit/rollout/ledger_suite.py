@@ -6,12 +6,18 @@ import itertools
 import shutil
 import signal
 import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from headway.contracts.codec import decode_groups
 from headway.contracts.http.rollouts import RolloutState
-from headway.rollout.ledger.base import Admission, Delivery, Lease, Ledger
+from headway.rollout.ledger.base import Ledger
+from headway.rollout.ledger.records import Capacity, Delivery, Lease
 from tests.unit.rollout.rollout_builders import make_group, make_request
 
 STORES = ("sqlite-file", "sqlite-memory", "redis")
@@ -21,8 +27,8 @@ ALL = 10**6
 
 def admit(
     version: int = 0, free: int = ALL, consumer: str | None = None, budget: int | None = None
-) -> Admission:
-    return Admission(version, free, consumer, budget)
+) -> Capacity:
+    return Capacity(version, free, consumer, budget)
 
 
 def ids(delivery: Delivery) -> list[str]:
@@ -39,6 +45,19 @@ class RedisServer:
         self._process: subprocess.Popen[str] | None = None
         self._prefixes = (f"run{number}" for number in itertools.count())
         self.start()
+
+    @staticmethod
+    @contextmanager
+    def running() -> Iterator[RedisServer]:
+        """A server for the block; tests are skipped without redis."""
+        if not RedisServer.is_installed():
+            pytest.skip("redis-server is not installed: apt-get install redis-server")
+        with tempfile.TemporaryDirectory() as folder:  # a socket's path must be short
+            server = RedisServer(Path(folder))
+            try:
+                yield server
+            finally:
+                server.stop()
 
     @staticmethod
     def is_installed() -> bool:

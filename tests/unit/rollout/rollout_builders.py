@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.contracts.config.base import PartConfig
+from headway.contracts.config.base import ComponentConfig
 from headway.contracts.types import (
     LLMRequest,
     LLMResponse,
@@ -53,7 +53,7 @@ def make_group(rollout_id: str = "r0", size: int = 2, version: int = 0) -> Traje
 
 def make_request(rollout_id: str = "r0", size: int = 2, **fields: Any) -> RolloutRequest:
     """A group to play: token ids as prompt, `exact` as reward."""
-    fields = {"reward": PartConfig(name="exact"), **fields}
+    fields = {"reward": ComponentConfig(name="exact"), **fields}
     prompt = fields.pop("prompt", None) or Prompt(
         group_id=f"g-{rollout_id}", group_size=size, input_ids=(1, 2, 3), data={"answer": "x"}
     )

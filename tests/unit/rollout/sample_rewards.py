@@ -85,15 +85,15 @@ class OutUntil:
         self.outages = outages
         self.error = error
 
-    async def judge(self, answer, facilities):
+    async def score(self, answer, services):
         if self.outages > 0:
             self.outages -= 1
             raise {"outage": RewardOutage, "wrong": ZeroDivisionError}[self.error]("out of order")
-        return RewardResult(0.5, {"facilities": type(facilities).__name__})
+        return RewardResult(0.5, {"services": type(services).__name__})
 
 
 class AwaitsForever:
-    async def judge(self, answer, facilities):
+    async def score(self, answer, services):
         import asyncio
 
         await asyncio.Event().wait()
@@ -174,8 +174,8 @@ def plain_reward(answer, bonus: float = 0.0):
     return float(answer.completion == answer.data["answer"]) + bonus
 
 
-async def plain_async_reward(answer, facilities):
-    return RewardResult(0.5, {"sandbox": type(facilities.sandbox).__name__})
+async def plain_async_reward(answer, services):
+    return RewardResult(0.5, {"sandbox": type(services.sandbox).__name__})
 
 
 def areal_reward(prompt, completions, prompt_ids, completion_ids, answer, **kwargs):
@@ -212,7 +212,7 @@ def trl_chat_reward(completions, answer, **kwargs):
 
 
 async def trl_reward_later(completions, **kwargs):
-    assert "facilities" not in kwargs
+    assert "services" not in kwargs
     return [0.25 for _ in completions]
 
 

@@ -9,7 +9,12 @@ import httpx
 import pytest
 
 from headway.contracts.errors import BackendError
-from headway.rollout.facilities import Facilities, NoOutbound, Outcome, Program
+from headway.rollout.components.shared_services import (
+    NoOutbound,
+    Program,
+    ProgramResult,
+    SharedServices,
+)
 from headway.rollout.sandbox.backends import BUBBLEWRAP, LANDLOCK, Backend, Unavailable
 from headway.rollout.sandbox.pool import SandboxPool
 from headway.rollout.sandbox.probe import probe
@@ -35,14 +40,14 @@ async def open_pool(
         await pool.aclose()
 
 
-async def run(pool: SandboxPool, source: str, *calls: str, **fields: Any) -> Outcome:
+async def run(pool: SandboxPool, source: str, *calls: str, **fields: Any) -> ProgramResult:
     """Run a program that is written with indentation."""
     return await pool.run(Program(textwrap.dedent(source), calls=calls, **fields))
 
 
-def facilities_of(pool: SandboxPool) -> Facilities:
+def facilities_of(pool: SandboxPool) -> SharedServices:
     """A sandbox, and nothing to call."""
-    return Facilities(pool, NoOutbound())
+    return SharedServices(pool, NoOutbound())
 
 
 class HttpOutbound:

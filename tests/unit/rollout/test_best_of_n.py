@@ -1,9 +1,11 @@
 import pytest
 
+from headway.contracts.config.base import WorkflowRef
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import RequestTooLong, RewardOutage
-from headway.contracts.types import Prompt, RewardResult, WorkflowRef
-from headway.rollout.workflows.base import Sample, Stage, make_workflow
+from headway.contracts.types import Prompt, RewardResult
+from headway.rollout.trajectories.sample import Sample
+from headway.rollout.workflows.base import RolloutContext, make_workflow
 from tests.unit.rollout.games import NOTHING, Judge, ScriptedPolicy, byte_tokenizer, check_row, said
 
 PROMPT = Prompt(group_id="g7", group_size=2, text="2+2=")
@@ -13,7 +15,9 @@ async def play(tmp_path, replies, decide, index=0, max_context=None, **sampling)
     policy = ScriptedPolicy(replies, max_context)
     ref = WorkflowRef(name="best_of_n", args={"n": len(replies)})
     workflow = make_workflow(ref, byte_tokenizer(tmp_path, None), SamplingConfig(**sampling))
-    rows = await workflow.run(Sample("r1", PROMPT, index), Stage(policy, Judge(decide), NOTHING))
+    rows = await workflow.run(
+        Sample("r1", PROMPT, index), RolloutContext(policy, Judge(decide), NOTHING)
+    )
     return rows, policy
 
 

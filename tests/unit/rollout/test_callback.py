@@ -7,13 +7,15 @@ import jsonschema
 import pytest
 from fastapi import FastAPI, Request, Response
 
+from headway.contracts.config.base import WorkflowRef
 from headway.contracts.config.gateway import OutboundConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import BackendError, ConfigError, Forbidden, WorkflowError
-from headway.contracts.types import Prompt, RewardResult, WorkflowRef
-from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox
+from headway.contracts.types import Prompt, RewardResult
+from headway.rollout.components.shared_services import NoOutbound, NoSandbox, SharedServices
+from headway.rollout.trajectories.sample import Sample
 from headway.rollout.workflows import callback
-from headway.rollout.workflows.base import Sample, Stage, make_workflow
+from headway.rollout.workflows.base import RolloutContext, make_workflow
 from headway.runtime.outbound import HttpOutbound
 from tests.unit.rollout.app_server import served
 from tests.unit.rollout.games import (
@@ -65,7 +67,7 @@ class Service:
             url = f"http://127.0.0.1:{port}/turn"
             outbound = HttpOutbound(OutboundConfig(allow=(url,), allow_private=True))
             try:
-                yield url, Facilities(NoSandbox(), outbound)
+                yield url, SharedServices(NoSandbox(), outbound)
             finally:
                 await outbound.aclose()
 
@@ -78,10 +80,12 @@ def tokenizer(tmp_path):
 async def play(tokenizer, service, replies, prompt=PROMPT, sampling=None, **args):
     policy = ScriptedPolicy(replies)
     judge = Judge(lambda text: RewardResult(0.25, {"saw": text}, "wrong_answer"))
-    async with service.open() as (url, facilities):
+    async with service.open() as (url, services):
         ref = WorkflowRef(name="callback", args={"url": url, **args})
         workflow = make_workflow(ref, tokenizer, SamplingConfig(**(sampling or {})))
-        (row,) = await workflow.run(Sample("r1", prompt, 2), Stage(policy, judge, facilities))
+        (row,) = await workflow.run(
+            Sample("r1", prompt, 2), RolloutContext(policy, judge, services)
+        )
     return row
 
 
@@ -97,13 +101,13 @@ async def test_the_service_answers_every_turn_and_tells_the_reward(tokenizer):
     assert [turn.reward for turn in row.turns] == [0.1, 0.75]
     assert row.turns[0].note == {"messages": GOES_ON["messages"]}
 
-    play_id = service.calls[0]["play_id"]
+    attempt_id = service.calls[0]["attempt_id"]
     assert service.calls[0] == {
         "rollout_id": "r1",
         "group_id": "g7",
         "sample_index": 2,
-        "play_id": play_id,
-        "turn_id": f"{play_id}.0",
+        "attempt_id": attempt_id,
+        "turn_id": f"{attempt_id}.0",
         "turn": 0,
         "is_last": False,
         "prompt": "user\nguess\nassistant\n",
@@ -113,7 +117,7 @@ async def test_the_service_answers_every_turn_and_tells_the_reward(tokenizer):
         "stop_reason": "stop",
         "policy_version": 6,
     }
-    assert service.calls[1]["turn_id"] == f"{play_id}.1"
+    assert service.calls[1]["turn_id"] == f"{attempt_id}.1"
     assert (service.calls[1]["turn"], service.calls[1]["policy_version"]) == (1, 8)
     assert service.calls[1]["messages"] == [
         {"role": "user", "content": "guess"},
@@ -159,7 +163,7 @@ async def test_a_sample_that_is_played_anew_is_another_play(tokenizer):
     service = Service(END, END)
     for _ in range(2):
         await play(tokenizer, service, [said("3")])
-    assert service.calls[0]["play_id"] != service.calls[1]["play_id"]
+    assert service.calls[0]["attempt_id"] != service.calls[1]["attempt_id"]
 
 
 @pytest.mark.parametrize(
@@ -230,9 +234,11 @@ async def test_a_text_goes_on_with_the_text_of_the_messages(tokenizer):
 async def test_a_url_that_the_config_does_not_allow_is_never_called(tokenizer):
     ref = WorkflowRef(name="callback", args={"url": "http://127.0.0.1:9/"})
     workflow = make_workflow(ref, tokenizer, SamplingConfig())
-    stage = Stage(ScriptedPolicy([said("3")]), Judge(None), Facilities(NoSandbox(), NoOutbound()))
+    context = RolloutContext(
+        ScriptedPolicy([said("3")]), Judge(None), SharedServices(NoSandbox(), NoOutbound())
+    )
     with pytest.raises(Forbidden):
-        await workflow.run(Sample("r1", PROMPT, 0), stage)
+        await workflow.run(Sample("r1", PROMPT, 0), context)
 
 
 @pytest.mark.parametrize(

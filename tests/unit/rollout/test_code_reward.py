@@ -11,7 +11,12 @@ import pytest
 
 from headway.contracts.errors import ConfigError, DataError, RewardOutage
 from headway.contracts.types import RewardResult
-from headway.rollout.facilities import Facilities, NoOutbound, Outcome, Program
+from headway.rollout.components.shared_services import (
+    NoOutbound,
+    Program,
+    ProgramResult,
+    SharedServices,
+)
 from headway.rollout.rewards.base import Answer, AsyncReward, make_reward
 from headway.rollout.rewards.code import extract_program
 from headway.rollout.rewards.code_compare import same_output, same_result
@@ -42,22 +47,23 @@ CALLS = {
     }
 }
 STDIN = {"input_output": json.dumps({"inputs": ["3\n", ["-1", ""]], "outputs": ["6\n", "-2"]})}
+CALL_TEXTS = {"input_output": {"fn_name": "add", "inputs": ["1\n2"], "outputs": ["3"]}}
 RIGHT = "def double(x):\n    return x + x\n"
 RIGHT_STDIN = "print(int(input()) * 2)"
 
 
 @pytest.fixture
-async def facilities():
+async def services():
     async with open_pool(BUBBLEWRAP, num_workers=2) as pool:
         yield facilities_of(pool)
 
 
 @pytest.fixture
-def judge(facilities):
+def judge(services):
     async def judged(row: dict, completion: str, **args) -> RewardResult:
         reward = make_reward("code", {"cpu_s": 2.0, **args})
         assert isinstance(reward, AsyncReward)
-        result = await reward.judge(Answer("", completion, row), facilities)
+        result = await reward.score(Answer("", completion, row), services)
         assert isinstance(result, RewardResult)
         return result
 
@@ -203,9 +209,9 @@ async def test_expected_values_never_enter_the_sandbox():
     seen: list[Program] = []
 
     class Recorder:
-        async def run(self, program: Program) -> Outcome:
+        async def run(self, program: Program) -> ProgramResult:
             seen.append(program)
-            return Outcome("ok", results=({"value": 1},) * len(program.calls))
+            return ProgramResult("ok", results=({"value": 1},) * len(program.calls))
 
     rows = [
         {"test_list": ["assert f(1) == 987654", "assert abs(f(2) - 987654) < 1e-3"]},
@@ -218,7 +224,7 @@ async def test_expected_values_never_enter_the_sandbox():
     ]
     for row in rows:
         answer = Answer("", "def f(x): ...  # untrusted", row)
-        await make_reward("code", {}).judge(answer, Facilities(Recorder(), NoOutbound()))
+        await make_reward("code", {}).score(answer, SharedServices(Recorder(), NoOutbound()))
     untrusted = [program for program in seen if "untrusted" in program.source]
     assert len(untrusted) == 4
     assert not any("987654" in str(program) for program in untrusted)
@@ -304,6 +310,10 @@ async def test_two_names_of_the_program_cannot_vouch_for_each_other(judge, test)
         ({"test": "", "entry_point": "os.system"}, "no name of a function"),
         ({"input_output": "not json"}, "input_output"),
         ({"input_output": {"inputs": ["1"], "outputs": []}}, "input_output"),
+        (
+            {"input_output": {"fn_name": "f", "inputs": ["1"], "outputs": ["no JSON"]}},
+            "input_output",
+        ),
         ({"input_output": {"inputs": [], "outputs": []}}, "empty"),
         ({"input_output": {"inputs": [1], "outputs": [1], "fn_name": "f"}}, "arguments"),
         ({"input_output": {"inputs": [[1]], "outputs": [1], "fn_name": "f()"}}, "no name"),
@@ -311,15 +321,15 @@ async def test_two_names_of_the_program_cannot_vouch_for_each_other(judge, test)
 )
 async def test_bad_row_is_an_error_and_no_score(row, message):
     with pytest.raises(DataError, match=message):
-        await make_reward("code", {}).judge(
-            Answer("", RIGHT, row), Facilities(Never(), NoOutbound())
+        await make_reward("code", {}).score(
+            Answer("", RIGHT, row), SharedServices(Never(), NoOutbound())
         )
 
 
 class Never:
     """A sandbox that always fails."""
 
-    async def run(self, program: Program) -> Outcome:
+    async def run(self, program: Program) -> ProgramResult:
         raise RewardOutage("no worker")
 
 
@@ -328,8 +338,8 @@ class Never:
 )
 async def test_failing_sandbox_is_an_outage_and_no_score(row):
     with pytest.raises(RewardOutage):
-        await make_reward("code", {}).judge(
-            Answer("", RIGHT, row), Facilities(Never(), NoOutbound())
+        await make_reward("code", {}).score(
+            Answer("", RIGHT, row), SharedServices(Never(), NoOutbound())
         )
 
 
@@ -449,3 +459,33 @@ async def test_quixbugs_verdicts(judge):
         for program, verdict in zip(row["wrong_solutions"], row["wrong_verdicts"], strict=True)
     ]
     assert [found for found in await asyncio.gather(*right, *wrong) if found] == []
+
+
+@pytest.mark.parametrize(
+    ("row", "program", "score"),
+    [
+        (CALL_TEXTS, "def add(a, b): return a + b", 1.0),
+        (CALL_TEXTS, "def add(a, b): return '3'", 0.0),
+        ({"input_output": {"fn_name": "f", "inputs": ['"x"'], "outputs": ['"x"']}}, "f = str", 1.0),
+        ({"input_output": {"fn_name": "f", "inputs": [["x"]], "outputs": ["3"]}}, "f = len", 0.0),
+    ],
+    ids=["sum", "its-text", "a-text", "arguments-as-lists"],
+)
+async def test_where_arguments_are_json_text_values_are_too(judge, row, program, score):
+    assert (await judge(row, program)).score == score
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "class Solution:\n    def double(self, x: List[int]) -> Optional[int]: return x + x",
+        "def double(x): return deque([x + x])[0] if math.inf == inf else heapq",
+        '"""Twice."""\nfrom __future__ import annotations\ndef double(x: Unknown): return x + x',
+        "def double(x: Dict) -> int: return int(str(pow(2, 1, 5))) * x",
+    ],
+    ids=["typing", "modules", "future", "pow-is-the-builtin"],
+)
+async def test_a_called_function_may_lean_on_the_usual_imports(judge, program):
+    row = {"input_output": {"fn_name": "double", "inputs": [[3]], "outputs": [6]}}
+    result = await judge(row, program)
+    assert result.verdict == "accepted", result.details

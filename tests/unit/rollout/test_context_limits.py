@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from headway.contracts.config.base import WorkflowRef
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import RequestTooLong
 from headway.contracts.http.servers import ServerStatus
-from headway.contracts.types import Prompt, WorkflowRef
+from headway.contracts.types import Prompt
 from tests.unit.rollout.generators import fails
 
 PROMPT = Prompt(group_id="g", text=" ".join(["x"] * 15))

@@ -1,11 +1,11 @@
-"""The dashboard's routes, and the witnesses that its figures come from."""
+"""The dashboard's routes, and the observers that its figures come from."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,20 +15,17 @@ import uvicorn
 from prometheus_client import CollectorRegistry, generate_latest
 
 from headway.contracts.config.gateway import GatewayConfig
-from headway.contracts.errors import Fenced
 from headway.contracts.http import paths
 from headway.contracts.http.ledger import LedgerCounts
 from headway.contracts.http.status import DashboardResponse, StatusResponse
 from headway.contracts.types import TrajectoryGroup
-from headway.rollout.dashboard.history import LENGTH, History
+from headway.rollout.dashboard.history import LENGTH, ServiceHistory
 from headway.rollout.dashboard.routes import STATIC
-from headway.rollout.gateway import make_gateway
-from headway.rollout.ledger.base import Admission, Ledger
-from headway.rollout.ledger.sqlite import SqliteLedger
-from headway.rollout.rollout_metrics import RolloutMetrics
-from headway.rollout.watched_ledger import Attempt, watched
+from headway.rollout.gateway.main import make_gateway
+from headway.rollout.gateway.rollout_metrics import RolloutMetrics
+from headway.rollout.ledger.observer import Attempt
 from headway.runtime.access import Access
-from tests.unit.rollout.rollout_builders import make_group, make_request, make_trajectory
+from tests.unit.rollout.rollout_builders import make_request, make_trajectory
 from tests.unit.rollout.weight_server import WeightServer
 from tests.waiting import until
 
@@ -37,7 +34,6 @@ FILES = sorted(STATIC.iterdir())
 FORBIDDEN = (
     r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|localStorage"
 )
-NO_BOUND = Admission(version=3, free=64)
 
 
 @asynccontextmanager
@@ -67,33 +63,6 @@ async def opened(
 @pytest.fixture
 def config(tokenizer_dir: Path) -> GatewayConfig:
     return GatewayConfig(tokenizer=str(tokenizer_dir), ledger=":memory:")
-
-
-@pytest.fixture
-async def ledger() -> AsyncIterator[Callable[..., Ledger]]:
-    """Opens a ledger with witnesses."""
-    store = SqliteLedger(":memory:")
-    await store.open("here", 30.0)
-    yield lambda *witnesses: watched(store, witnesses)
-    await store.close()
-
-
-class Recorder:
-    """A witness that remembers."""
-
-    def __init__(self) -> None:
-        self.attempts: list[Attempt] = []
-        self.deliveries: list[tuple[int, int]] = []
-        self.expirations: list[int] = []
-
-    def ended(self, attempt: Attempt) -> None:
-        self.attempts.append(attempt)
-
-    def delivered(self, staleness: int, num_trajectories: int) -> None:
-        self.deliveries.append((staleness, num_trajectories))
-
-    def expired(self, num_groups: int) -> None:
-        self.expirations.append(num_groups)
 
 
 def status(**fields) -> StatusResponse:
@@ -164,59 +133,6 @@ def test_static_files_hold_nothing_inline_nothing_foreign_and_never_parse_markup
         assert not re.search(r"<script(?![^>]* src=)|<style| style=| on[a-z]+=", text)
 
 
-async def test_attempts_are_witnessed_as_they_end(ledger: Callable[..., Ledger]):
-    seen = Recorder()
-    store = ledger(seen)
-    await store.submit([make_request(name) for name in ("a", "b", "c", "d")], 99)
-    leases = {lease.rollout_id: lease for lease in await store.lease(NO_BOUND)}
-    await store.complete(leases["a"], make_group("a"))
-    await store.drop_filtered(leases["b"], "all alike", 0.5)
-    await store.fail(leases["c"], "it broke")
-    await store.requeue(leases["d"], "its server was lost")
-    outcomes = [(attempt.request.rollout_id, attempt.outcome) for attempt in seen.attempts]
-    assert outcomes == [("a", "ready"), ("b", "filtered"), ("c", "failed"), ("d", "requeued")]
-    assert all(attempt.seconds >= 0 for attempt in seen.attempts)
-    assert seen.attempts[0].group is not None
-
-
-async def test_what_the_ledger_refuses_or_hears_twice_is_not_witnessed(
-    ledger: Callable[..., Ledger],
-):
-    seen = Recorder()
-    store = ledger(seen)
-    await store.submit([make_request("a"), make_request("b")], 99)
-    first, second = await store.lease(NO_BOUND)
-    await store.complete(first, make_group("a"))
-    await store.complete(first, make_group("a"))
-    await store.cancel(["b"], "not needed")
-    with pytest.raises(Fenced):
-        await store.complete(second, make_group("b"))
-    assert [attempt.request.rollout_id for attempt in seen.attempts] == ["a"]
-
-
-async def test_staleness_is_witnessed_at_the_first_delivery(ledger: Callable[..., Ledger]):
-    seen = Recorder()
-    store = ledger(seen)
-    await store.submit([make_request("a"), make_request("b", size=3)], 99)
-    for lease, version in zip(await store.lease(NO_BOUND), (1, 3), strict=True):
-        size = lease.request.prompt.group_size
-        await store.complete(lease, make_group(lease.rollout_id, size, version))
-    assert (await store.deliver("d0", 3, "default", 3, None)).payloads is None
-    for _ in range(2):
-        assert len((await store.deliver("d1", 2, "default", 3, None)).payloads or ()) == 2
-    assert seen.deliveries == [(2, 2), (0, 3)]
-
-
-async def test_expirations_are_witnessed(ledger: Callable[..., Ledger]):
-    seen = Recorder()
-    store = ledger(seen)
-    await store.submit([make_request("a", timeout_s=0.001)], 99)
-    async with asyncio.timeout(10):
-        while not await store.expire():
-            pass
-    assert seen.expirations == [1]
-
-
 def test_metrics_tell_durations_rewards_verdicts_lengths_and_staleness():
     registry = CollectorRegistry()
     metrics = RolloutMetrics(registry)
@@ -243,7 +159,7 @@ def test_metrics_tell_durations_rewards_verdicts_lengths_and_staleness():
 
 
 def test_history_keeps_means_between_points_and_forgets_the_oldest():
-    history = History()
+    history = ServiceHistory()
     rewards = (0.0, 1.0, 0.5)
     group = TrajectoryGroup("a", "g", tuple(make_trajectory(reward=reward) for reward in rewards))
     history.ended(Attempt(make_request("a"), "ready", 1.0, group))

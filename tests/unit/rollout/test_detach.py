@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from headway.contracts.config.base import PartConfig
+from headway.contracts.config.base import ComponentConfig
 from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.sampling import SamplingConfig
@@ -18,8 +18,8 @@ from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.http.consumers import ConsumerRequest
 from headway.contracts.types import Prompt, RolloutRequest
 from headway.rollout.ledger.sqlite import SqliteLedger
-from headway.rollout.service import RolloutService
-from headway.rollout.tokenizer import TextTokenizer
+from headway.rollout.service.service import RolloutService
+from headway.text.tokenizer import TextTokenizer
 from inference_server.backends.fake import FakeBackend
 from inference_server.engine import LocalGenerator
 from inference_server.version_gate import VersionGate
@@ -55,7 +55,7 @@ async def test_nothing_is_claimed_while_a_consumer_detaches(
                 rollout_id=f"r{number}",
                 consumer="me",
                 prompt=Prompt(group_id=f"g{number}", text="w0"),
-                reward=PartConfig(name="exact"),
+                reward=ComponentConfig(name="exact"),
                 gconfig=SamplingConfig(max_new_tokens=1000),
             )
             for number in range(NUM_ROLLOUTS)

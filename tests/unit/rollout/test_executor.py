@@ -5,20 +5,20 @@ import time
 
 import pytest
 
-from headway.contracts.config.base import PartConfig
+from headway.contracts.config.base import ComponentConfig
 from headway.contracts.errors import (
     ConfigError,
     DataError,
     ErrorBudgetExceeded,
-    Fruitless,
     QueueFull,
     RequestTooLong,
+    RolloutsFailed,
     UnknownName,
 )
 from headway.contracts.types import Prompt
 from tests.unit.rollout.generators import fails, never
 
-EXACT_X = PartConfig(name="exact")
+EXACT_X = ComponentConfig(name="exact")
 
 
 async def test_rollouts_are_played_scored_and_delivered(open_service):
@@ -57,7 +57,7 @@ async def test_failures_within_the_budget_are_recorded_and_the_rest_goes_on(open
     bench = await open_service(odd_ones_fail, error_budget=2, error_window=4)
     await bench.submit("bad1", "good1", "bad2", "good2", "good3", "good4")
     assert len(await bench.wait(4)) == 4
-    with pytest.raises(Fruitless, match="'bad1' is failed: DataError: no good"):
+    with pytest.raises(RolloutsFailed, match="'bad1' is failed: DataError: no good"):
         await bench.wait(1, "d2", rollout_ids=("bad1",))
 
 
@@ -81,7 +81,7 @@ async def test_a_hanging_workflow_times_out(open_service):
     bench = await open_service(never, rollout_timeout_s=0.1, error_budget=0)
     start = time.monotonic()
     await bench.submit("a", size=2)
-    with pytest.raises(ErrorBudgetExceeded, match=r"still in play after 0\.1 s"):
+    with pytest.raises(ErrorBudgetExceeded, match=r"still running after 0\.1 s"):
         await bench.wait(1)
     assert time.monotonic() - start < 5
     assert not bench.generator.playing
@@ -116,7 +116,7 @@ async def test_a_lost_server_is_no_failure(open_service):
     bench = await open_service(fails(2), max_attempts=3, error_budget=0)
     await bench.submit("a", "b")
     assert len(await bench.wait(2)) == 2
-    assert (await bench.service.audit()).requeues == 4
+    assert (await bench.service.ledger.audit()).requeues == 4
     assert (await bench.service.status()).last_failures == []
 
 
@@ -142,7 +142,7 @@ async def test_one_failing_sibling_ends_the_group(open_service):
 
 async def test_a_failing_verifier_is_a_failure_not_a_score(open_service):
     bench = await open_service(error_budget=0)
-    reward = PartConfig(name="exact", args={"answer_key": "missing"})
+    reward = ComponentConfig(name="exact", args={"answer_key": "missing"})
     await bench.submit("a", reward=reward)
     with pytest.raises(ErrorBudgetExceeded, match="no field 'missing'"):
         await bench.wait(1)
@@ -189,11 +189,25 @@ async def test_wait_answers_none_when_the_time_is_over(open_service):
 async def test_names_and_arguments_are_checked_before_anything_is_stored(open_service):
     bench = await open_service(max_concurrent=4, max_queued=8)
     with pytest.raises(UnknownName):
-        await bench.submit("a", "b", reward=PartConfig(name="exakt"))
+        await bench.submit("a", "b", reward=ComponentConfig(name="exakt"))
     with pytest.raises(ConfigError):
-        await bench.submit("a", reward=PartConfig(name="exact", args={"key": 1}))
+        await bench.submit("a", reward=ComponentConfig(name="exact", args={"key": 1}))
     with pytest.raises(ConfigError, match=r"group_size=5 .* exceeds executor\.max_concurrent=4"):
         await bench.submit("a", size=5)
     with pytest.raises(QueueFull):
         await bench.submit("a", "b", "c", size=3)
     assert (await bench.ledger.counts()).submitted == 0
+
+
+async def test_failures_of_one_consumer_do_not_end_another_ones_wait(open_service):
+    async def odd_ones_fail(req, attempt):
+        if req.rid.startswith("bad"):
+            raise DataError("no good")
+        return [7]
+
+    bench = await open_service(odd_ones_fail, error_budget=0)
+    await bench.submit("bad", consumer="one")
+    with pytest.raises(ErrorBudgetExceeded, match="rollouts of 'one' failed"):
+        await bench.wait(1, consumer="one")
+    await bench.submit("good", consumer="two")
+    assert len(await bench.wait(1, consumer="two")) == 1

@@ -16,6 +16,7 @@ from headway.contracts.errors import (
     BackendError,
     Conflict,
     Draining,
+    LethalRequest,
     NotFound,
     QueueFull,
     RequestTooLong,
@@ -24,14 +25,17 @@ from headway.contracts.errors import (
 from headway.contracts.http.paths import GENERATE, GENERATION_ABORT
 from headway.contracts.http.servers import ServerReport
 from headway.contracts.types import LLMRequest
-from headway.rollout.fleet.fleet import Fleet
+from headway.rollout.execution.resume import generate_whole
+from headway.rollout.fleet import dispatch
+from headway.rollout.gateway.fleet import Fleet
 from headway.rollout.ledger.sqlite import SqliteLedger
-from headway.rollout.publishing.book import WeightBook
-from headway.rollout.resume import generate_whole
+from headway.rollout.versions.publication_state import PublicationState
 from tests.unit.rollout.rollout_builders import make_response
 from tests.waiting import until
 
 REQUEST = LLMRequest(rid="r" * 128, input_ids=(1, 2))
+LETHAL = LLMRequest(rid="lethal", input_ids=(6, 6, 6))
+"""Whatever server gets it breaks off all that it does."""
 
 
 class Server:
@@ -67,6 +71,8 @@ class Server:
         req = LLMRequest.model_validate_json(await request.read())
         self.rids.append(req.rid)
         self.prompts.append(req.input_ids)
+        if req.input_ids == LETHAL.input_ids and request.transport is not None:
+            request.transport.abort()
         try:
             async with self._running:
                 return await self.answer(req)
@@ -91,12 +97,19 @@ class Server:
 
 
 @asynccontextmanager
-async def opened(*servers: Server, wait_s: float = 5.0, **settings) -> AsyncIterator[Fleet]:
+async def opened(
+    *servers: Server,
+    wait_s: float = 5.0,
+    state: PublicationState | None = None,
+    vocab_size: int | None = None,
+    **settings,
+) -> AsyncIterator[Fleet]:
     """A fleet in which the servers have reported themselves, in this order."""
 
     ledger = SqliteLedger(":memory:")
     await ledger.open("gateway", 30.0)
-    fleet = Fleet(FleetConfig(server_wait_s=wait_s, **settings), WeightBook(ledger))
+    config = FleetConfig(server_wait_s=wait_s, **settings)
+    fleet = Fleet(config, state or PublicationState(ledger), vocab_size=vocab_size)
     runners = []
     await fleet.start()
     for index, server in enumerate(servers):
@@ -195,7 +208,7 @@ async def test_a_failure_of_a_server_is_the_caller_s():
             await fleet.agenerate(REQUEST)
 
 
-async def test_a_fleet_without_room_says_so_after_its_patience():
+async def test_a_fleet_without_room_says_so_when_its_wait_is_over():
     only = Server(Draining("draining"))
     async with opened(only, wait_s=0.05) as fleet:
         with pytest.raises(BackendError, match=r"ready and had room.*'s0': 'draining'"):
@@ -232,14 +245,13 @@ async def test_a_server_that_fails_again_and_again_rests():
 async def test_others_serve_while_one_is_quarantined():
     ill, well = Server(*[ServiceError("internal")] * 9), Server()
     async with opened(ill, well, max_failures=1, quarantine_s=60.0) as fleet:
-        with pytest.raises(ServiceError, match="internal"):
-            await fleet.agenerate(REQUEST)
+        await fleet.agenerate(REQUEST)
         assert states(fleet) == {"s0": "quarantined", "s1": "ready"}
         fleet.report(report(0, ill))
         assert states(fleet)["s0"] == "quarantined"
         for _ in range(3):
             await fleet.agenerate(REQUEST)
-        assert (len(ill.rids), len(well.rids)) == (1, 3)
+        assert (len(ill.rids), len(well.rids)) == (1, 4)
 
 
 async def test_what_a_request_brings_upon_itself_is_no_failure_of_its_server():
@@ -267,10 +279,22 @@ async def test_a_request_begins_anew_elsewhere_when_its_server_is_lost():
         assert states(fleet)["s0"] == "lost"
 
 
-async def test_a_request_that_kills_its_servers_does_not_kill_them_all():
+@pytest.mark.parametrize(
+    ("has_died", "num_lost", "error", "told"),
+    [
+        (True, 2, LethalRequest, r"2 prompt tokens and gconfig={'min_p': 0.5} was in flight at s., s. "),
+        (False, 3, BackendError, "was lost"),
+    ],
+    ids=["died", "fell silent"],
+)  # fmt: skip
+async def test_a_request_that_kills_its_servers_does_not_kill_them_all(
+    monkeypatch, has_died: bool, num_lost: int, error: type[ServiceError], told: str
+):
     servers = [Server() for _ in range(5)]
     for server in servers:
         server.is_stuck = True
+    monkeypatch.setattr(dispatch, "SAME_MOMENT_S", 0.0)
+    req = REQUEST.model_copy(update={"gconfig": SamplingConfig(min_p=0.5)})
     async with opened(*servers) as fleet:
 
         def playing() -> list[str]:
@@ -278,13 +302,35 @@ async def test_a_request_that_kills_its_servers_does_not_kill_them_all():
             names = [f"s{index}" for index, server in enumerate(servers) if server.rids]
             return [name for name in names if known[name] == "ready"]
 
-        task = asyncio.create_task(fleet.agenerate(REQUEST))
-        for _ in range(3):
+        task = asyncio.create_task(fleet.agenerate(req))
+        for _ in range(num_lost):
             await until(playing)
-            fleet._members.lose(fleet._members.find(playing()[0]), "killed")
-        with pytest.raises(BackendError, match="was lost"):
+            member = fleet._members.find(playing()[0])
+            fleet._members.lose(member, "killed", has_died=has_died)
+        with pytest.raises(error, match=told):
             await task
-        assert sorted(states(fleet).values()).count("lost") == 3
+        assert sorted(states(fleet).values()).count("lost") == num_lost
+
+
+async def test_servers_that_die_together_count_once():
+    servers = [Server() for _ in range(3)]
+    servers[0].is_stuck = True
+    async with opened(*servers) as fleet:
+        task = asyncio.create_task(fleet.agenerate(REQUEST))
+        await until(lambda: servers[0].rids)
+        for member in fleet._members.ready()[:2]:
+            fleet._members.lose(member, "the machine is gone", has_died=True)
+        assert (await task).output_tokens == [7]
+        assert servers[2].rids
+
+
+async def test_others_are_served_after_a_request_has_killed_its_servers(monkeypatch):
+    monkeypatch.setattr(dispatch, "SAME_MOMENT_S", 0.0)
+    async with opened(*(Server() for _ in range(4))) as fleet:
+        with pytest.raises(LethalRequest, match="3 prompt tokens"):
+            await fleet.agenerate(LETHAL)
+        assert sorted(states(fleet).values()) == ["lost", "lost", "ready", "ready"]
+        assert (await fleet.agenerate(REQUEST)).output_tokens == [7]
 
 
 async def test_a_drain_moves_what_runs_with_its_tokens():

@@ -13,13 +13,15 @@ import httpx
 import pytest
 import uvicorn
 from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
 
 from headway.contracts.config.gateway import ExecutorConfig, GatewayConfig
-from headway.contracts.errors import Conflict, NotFound
+from headway.contracts.errors import Conflict, NotFound, ServiceError, StoreUnusable
 from headway.contracts.types import WeightUpdateMeta
 from headway.launch import cli
-from headway.rollout.app import create_app
-from headway.rollout.gateway import fleet_routes, open_gateway
+from headway.rollout.gateway.opening import open_gateway
+from headway.rollout.gateway.routes import fleet_routes
+from headway.rollout.service.app import create_app
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.unit.rollout.ledger_suite import RedisServer
 from tests.unit.rollout.weight_server import WeightServer
@@ -53,7 +55,7 @@ async def played(tokenizer_dir: Path):
     await generation.start()
     app.state.service.generator.report(generation.report())
     for version in (1, 2):
-        await app.state.service.update_weights(WeightUpdateMeta(version, f"/v{version}"))
+        await app.state.service.updates.update(WeightUpdateMeta(version, f"/v{version}"))
     yield "http://{}:{}".format(*listener.getsockname()), app.state.service.generator, generation
     server.should_exit = True
     await serving
@@ -77,6 +79,38 @@ async def test_a_gateway_that_finds_no_store_waits_for_it(tokenizer_dir: Path, c
         await until(lambda: "waiting for the store" in caplog.text)
         redis.start()
         assert await opening == 0
+        redis.stop()
+
+
+@pytest.mark.parametrize("kind", ["directory", "no database", "below a file"])
+async def test_a_ledger_that_cannot_be_opened_is_not_waited_for(
+    tokenizer_dir: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+):
+    path = tmp_path / "ledger.sqlite"
+    if kind == "directory":
+        path.mkdir()
+    else:
+        path.write_bytes(b"not a database, but long enough to be read" * 50)
+    ledger = path / "inner" if kind == "below a file" else path
+    with pytest.raises(ServiceError, match=str(ledger)) as caught:
+        async with open_gateway(GatewayConfig(tokenizer=str(tokenizer_dir), ledger=str(ledger))):
+            pytest.fail("it opened")
+    assert not caught.value.retryable
+    assert "waiting for the store" not in caplog.text
+
+
+async def test_a_redis_that_wants_a_password_is_not_waited_for(tokenizer_dir: Path):
+    if not RedisServer.is_installed():
+        pytest.skip("redis-server is not installed: apt-get install redis-server")
+    with tempfile.TemporaryDirectory() as folder:  # a socket's path must be short
+        redis = RedisServer(Path(folder))
+        async with Redis.from_url(redis.url) as client:
+            await client.config_set("requirepass", "secret")
+        with pytest.raises(StoreUnusable, match="mend user, password"):
+            async with open_gateway(
+                GatewayConfig(tokenizer=str(tokenizer_dir), ledger=redis.address())
+            ):
+                pytest.fail("it opened")
         redis.stop()
 
 

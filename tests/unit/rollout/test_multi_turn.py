@@ -4,14 +4,17 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from headway.contracts.config.base import WorkflowRef
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import FakeBackendConfig
 from headway.contracts.errors import BackendError, ConfigError, DataError, RequestTooLong
-from headway.contracts.types import LLMRequest, Prompt, RewardResult, WorkflowRef
-from headway.rollout.resume import join, rest_of
-from headway.rollout.workflows.base import Sample, Stage, make_workflow
-from inference_server.backends.fake import FakeBackend, FakeStaged
+from headway.contracts.types import LLMRequest, Prompt, RewardResult
+from headway.rollout.execution.resume import join, rest_of
+from headway.rollout.trajectories.sample import Sample
+from headway.rollout.workflows.base import RolloutContext, make_workflow
+from inference_server.backends.base import HeldVersion
+from inference_server.backends.fake import FakeBackend
 from tests.unit.rollout.games import (
     NOTHING,
     Judge,
@@ -42,7 +45,7 @@ async def play(tokenizer, replies, args=None, decide=by_number, prompt=PROMPT, i
     judge = Judge(decide)
     ref = WorkflowRef(name="multi_turn", args={"feedback": "No.", **(args or {})})
     workflow = make_workflow(ref, tokenizer, SamplingConfig(**options))
-    (row,) = await workflow.run(Sample("r1", prompt, index), Stage(policy, judge, NOTHING))
+    (row,) = await workflow.run(Sample("r1", prompt, index), RolloutContext(policy, judge, NOTHING))
     return row, policy, judge
 
 
@@ -168,7 +171,9 @@ async def test_an_outage_in_a_later_turn_is_no_trajectory(tokenizer):
     policy = ScriptedPolicy([said("5<|im_end|>")])
     workflow = make_workflow(WorkflowRef(name="multi_turn"), tokenizer, SamplingConfig())
     with pytest.raises(BackendError, match="gone"):
-        await workflow.run(Sample("r1", PROMPT, 0), Stage(generate, Judge(by_number), NOTHING))
+        await workflow.run(
+            Sample("r1", PROMPT, 0), RolloutContext(generate, Judge(by_number), NOTHING)
+        )
 
 
 def test_images_are_refused_by_name():
@@ -199,12 +204,12 @@ async def test_versions_that_change_between_and_within_turns_are_those_of_the_ba
         return replies[-1]
 
     async def publish(version: int) -> None:
-        await backend.swap(FakeStaged(Numbered(version)))
+        await backend.swap(HeldVersion(Numbered(version)))
 
     ref = WorkflowRef(name="multi_turn", args={"max_turns": 3, "feedback": "No."})
     workflow = make_workflow(ref, tokenizer, SamplingConfig(max_new_tokens=6))
-    stage = Stage(generate, Judge(lambda text: RewardResult(0.0)), NOTHING)
-    (row,) = await workflow.run(Sample("r1", PROMPT, 0), stage)
+    context = RolloutContext(generate, Judge(lambda text: RewardResult(0.0)), NOTHING)
+    (row,) = await workflow.run(Sample("r1", PROMPT, 0), context)
 
     assert row.versions[row.loss_mask].tolist() == [
         version for start in (3, 4, 5) for version in [start] * 4 + [start + 1] * 2

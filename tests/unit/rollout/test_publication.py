@@ -12,7 +12,7 @@ from headway.contracts.http.paths import WEIGHTS_COMMIT, WEIGHTS_PREPARE
 from headway.contracts.types import WeightUpdateMeta
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.publishing import orders
-from headway.rollout.publishing.book import WeightBook
+from headway.rollout.versions.publication_state import PublicationState
 from tests.unit.rollout.weight_server import DEADLINE_S, Gateway, WeightServer, opened_gateway
 from tests.waiting import until
 
@@ -21,16 +21,16 @@ def meta(version: int, scheme: str = "/") -> WeightUpdateMeta:
     return WeightUpdateMeta(version, f"{scheme}v{version}")
 
 
-async def on_disk(ledger: SqliteLedger) -> WeightBook:
+async def on_disk(ledger: SqliteLedger) -> PublicationState:
     """What a gateway would find that starts now."""
-    book = WeightBook(ledger)
-    await book.open()
-    return book
+    state = PublicationState(ledger)
+    await state.open()
+    return state
 
 
 async def published(gateway: Gateway, *versions: int) -> None:
     for version in versions:
-        assert await gateway.fleet.update_weights(meta(version)) == version
+        assert await gateway.fleet.weights.update_weights(meta(version)) == version
 
 
 def servers_of(number: int) -> list[WeightServer]:
@@ -55,7 +55,7 @@ async def test_a_version_is_staged_everywhere_recorded_and_committed():
     async with opened_gateway(*servers) as gateway:
         await published(gateway, 1)
         assert [server.version for server in servers] == [1, 1, 1]
-        status = gateway.fleet.weights()
+        status = gateway.fleet.weights.status()
         assert status.committed.model_dump() == {"version": 1, "path": "/v1", "digest": "d1"}
         assert (status.head, status.publishing, gateway.fleet.updates_in_flight) == (1, None, 1)
         assert {commit.epoch for server in servers for commit in server.commits} == {status.epoch}
@@ -66,8 +66,8 @@ async def test_nothing_is_sent_before_it_is_durable(ledger: SqliteLedger):
     seen = []
 
     async def note(order) -> None:
-        book = await on_disk(ledger)
-        seen.append((book.epoch == order.epoch, book.version))
+        state = await on_disk(ledger)
+        seen.append((state.epoch == order.epoch, state.version))
 
     only.on_prepare = only.on_commit = note
     async with opened_gateway(only, ledger=ledger) as gateway:
@@ -92,18 +92,20 @@ async def test_a_repeat_is_answered_without_work_and_older_versions_are_refused(
         await published(gateway, 1, 2, 2)
         assert len(only.prepares) == 2
         with pytest.raises(StaleVersion, match="version 2 is not newer than 2"):
-            await gateway.fleet.update_weights(WeightUpdateMeta(2, "/elsewhere"))
+            await gateway.fleet.weights.update_weights(WeightUpdateMeta(2, "/elsewhere"))
 
 
 async def test_two_publishers_take_turns():
     only = WeightServer("s0")
     go = only.holds_prepare()
     async with opened_gateway(only) as gateway:
-        first = asyncio.create_task(gateway.fleet.update_weights(meta(2)))
+        first = asyncio.create_task(gateway.fleet.weights.update_weights(meta(2)))
         await until(lambda: only.prepares)
-        others = [asyncio.create_task(gateway.fleet.update_weights(meta(n))) for n in (1, 3)]
+        others = [
+            asyncio.create_task(gateway.fleet.weights.update_weights(meta(n))) for n in (1, 3)
+        ]
         await asyncio.sleep(0)
-        assert gateway.fleet.weights().publishing == 2
+        assert gateway.fleet.weights.status().publishing == 2
         go.set()
         assert await first == 2
         with pytest.raises(StaleVersion):
@@ -129,7 +131,7 @@ async def test_a_tie_of_digests_is_no_version():
     servers[1].digests[1] = "torn"
     async with opened_gateway(*servers) as gateway:
         with pytest.raises(SyncError, match="2 of 2 ready servers staged it in 2 different forms"):
-            await gateway.fleet.update_weights(meta(1))
+            await gateway.fleet.weights.update_weights(meta(1))
         assert [server.staged for server in servers] == [None, None]
         assert gateway.states() == {"s0": "ready", "s1": "ready"}
 
@@ -139,7 +141,7 @@ async def test_servers_that_cannot_know_a_digest_agree():
     servers[0].digests[1] = servers[1].digests[1] = ""
     async with opened_gateway(*servers) as gateway:
         await published(gateway, 1)
-        assert gateway.fleet.weights().committed.digest == "d1"
+        assert gateway.fleet.weights.status().committed.digest == "d1"
         assert gateway.states() == {"s0": "ready", "s1": "ready", "s2": "ready"}
 
 
@@ -150,7 +152,7 @@ async def test_without_quorum_the_old_version_serves_and_the_number_may_be_tried
         with pytest.raises(
             SyncError, match=r"version 1 was not committed, 0 goes on serving.*s1: no space left"
         ):
-            await gateway.fleet.update_weights(meta(1))
+            await gateway.fleet.weights.update_weights(meta(1))
         assert [server.version for server in servers] == [0, 0, 0]
         assert set(gateway.states().values()) == {"ready"}
         assert (gateway.fleet.head, gateway.fleet.version) == (0, 0)
@@ -165,7 +167,7 @@ async def test_a_version_that_every_server_refuses_is_not_committed():
         server.refusal = SyncError("torn")
     async with opened_gateway(*servers) as gateway:
         with pytest.raises(SyncError, match="s0: torn; s1: torn"):
-            await gateway.fleet.update_weights(meta(1))
+            await gateway.fleet.weights.update_weights(meta(1))
 
 
 async def test_a_lost_quorum_ends_the_others_at_once():
@@ -175,7 +177,7 @@ async def test_a_lost_quorum_ends_the_others_at_once():
     servers[2].holds_prepare()
     async with opened_gateway(*servers, quorum=1.0) as gateway:
         with pytest.raises(SyncError, match="0 of 3 ready servers staged it, 3 that agree"):
-            await gateway.fleet.update_weights(meta(1))
+            await gateway.fleet.weights.update_weights(meta(1))
         assert [len(server.aborts) for server in servers] == [1, 1, 1]
 
 
@@ -214,14 +216,14 @@ async def test_servers_that_are_slow_but_there_prove_nothing():
     only.holds_prepare()
     async with opened_gateway(only, update_timeout_s=0.3) as gateway:
         with pytest.raises(SyncError, match="version 1 was not committed"):
-            await gateway.fleet.update_weights(meta(1))
+            await gateway.fleet.weights.update_weights(meta(1))
 
 
 async def test_a_server_whose_lease_ends_is_not_waited_for():
     servers = servers_of(2)
     servers[1].holds_prepare()
     async with opened_gateway(*servers, lease_s=0.2) as gateway:
-        publication = asyncio.create_task(gateway.fleet.update_weights(meta(1)))
+        publication = asyncio.create_task(gateway.fleet.weights.update_weights(meta(1)))
         while not publication.done():
             gateway.fleet.report(servers[0].report())
             await asyncio.wait({publication}, timeout=0.02)
@@ -233,25 +235,25 @@ async def test_with_no_server_a_stored_version_is_recorded_and_proven_by_the_fir
     late = WeightServer("late")
     async with opened_gateway() as gateway:
         await published(gateway, 1)
-        assert gateway.fleet.weights().committed.digest is None
+        assert gateway.fleet.weights.status().committed.digest is None
         await late.start()
         gateway.servers.append(late)
         await gateway.until_ready()
-        assert (late.version, gateway.fleet.weights().committed.digest) == (1, "d1")
+        assert (late.version, gateway.fleet.weights.status().committed.digest) == (1, "d1")
         await late.stop()
 
 
 async def test_what_nobody_has_proven_is_retracted_when_its_publisher_gives_up():
     async with opened_gateway() as gateway:
         await published(gateway, 1)
-        await gateway.fleet.cancel_update(1)
+        await gateway.fleet.weights.cancel_update(1)
         assert (gateway.fleet.version, gateway.fleet.head) == (0, 0)
         only = WeightServer("s0")
         await only.start()
         gateway.servers.append(only)
         await gateway.until_ready()
         await published(gateway, 1)
-        await gateway.fleet.cancel_update(1)
+        await gateway.fleet.weights.cancel_update(1)
         assert gateway.fleet.version == 1  # proven: too late
         await only.stop()
 
@@ -259,8 +261,8 @@ async def test_what_nobody_has_proven_is_retracted_when_its_publisher_gives_up()
 async def test_with_no_server_a_version_that_streams_is_lost_in_the_end():
     async with opened_gateway(update_timeout_s=0.1) as gateway:
         with pytest.raises(SyncError, match="0 of 0 ready servers"):
-            await gateway.fleet.update_weights(meta(1, "gloo://trainer:1/"))
-        assert gateway.fleet.weights().kept == []
+            await gateway.fleet.weights.update_weights(meta(1, "gloo://trainer:1/"))
+        assert gateway.fleet.weights.status().kept == []
 
 
 @pytest.mark.parametrize("scheme", ["/", "gloo://trainer:1/"])
@@ -269,7 +271,7 @@ async def test_servers_that_all_die_leave_only_what_is_stored(scheme: str):
     for server in servers:
         server.holds_prepare()
     async with opened_gateway(*servers, update_timeout_s=1.0) as gateway:
-        publication = asyncio.create_task(gateway.fleet.update_weights(meta(1, scheme)))
+        publication = asyncio.create_task(gateway.fleet.weights.update_weights(meta(1, scheme)))
         await until(lambda: all(server.prepares for server in servers))
         for server in servers:
             await server.stop()
@@ -285,7 +287,7 @@ async def test_simultaneous_commits_do_not_wait_for_one_another():
     servers = servers_of(2)
     goes = [server.holds_commit() for server in servers]
     async with opened_gateway(*servers) as gateway:
-        publication = asyncio.create_task(gateway.fleet.update_weights(meta(1)))
+        publication = asyncio.create_task(gateway.fleet.weights.update_weights(meta(1)))
         await until(lambda: all(server.commits for server in servers))
         for go in goes:
             go.set()
@@ -296,7 +298,7 @@ async def test_rolling_commits_come_one_after_the_other():
     servers = servers_of(3)
     goes = [server.holds_commit() for server in servers]
     async with opened_gateway(*servers, commit_order="rolling") as gateway:
-        publication = asyncio.create_task(gateway.fleet.update_weights(meta(1)))
+        publication = asyncio.create_task(gateway.fleet.weights.update_weights(meta(1)))
         for number in range(3):
             await until(lambda number=number: num_commits(servers) > number)
             assert num_commits(servers) == number + 1
@@ -323,7 +325,7 @@ async def test_a_cancelled_publication_is_aborted_and_may_be_repeated():
     servers = servers_of(2)
     servers[0].holds_prepare()
     async with opened_gateway(*servers) as gateway:
-        publication = asyncio.create_task(gateway.fleet.update_weights(meta(1)))
+        publication = asyncio.create_task(gateway.fleet.weights.update_weights(meta(1)))
         await until(lambda: servers[0].prepares and servers[1].staged)
         publication.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -338,7 +340,7 @@ async def test_a_publication_is_not_cancelled_after_its_commit_point():
     only = WeightServer("s0")
     go = only.holds_commit()
     async with opened_gateway(only) as gateway:
-        publication = asyncio.create_task(gateway.fleet.update_weights(meta(1)))
+        publication = asyncio.create_task(gateway.fleet.weights.update_weights(meta(1)))
         await until(lambda: only.commits)
         publication.cancel()
         await asyncio.sleep(0)
@@ -350,9 +352,13 @@ async def test_a_publication_is_not_cancelled_after_its_commit_point():
 async def test_members_of_a_process_group_get_seats_behind_the_trainer():
     servers = [WeightServer("s0", num_ranks=2), WeightServer("s1"), WeightServer("s2", num_ranks=4)]
     async with opened_gateway(*servers) as gateway:
-        await gateway.fleet.update_weights(meta(1, "nccl://trainer:1/"))
-        seats = [server.prepares[0].seat for server in servers]
-        assert [(seat.rank, seat.world_size) for seat in seats] == [(1, 8), (3, 8), (4, 8)]
+        await gateway.fleet.weights.update_weights(meta(1, "nccl://trainer:1/"))
+        seats = [server.prepares[0].group_rank for server in servers]
+        assert [(group_rank.rank, group_rank.world_size) for group_rank in seats] == [
+            (1, 8),
+            (3, 8),
+            (4, 8),
+        ]
 
 
 async def test_a_group_begins_anew_without_a_member_that_failed():
@@ -361,10 +367,10 @@ async def test_a_group_begins_anew_without_a_member_that_failed():
     for server in (servers[0], servers[2]):
         server.waits_for_others_in_a_group_of(4)
     async with opened_gateway(*servers) as gateway:
-        assert await gateway.fleet.update_weights(meta(1, "gloo://trainer:1/")) == 1
+        assert await gateway.fleet.weights.update_weights(meta(1, "gloo://trainer:1/")) == 1
         first, second = servers[2].prepares
-        assert (first.seat.rank, first.seat.world_size) == (3, 4)
-        assert (second.seat.rank, second.seat.world_size) == (2, 3)
+        assert (first.group_rank.rank, first.group_rank.world_size) == (3, 4)
+        assert (second.group_rank.rank, second.group_rank.world_size) == (2, 3)
         assert second.epoch > first.epoch
         assert [abort.epoch for abort in servers[0].aborts] == [first.epoch]
         assert gateway.states() == {"s0": "ready", "s1": "fenced", "s2": "ready"}
@@ -377,12 +383,12 @@ async def test_who_only_says_that_another_left_the_group_is_asked_again():
     async with opened_gateway(*servers) as gateway:
 
         async def hears_of_it(order) -> None:
-            if order.seat.world_size == 4:
+            if order.group_rank.world_size == 4:
                 gateway.fleet.report(servers[0].report(draining=True))
                 raise SyncError("rank 1 left")
 
         servers[1].on_prepare = hears_of_it
-        assert await gateway.fleet.update_weights(meta(1, "gloo://trainer:1/")) == 1
+        assert await gateway.fleet.weights.update_weights(meta(1, "gloo://trainer:1/")) == 1
         assert [len(server.prepares) for server in servers] == [1, 2, 2]
         assert (servers[1].version, servers[2].version) == (1, 1)
 
@@ -393,7 +399,7 @@ async def test_a_group_is_given_up_when_too_few_survive():
         server.refusal = SyncError("cut off")
     async with opened_gateway(*servers) as gateway:
         with pytest.raises(SyncError, match="s0: cut off"):
-            await gateway.fleet.update_weights(meta(1, "gloo://trainer:1/"))
+            await gateway.fleet.weights.update_weights(meta(1, "gloo://trainer:1/"))
         assert set(gateway.states().values()) == {"ready"}
 
 
@@ -417,7 +423,7 @@ async def test_a_gateway_killed_before_the_record_comes_back_with_the_old_versio
     if state == "preparing":
         servers[1].holds_prepare()
     async with opened_gateway(*servers, ledger=ledger) as gateway:
-        dead = asyncio.create_task(gateway.fleet.update_weights(meta(1)))
+        dead = asyncio.create_task(gateway.fleet.weights.update_weights(meta(1)))
         await until(lambda: all(server.prepares for server in servers))
         async with opened_gateway(*servers, ledger=ledger) as successor:
             assert (successor.fleet.version, successor.fleet.head) == (0, 0)
@@ -437,7 +443,7 @@ async def test_a_gateway_killed_after_the_record_brings_everybody_to_the_new_ver
     servers = servers_of(2)
     go = servers[1].holds_commit()
     async with opened_gateway(*servers, ledger=ledger) as gateway:
-        dead = asyncio.create_task(gateway.fleet.update_weights(meta(1)))
+        dead = asyncio.create_task(gateway.fleet.weights.update_weights(meta(1)))
         await until(lambda: servers[0].version == 1 and servers[1].commits)
         servers[1].on_commit = None
         async with opened_gateway(*servers, ledger=ledger) as successor:
@@ -454,7 +460,7 @@ async def test_what_a_dead_gateway_still_sends_is_fenced(ledger: SqliteLedger):
     only = WeightServer("s0")
     go = only.holds_prepare()
     async with opened_gateway(only, ledger=ledger) as gateway:
-        old = asyncio.create_task(gateway.fleet.update_weights(meta(1)))
+        old = asyncio.create_task(gateway.fleet.weights.update_weights(meta(1)))
         await until(lambda: only.prepares)
         only.on_prepare = None
         async with opened_gateway(only, ledger=ledger) as successor:
@@ -470,7 +476,7 @@ async def test_a_gateway_that_came_back_waits_for_the_servers_it_had(ledger: Sql
         await published(gateway, 1)
         async with opened_gateway(ledger=ledger) as successor:
             streamed = meta(2, "gloo://trainer:1/")
-            publication = asyncio.create_task(successor.fleet.update_weights(streamed))
+            publication = asyncio.create_task(successor.fleet.weights.update_weights(streamed))
             for server in servers:
                 await asyncio.sleep(0)
                 assert len(server.prepares) == 1
@@ -485,19 +491,19 @@ async def test_a_gateway_does_not_wait_longer_than_the_leases_last(ledger: Sqlit
         await published(gateway, 1)
         async with opened_gateway(ledger=ledger, lease_s=0.1) as successor:
             await published(successor, 2)
-            assert successor.fleet.weights().committed.digest is None
+            assert successor.fleet.weights.status().committed.digest is None
 
 
 async def test_a_group_takes_in_servers_that_nobody_could_bring_to_the_version_before():
     only = WeightServer("s0")
     async with opened_gateway(only) as gateway:
-        assert await gateway.fleet.update_weights(meta(1, "gloo://trainer:1/")) == 1
+        assert await gateway.fleet.weights.update_weights(meta(1, "gloo://trainer:1/")) == 1
         only.version, only.digest, only.staged, only.uptime_s = 0, "", None, 0.5
         gateway.heartbeat()
         await until(lambda: gateway.states() == {"s0": "fenced"})
         go = only.holds_prepare()
         publication = asyncio.create_task(
-            gateway.fleet.update_weights(meta(2, "gloo://trainer:1/"))
+            gateway.fleet.weights.update_weights(meta(2, "gloo://trainer:1/"))
         )
         await until(lambda: only.prepares[-1].version == 2)
         gateway.heartbeat()  # it is not caught up beside the publication
@@ -509,10 +515,10 @@ async def test_a_group_takes_in_servers_that_nobody_could_bring_to_the_version_b
 async def test_a_version_that_streams_waits_for_a_server_that_is_started_again():
     dead, successor = servers_of(2)
     async with opened_gateway(dead) as gateway:
-        assert await gateway.fleet.update_weights(meta(1, "gloo://trainer:1/")) == 1
+        assert await gateway.fleet.weights.update_weights(meta(1, "gloo://trainer:1/")) == 1
         await dead.stop()  # the gateway has not noticed
         publication = asyncio.create_task(
-            gateway.fleet.update_weights(meta(2, "gloo://trainer:1/"))
+            gateway.fleet.weights.update_weights(meta(2, "gloo://trainer:1/"))
         )
         await until(lambda: gateway.states() == {"s0": "lost"})
         await successor.start()

@@ -11,8 +11,8 @@ import uvicorn
 from headway.contracts.errors import Conflict, Fenced, SyncError
 from headway.contracts.http.paths import WEIGHTS
 from headway.contracts.types import ConsumerSpec, WeightUpdateMeta
-from headway.rollout.app import create_app
-from headway.rollout.service import Publisher
+from headway.rollout.consumers.consumers import Publisher
+from headway.rollout.service.app import create_app
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.unit.rollout.conftest import Bench
 
@@ -34,18 +34,18 @@ async def ends(task: asyncio.Task) -> None:
 
 async def test_anybody_publishes_while_no_consumer_is_attached(open_service):
     bench = await open_service()
-    assert await bench.service.update_weights(V1) == 1
+    assert await bench.service.updates.update(V1) == 1
 
 
 async def test_only_the_attached_consumer_publishes(open_service):
     bench = await open_service()
     await bench.attach()
     with pytest.raises(Conflict, match="consumer 'me' is attached; only it publishes weights"):
-        await bench.service.update_weights(V1)
+        await bench.service.updates.update(V1)
     with pytest.raises(Conflict, match="'me' is attached, and not 'you'"):
-        await bench.service.update_weights(V1, None, Publisher("you", 1))
+        await bench.service.updates.update(V1, None, Publisher("you", 1))
     with pytest.raises(Conflict):
-        await bench.service.cancel_update(1, "why")
+        await bench.service.updates.cancel(1, "why")
     assert await bench.publish(1) == 1
 
 
@@ -55,7 +55,7 @@ async def test_an_older_incarnation_is_fenced_also_after_restarts(open_service):
     old = bench.publisher
     await bench.service.detach("me")
     with pytest.raises(Fenced, match="'me' is not attached any more"):
-        await bench.service.update_weights(V1, None, old)
+        await bench.service.updates.update(V1, None, old)
     await bench.service.aclose()
     bench = await open_service(ledger=bench.ledger)
     await bench.attach()
@@ -63,8 +63,8 @@ async def test_an_older_incarnation_is_fenced_also_after_restarts(open_service):
     again = await open_service(ledger=bench.ledger)
     for service in (bench.service, again.service):
         with pytest.raises(Fenced, match="term 1 was followed by 2"):
-            await service.update_weights(V1, None, old)
-    assert await again.service.update_weights(V1, None, bench.publisher) == 1
+            await service.updates.update(V1, None, old)
+    assert await again.service.updates.update(V1, None, bench.publisher) == 1
 
 
 async def test_an_older_incarnation_is_given_nothing_and_consumes_nothing(open_service):
@@ -93,7 +93,7 @@ async def test_a_new_incarnation_ends_what_the_old_one_publishes(slow: Bench):
     old = asyncio.create_task(slow.publish(1))
     await slow.until(lambda: slow.generator.begun)
     await slow.attach()
-    with pytest.raises(Fenced, match="'me' has attached anew"):
+    with pytest.raises(Fenced, match="'me' has attached again"):
         await old
     assert slow.generator.given_up == [1]
     slow.generator.publishing.set()
@@ -101,7 +101,7 @@ async def test_a_new_incarnation_ends_what_the_old_one_publishes(slow: Bench):
 
 
 async def test_a_repeat_joins_the_publication_that_is_under_way(slow: Bench):
-    repeats = [asyncio.create_task(slow.service.update_weights(V1)) for _ in range(3)]
+    repeats = [asyncio.create_task(slow.service.updates.update(V1)) for _ in range(3)]
     await asyncio.sleep(0)
     slow.generator.publishing.set()
     assert await asyncio.gather(*repeats) == [1, 1, 1]
@@ -109,9 +109,9 @@ async def test_a_repeat_joins_the_publication_that_is_under_way(slow: Bench):
 
 
 async def test_another_version_waits_for_the_one_that_is_under_way(slow: Bench):
-    first = asyncio.create_task(slow.service.update_weights(V1))
+    first = asyncio.create_task(slow.service.updates.update(V1))
     await asyncio.sleep(0)
-    second = asyncio.create_task(slow.service.update_weights(WeightUpdateMeta(2, "nowhere")))
+    second = asyncio.create_task(slow.service.updates.update(WeightUpdateMeta(2, "nowhere")))
     await asyncio.sleep(0)
     slow.generator.publishing.set()
     assert (await first, await second) == (1, 2)
@@ -121,15 +121,15 @@ async def test_a_publisher_gives_a_version_up(slow: Bench):
     await slow.attach()
     publication = asyncio.create_task(slow.publish(1))
     await slow.until(lambda: slow.generator.begun)
-    assert await slow.service.cancel_update(1, "no space left", slow.publisher) == 0
+    assert await slow.service.updates.cancel(1, "no space left", slow.publisher) == 0
     with pytest.raises(SyncError, match="version 1 was given up: no space left"):
         await publication
     assert slow.generator.given_up == [1]
-    assert await slow.service.cancel_update(1, "no space left", slow.publisher) == 0
+    assert await slow.service.updates.cancel(1, "no space left", slow.publisher) == 0
 
 
 async def test_what_nobody_waits_for_is_given_up_after_a_moment(slow: Bench):
-    publication = asyncio.create_task(slow.service.update_weights(V1))
+    publication = asyncio.create_task(slow.service.updates.update(V1))
     await slow.until(lambda: slow.generator.begun)
     publication.cancel()
     await slow.until(lambda: slow.generator.given_up == [1])
@@ -138,11 +138,11 @@ async def test_what_nobody_waits_for_is_given_up_after_a_moment(slow: Bench):
 async def test_a_repeat_within_that_moment_saves_it(open_service):
     bench = await open_service(abandon_s=60.0)
     bench.generator.publishing = asyncio.Event()
-    lost = asyncio.create_task(bench.service.update_weights(V1))
+    lost = asyncio.create_task(bench.service.updates.update(V1))
     await bench.until(lambda: bench.generator.begun)
     lost.cancel()
     await ends(lost)
-    repeat = asyncio.create_task(bench.service.update_weights(V1))
+    repeat = asyncio.create_task(bench.service.updates.update(V1))
     await asyncio.sleep(0)
     bench.generator.publishing.set()
     assert await repeat == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from headway.contracts.errors import ConfigError, NotFound, StateError
 from headway.contracts.http.servers import ServerReport
-from headway.rollout.fleet.registry.base import Registry
+from headway.rollout.fleet.registry.base import ServerRegistry
 from headway.rollout.fleet.registry.make import make_registry
 from headway.rollout.fleet.registry.redis import RedisRegistry
 from tests.unit.rollout.ledger_suite import RedisServer
@@ -19,16 +18,12 @@ from tests.unit.rollout.ledger_suite import RedisServer
 
 @pytest.fixture(scope="module")
 def redis_server() -> Iterator[RedisServer]:
-    if not RedisServer.is_installed():
-        pytest.skip("redis-server is not installed: apt-get install redis-server")
-    with tempfile.TemporaryDirectory() as folder:  # a socket's path must be short
-        server = RedisServer(Path(folder))
+    with RedisServer.running() as server:
         yield server
-        server.stop()
 
 
 @pytest.fixture(params=["memory", "redis"])
-async def registry(request: pytest.FixtureRequest) -> AsyncIterator[Registry]:
+async def registry(request: pytest.FixtureRequest) -> AsyncIterator[ServerRegistry]:
     is_shared = request.param == "redis"
     address = request.getfixturevalue("redis_server").address() if is_shared else ":memory:"
     registry = make_registry(address)
@@ -41,7 +36,7 @@ def report(name: str, **fields) -> ServerReport:
     return ServerReport(server_id=name, url="http://localhost:1", version=0, **fields)
 
 
-async def test_members_are_who_reported(registry: Registry):
+async def test_members_are_who_reported(registry: ServerRegistry):
     assert await registry.members() == []
     await registry.announce("gw", [], 9.0)
     await registry.announce("gw", [report("b"), report("a", running=1)], 9.0)
@@ -54,7 +49,7 @@ async def test_members_are_who_reported(registry: Registry):
     assert await registry.members() != []
 
 
-async def test_each_report_is_news_once(registry: Registry):
+async def test_each_report_is_news_once(registry: ServerRegistry):
     await registry.announce("gw", [report("a")], 9.0)
     (first,) = await registry.members()
     (again,) = await registry.members()
@@ -63,7 +58,7 @@ async def test_each_report_is_news_once(registry: Registry):
     assert first.number == again.number < second.number
 
 
-async def test_a_silent_server_is_no_member(registry: Registry):
+async def test_a_silent_server_is_no_member(registry: ServerRegistry):
     await registry.announce("gw", [report("a")], 0.05)
     await registry.announce("gw", [report("b")], 9.0)
     async with asyncio.timeout(5.0):
@@ -71,31 +66,31 @@ async def test_a_silent_server_is_no_member(registry: Registry):
             await asyncio.sleep(0.01)
 
 
-async def test_a_forgotten_server_is_no_member(registry: Registry):
+async def test_a_forgotten_server_is_no_member(registry: ServerRegistry):
     await registry.announce("gw", [report("a"), report("b")], 9.0)
     await registry.forget("a")
     await registry.forget("a")
     assert [one.report.server_id for one in await registry.members()] == ["b"]
 
 
-async def test_an_order_to_drain_outlives_reports_and_absence(registry: Registry):
+async def test_an_order_to_drain_outlives_reports_and_absence(registry: ServerRegistry):
     await registry.announce("gw", [report("a"), report("b")], 9.0)
-    await registry.hold("a", True)
+    await registry.set_draining("a", True)
     await registry.announce("gw", [report("a")], 0.02)
-    assert [one.is_held for one in await registry.members()] == [True, False]
+    assert [one.drain_requested for one in await registry.members()] == [True, False]
     async with asyncio.timeout(5.0):
         while len(await registry.members()) == 2:  # noqa: ASYNC110 - a lease
             await asyncio.sleep(0.01)
     await registry.announce("gx", [report("a")], 9.0)
-    assert [one.is_held for one in await registry.members()] == [True, False]
-    await registry.hold("a", False)
-    await registry.hold("a", False)
-    assert [one.is_held for one in await registry.members()] == [False, False]
+    assert [one.drain_requested for one in await registry.members()] == [True, False]
+    await registry.set_draining("a", False)
+    await registry.set_draining("a", False)
+    assert [one.drain_requested for one in await registry.members()] == [False, False]
 
 
-async def test_only_members_can_be_held(registry: Registry):
+async def test_only_members_can_be_held(registry: ServerRegistry):
     with pytest.raises(NotFound, match="nobody"):
-        await registry.hold("nobody", True)
+        await registry.set_draining("nobody", True)
 
 
 async def test_runs_with_one_redis_do_not_meet(redis_server: RedisServer):

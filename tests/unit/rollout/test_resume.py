@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import BackendError
+from headway.contracts.sampling_mask import SamplingMask
 from headway.contracts.types import LLMRequest, LLMResponse
-from headway.rollout.resume import cut_at_stop, generate_whole, join, rest_of
+from headway.rollout.execution.resume import cut_at_stop, generate_whole, join, rest_of
 
 
 def request(**gconfig) -> LLMRequest:
@@ -118,7 +120,7 @@ def test_alternatives_of_all_tokens_are_kept():
 def test_a_penalty_on_sampled_tokens_cannot_be_resumed_from_a_prefix(penalty):
     req = request(**{penalty: 0.5})
     assert rest_of(req, part([])).input_ids == req.input_ids
-    with pytest.raises(BackendError, match="must begin anew"):
+    with pytest.raises(BackendError, match="must start over"):
         rest_of(req, part([5]))
 
 
@@ -151,3 +153,27 @@ def test_other_stop_strings_are_left_to_the_servers():
     assert cut_at_stop(none, ("END",), decode, seam=2) is none
     let_pass = join(part("aENDb"), part("cd", "length"))
     assert cut_at_stop(let_pass, ("END",), decode, seam=5) is let_pass
+
+
+def mask(*sets: tuple[int, ...]) -> SamplingMask:
+    return SamplingMask.of([np.array(ids, np.int32) for ids in sets])
+
+
+def test_masks_of_both_parts_are_joined():
+    first, second = part([5, 6], sampling_mask=mask((5, 9), (6,))), part([7], "stop")
+    joined = join(first, part([7], "stop", sampling_mask=mask((7, 8))))
+    assert joined.sampling_mask == mask((5, 9), (6,), (7, 8))
+    assert join(first, second).sampling_mask == mask((5, 9), (6,), ())
+    assert join(part([]), second).sampling_mask is None
+    assert join(part([]), part([7], sampling_mask=mask((7,)))).sampling_mask == mask((7,))
+
+
+async def test_a_mask_ends_with_its_sequence_at_a_stop_string():
+    first = part("ab", sampling_mask=mask((97, 98), (98,)))
+    rest = part("cd", "stop", sampling_mask=mask((99,), (99, 100)))
+    script = Script(first, rest)
+    req = request(stop=("bc",)).model_copy(update={"sampling_mask": True})
+    response = await generate_whole(script, decode, req)
+    assert decode(response.output_tokens) == "abc"
+    assert response.sampling_mask == mask((97, 98), (98,), (99,))
+    assert [asked.sampling_mask for asked in script.asked] == [True, True]

@@ -11,8 +11,8 @@ import pytest
 
 from headway.contracts.errors import ConfigError, DataError, RewardError
 from headway.contracts.types import RewardResult
-from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox
-from headway.rollout.parts import args_model
+from headway.rollout.components.arguments import args_model
+from headway.rollout.components.shared_services import NoOutbound, NoSandbox, SharedServices
 from headway.rollout.rewards.base import REWARDS, Answer, make_reward, register_reward
 from headway.rollout.rewards.functions import as_factory, build_reward
 from tests.unit.rollout import sample_rewards
@@ -55,11 +55,11 @@ def test_a_row_without_a_ground_truth_is_a_data_error():
 
 
 async def test_an_async_function_awaits_with_the_facilities():
-    facilities = Facilities(NoSandbox(), NoOutbound())
-    result = await made(sample_rewards.plain_async_reward).judge(ANSWER, facilities)
+    services = SharedServices(NoSandbox(), NoOutbound())
+    result = await made(sample_rewards.plain_async_reward).score(ANSWER, services)
     assert result == RewardResult(0.5, {"sandbox": "NoSandbox"})
-    assert await made(sample_rewards.compute_score_later).judge(ANSWER, facilities) is True
-    assert await made(sample_rewards.trl_reward_later).judge(ANSWER, facilities) == 0.25
+    assert await made(sample_rewards.compute_score_later).score(ANSWER, services) is True
+    assert await made(sample_rewards.trl_reward_later).score(ANSWER, services) == 0.25
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_the_one_number_of_trls_list_is_the_score(score):
         ("0", "returned str; a list"),
         ({"score": 1.0}, "returned dict; a list"),
         ([], "returned 0 scores for 1 completion"),
-        ([0.0, 1.0], "returned 2 scores for 1 completion; each answer is judged alone"),
-        ([None], "returned None, so nobody judged the answer"),
+        ([0.0, 1.0], "returned 2 scores for 1 completion; each answer is scored alone"),
+        ([None], "returned None, so the answer has no score"),
     ],
     ids=["number", "text", "mapping", "empty", "too long", "none"],
 )
@@ -211,7 +211,7 @@ def test_a_function_that_no_answer_could_fill_is_refused():
     with pytest.raises(ConfigError, match="cannot be called; register its class"):
         as_factory(sample_rewards.OutUntil(1))
     with pytest.raises(ConfigError, match="make it async"):
-        as_factory(lambda answer, facilities: 0.0)
+        as_factory(lambda answer, services: 0.0)
 
 
 def test_the_rewards_of_the_example_judge():

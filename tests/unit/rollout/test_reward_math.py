@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from headway.contracts.config.base import PartConfig
+from headway.contracts.config.base import ComponentConfig
 from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.errors import ConfigError, DataError
 from headway.contracts.types import RewardResult
-from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox
+from headway.rollout.components.shared_services import NoOutbound, NoSandbox, SharedServices
 from headway.rollout.rewards import math as math_reward
 from headway.rollout.rewards.base import Answer, make_reward
 from headway.rollout.rewards.final_answer import is_same
@@ -39,7 +39,7 @@ BOMBS = {
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def scorer():
     config = ExecutorConfig(reward_workers=1, reward_timeout_s=20.0)
-    made = Scorer(config, Facilities(NoSandbox(), NoOutbound()))
+    made = Scorer(config, SharedServices(NoSandbox(), NoOutbound()))
     await made.start()
     yield made
     await made.aclose()
@@ -47,7 +47,7 @@ async def scorer():
 
 async def grade(scorer, completion, gold, **args) -> RewardResult:
     return await scorer.score(
-        PartConfig(name="math", args=args), Answer("p", completion, {"answer": gold})
+        ComponentConfig(name="math", args=args), Answer("p", completion, {"answer": gold})
     )
 
 
@@ -81,6 +81,8 @@ def test_text_and_numbers_settle_quickly(completion, gold, wanted):
     [
         (r"\boxed{\frac{1}{3}}", "0.333333", "accepted"),
         (r"\boxed{5\%}", "5", "accepted"),
+        (r"\boxed{0.05}", r"5\%", "accepted"),
+        (r"\boxed{5\%}", "500", "wrong_answer"),
         ("the answer is $6$.", "5", "wrong_answer"),
         (r"\boxed{2x + 1}", "1 + 2x", "accepted"),
         (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", "accepted"),
@@ -148,7 +150,7 @@ async def test_no_answer_hangs_it_and_the_next_one_is_right(scorer, bomb):
 @on_one_loop
 async def test_a_bomb_that_the_alarm_does_not_stop_is_killed():
     config = ExecutorConfig(reward_workers=1, reward_timeout_s=2.0, reward_attempts=20)
-    scorer = Scorer(config, Facilities(NoSandbox(), NoOutbound()))
+    scorer = Scorer(config, SharedServices(NoSandbox(), NoOutbound()))
     await scorer.start()
     try:
         result = await grade(scorer, BOMBS["tower"], "3", timeout_s=60.0)
@@ -186,7 +188,7 @@ def math500_rows() -> list[dict]:
 @on_one_loop
 async def test_every_solution_of_math500_agrees_with_its_answer(scorer, math500_rows):
     assert len(math500_rows) == 500
-    part = PartConfig(name="math")
+    part = ComponentConfig(name="math")
     answers = [Answer(row["problem"], row["solution"], row) for row in math500_rows]
     results = await asyncio.gather(*[scorer.score(part, answer) for answer in answers])
     assert [
@@ -196,7 +198,7 @@ async def test_every_solution_of_math500_agrees_with_its_answer(scorer, math500_
 
 @on_one_loop
 async def test_sympy_agrees_with_every_answer_of_math500_outside_a_box(scorer, math500_rows):
-    part = PartConfig(name="math")
+    part = ComponentConfig(name="math")
     answers = [Answer("p", f"The answer is ${row['answer']}$, surely", row) for row in math500_rows]
     assert [make_reward("math", {}).quick(answer) for answer in answers] == [None] * 500
     results = await asyncio.gather(*[scorer.score(part, answer) for answer in answers])
@@ -211,7 +213,7 @@ def test_every_answer_of_math500_that_ends_its_text_is_settled_quickly(math500_r
 
 @on_one_loop
 async def test_no_answer_of_math500_is_the_answer_to_the_next_question(scorer, math500_rows):
-    part = PartConfig(name="math")
+    part = ComponentConfig(name="math")
     pairs = [
         (one["answer"], other["answer"])
         for one, other in itertools.pairwise(math500_rows[:101])

@@ -10,7 +10,7 @@ import time
 import pytest
 import pytest_asyncio
 
-from headway.contracts.config.base import PartConfig
+from headway.contracts.config.base import ComponentConfig
 from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.errors import (
     BackendError,
@@ -20,11 +20,12 @@ from headway.contracts.errors import (
     RewardOutage,
     UnknownName,
 )
-from headway.rollout.facilities import Facilities, NoOutbound, NoSandbox
+from headway.rollout.components.shared_services import NoOutbound, NoSandbox, SharedServices
 from headway.rollout.rewards import scoring
 from headway.rollout.rewards.base import Answer, make_reward, register_reward
-from headway.rollout.rewards.pool import Worker
+from headway.rollout.rewards.pool import RewardProcess, WorkerPool
 from headway.rollout.rewards.scoring import Scorer
+from headway.runtime.fair_pool import CALLER
 
 TIMEOUT_S = 0.5
 DEADLINE_S = 20.0
@@ -64,7 +65,7 @@ async def open_scorer():
 
     async def opening(outbound=None, **settings) -> Scorer:
         config = ExecutorConfig(**{"reward_timeout_s": TIMEOUT_S, **settings})
-        scorer = Scorer(config, Facilities(NoSandbox(), outbound or NoOutbound()))
+        scorer = Scorer(config, SharedServices(NoSandbox(), outbound or NoOutbound()))
         opened.append(scorer)
         await scorer.start()
         return scorer
@@ -85,7 +86,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def score(scorer, name, completion="4", **args):
     answer = Answer("2+2=", completion, {"answer": "4"})
     async with asyncio.timeout(DEADLINE_S):
-        return await scorer.score(PartConfig(name=f"test/{name}", args=args), answer)
+        return await scorer.score(ComponentConfig(name=f"test/{name}", args=args), answer)
 
 
 async def worker_pid(scorer) -> int:
@@ -171,11 +172,11 @@ async def test_an_answer_that_makes_a_sound_verifier_hang_gets_its_verdict(open_
 
 async def test_time_without_a_cpu_is_not_charged(open_scorer, monkeypatch):
     """As on a machine where the verifier waited for its CPU during half of the time."""
-    scorer = await open_scorer()
+    scorer = await open_scorer(reward_attempts=5)
     assert (await score(scorer, "hangs_over", "fine")).score == 1.0
     loop = asyncio.get_running_loop()
     began = loop.time()
-    monkeypatch.setattr(Worker, "cpu_wait_s", lambda self: (loop.time() - began) / 2)
+    monkeypatch.setattr(RewardProcess, "cpu_wait_s", lambda self: (loop.time() - began) / 2)
     result = await score(scorer, "hangs_over", "bomb")
     assert result.verdict == "timeout"
     assert loop.time() - began >= 2 * TIMEOUT_S - 0.01
@@ -189,7 +190,7 @@ async def test_a_process_that_waits_for_a_cpu_tells_how_long():
     try:
         for process in workers:
             os.sched_setaffinity(process.pid, cpu)
-        watched = Worker(workers[0].pid, frozenset(), None, None)
+        watched = RewardProcess(workers[0].pid, frozenset(), None, None)
         deadline = time.monotonic() + DEADLINE_S
         while watched.cpu_wait_s() < 0.05:
             assert time.monotonic() < deadline
@@ -302,6 +303,46 @@ async def test_a_cancelled_call_frees_its_worker(scorer):
     await until_gone(before)
 
 
+async def test_a_fork_that_is_cancelled_leaves_no_worker(monkeypatch):
+    forked: asyncio.Queue[RewardProcess] = asyncio.Queue()
+
+    async def silent(worker: RewardProcess) -> bytes:
+        forked.put_nowait(worker)
+        return await asyncio.Future()
+
+    monkeypatch.setattr(RewardProcess, "read", silent)
+    pool = WorkerPool(1, memory_bytes=0)
+    try:
+        start = asyncio.ensure_future(pool.start())
+        worker = await asyncio.wait_for(forked.get(), DEADLINE_S)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        assert worker.writer.transport.is_closing()
+        await until_gone(worker.pid)
+    finally:
+        await pool.aclose()
+
+
+async def test_nobody_waits_for_another_s_answers(open_scorer):
+    scorer = await open_scorer(reward_workers=1, reward_timeout_s=60.0)
+
+    async def hang() -> None:
+        CALLER.set("greedy")
+        await score(scorer, "hangs")
+
+    greedy = [asyncio.ensure_future(hang()) for _ in range(3)]
+    await asyncio.sleep(0)
+    try:
+        CALLER.set("modest")
+        assert (await asyncio.wait_for(score(scorer, "good"), DEADLINE_S)).score == 0.5
+        assert not any(task.done() for task in greedy)
+    finally:
+        for task in greedy:
+            task.cancel()
+        await asyncio.gather(*greedy, return_exceptions=True)
+
+
 async def test_many_callers_share_few_workers(open_scorer):
     scorer = await open_scorer(reward_workers=2)
     parts = [score(scorer, "scores", value=n % 7) for n in range(200)]
@@ -321,7 +362,7 @@ async def test_closing_ends_all_processes(open_scorer):
 
 async def test_an_awaiting_reward_runs_here_with_its_facilities(scorer):
     result = await score(scorer, "out_until", outages=0)
-    assert (result.score, result.details) == (0.5, {"facilities": "Facilities"})
+    assert (result.score, result.details) == (0.5, {"services": "SharedServices"})
 
 
 async def test_an_outage_of_an_awaiting_reward_is_tried_again(open_scorer):
@@ -361,7 +402,7 @@ class ScriptedOutbound:
 async def ask_model(open_scorer, *answers):
     outbound = ScriptedOutbound(*answers)
     scorer = await open_scorer(outbound)
-    part = PartConfig(name="reward_model", args={"url": "http://model/score", "timeout_s": 7})
+    part = ComponentConfig(name="reward_model", args={"url": "http://model/score", "timeout_s": 7})
     result = await scorer.score(part, Answer("p", "c", {"answer": "4"}))
     return result, outbound.asked
 
@@ -381,8 +422,16 @@ async def test_a_reward_model_that_stays_away_is_an_outage(open_scorer):
 
 @pytest.mark.parametrize(
     "answer",
-    [{}, {"score": "high"}, {"score": float("nan")}, [1.0], {"score": 1, "verdict": "splendid"}],
-    ids=["nothing", "text", "nan", "list", "verdict"],
+    [
+        {},
+        {"score": "high"},
+        {"score": float("nan")},
+        {"score": 1e39},
+        [1.0],
+        {"score": 1, "verdict": "splendid"},
+        {"score": 1, "details": {"text": "x" * 300_000}},
+    ],
+    ids=["nothing", "text", "nan", "huge", "list", "verdict", "details"],
 )
 async def test_a_reward_model_that_answers_nonsense_is_an_error(open_scorer, answer):
     with pytest.raises(RewardError) as caught:
@@ -397,19 +446,19 @@ async def test_a_function_of_trl_judges_chats_in_a_process_of_its_own(scorer):
     chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2="}]
     answer = Answer("Add.2+2=", "4", {"answer": "4"}, messages=chat)
     async with asyncio.timeout(DEADLINE_S):
-        result = await scorer.score(PartConfig(name="test/trl_chat"), answer)
+        result = await scorer.score(ComponentConfig(name="test/trl_chat"), answer)
         assert result.score == 1.0
         with pytest.raises(DataError, match="the row has no answer"):
-            await scorer.score(PartConfig(name="test/trl_chat"), Answer("", "4", {}))
+            await scorer.score(ComponentConfig(name="test/trl_chat"), Answer("", "4", {}))
 
 
 async def test_unknown_names_and_arguments_are_refused_before_anything_runs(scorer):
     with pytest.raises(UnknownName, match="did you mean 'exact'"):
-        scorer.prepare(PartConfig(name="exakt"))
+        await scorer.prepare(ComponentConfig(name="exakt"))
     with pytest.raises(ConfigError, match="reward 'exact': unknown key key"):
-        scorer.prepare(PartConfig(name="exact", args={"key": 1}))
+        await scorer.prepare(ComponentConfig(name="exact", args={"key": 1}))
     with pytest.raises(ConfigError, match="no JSON"):
-        scorer.prepare(PartConfig(name="test/scores", args={"value": {1, 2}}))
+        await scorer.prepare(ComponentConfig(name="test/scores", args={"value": {1, 2}}))
 
 
 async def test_a_reward_that_no_other_process_can_import_is_refused(scorer):
@@ -418,7 +467,7 @@ async def test_a_reward_that_no_other_process_can_import_is_refused(scorer):
 
     register_reward("test/local", local)
     with pytest.raises(ConfigError, match="define it at the top of a module"):
-        scorer.prepare(PartConfig(name="test/local"))
+        await scorer.prepare(ComponentConfig(name="test/local"))
 
 
 async def test_a_reward_that_was_registered_as_text_or_as_an_object_is_the_same(scorer):
@@ -427,3 +476,36 @@ async def test_a_reward_that_was_registered_as_text_or_as_an_object_is_the_same(
     register_reward("test/object", sample_rewards.plain_reward)
     assert (await score(scorer, "object", bonus=0.5)).score == 1.5
     assert make_reward("test/object", {})(Answer("", "3", {"answer": "4"})) == 0.0
+
+
+SLOW_PATTERN = "(?i)" + "[\0-\U0010ffff]" * 60
+
+
+async def test_a_pattern_that_takes_long_to_compile_is_refused_and_the_loop_goes_on(
+    scorer, monkeypatch
+):
+    monkeypatch.setattr(scoring, "CHECK_S", 0.1)
+    turns = 0
+
+    async def turn():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0.001)
+
+    turning = asyncio.create_task(turn())
+    try:
+        with pytest.raises(ConfigError, match=r"took longer than 0\.1 s to check"):
+            await scorer.prepare(ComponentConfig(name="exact", args={"pattern": SLOW_PATTERN}))
+        with pytest.raises(ConfigError, match="is not a regular expression"):
+            inner = {"name": "exact", "args": {"pattern": "("}}
+            await scorer.prepare(ComponentConfig(name="format", args={"inner": inner}))
+    finally:
+        turning.cancel()
+    assert turns > 10
+
+
+async def test_a_pattern_that_tries_every_way_to_match_is_cut_off(scorer):
+    reward = ComponentConfig(name="exact", args={"pattern": "(x+)+$"})
+    with pytest.raises(RewardError, match=r"took longer than|was killed"):
+        await scorer.score(reward, Answer("", "x" * 60 + "y", {"answer": "4"}))

@@ -57,7 +57,7 @@ def test_exact_without_the_field_is_a_data_error():
 
 def test_a_pattern_that_is_none_is_a_config_error():
     with pytest.raises(ConfigError, match="not a regular expression"):
-        make_reward("exact", {"pattern": "("})
+        make_reward("exact", {"pattern": "("}).check()
 
 
 ROW = {"answer": "5 apples at $300 make <<5*300=1500>>1500.\n#### 1,500"}
@@ -301,12 +301,12 @@ async def test_format_awaits_a_reward_that_awaits_others():
             assert body["completion"] == "4"
             return {"score": 0.25}
 
-    class Facilities:
+    class SharedServices:
         outbound = Outbound()
 
-    result = await reward.judge(Answer("p", GOOD, {}), Facilities())
+    result = await reward.score(Answer("p", GOOD, {}), SharedServices())
     assert (result.score, result.details) == (1.5, {"format": 1.0, "answer": 0.25})
-    assert (await reward.judge(Answer("p", "4", {}), Facilities())).verdict == "wrong_format"
+    assert (await reward.score(Answer("p", "4", {}), SharedServices())).verdict == "wrong_format"
 
 
 @pytest.mark.parametrize(

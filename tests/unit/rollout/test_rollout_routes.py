@@ -14,7 +14,7 @@ import uvicorn
 from headway.contracts.codec import decode_groups
 from headway.contracts.errors import DataError
 from headway.contracts.http import paths
-from headway.rollout.app import create_app
+from headway.rollout.service.app import create_app
 from tests.unit.rollout.generators import fails, never
 
 
@@ -143,7 +143,7 @@ async def test_cancelling_ends_what_waits_and_what_is_in_play(serve):
     await bench.until(lambda: not bench.generator.playing)
     assert (await bench.ledger.counts()).cancelled == 2
     answer = await wait(client, 1, rollout_ids=["plays"])
-    assert (answer.status_code, answer.json()["code"]) == (409, "fruitless")
+    assert (answer.status_code, answer.json()["code"]) == (409, "rollouts_failed")
     assert "'plays' is cancelled: not needed" in answer.json()["message"]
     assert (await client.post(paths.ROLLOUTS_CANCEL, json=body)).json() == {"cancelled": 0}
 

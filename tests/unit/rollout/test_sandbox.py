@@ -11,17 +11,17 @@ import pytest
 
 from headway.contracts.config.gateway import SandboxConfig
 from headway.contracts.errors import ConfigError, RewardOutage
-from headway.rollout.facilities import NoOutbound, Program
+from headway.rollout.components.shared_services import NoOutbound, Program
 from headway.rollout.sandbox import worker_handle
 from headway.rollout.sandbox.backends import (
     BUBBLEWRAP,
     LANDLOCK,
     UNSAFE,
     Backend,
-    Command,
+    SandboxCommand,
     Unavailable,
 )
-from headway.rollout.sandbox.choice import SandboxInTime, make_sandbox
+from headway.rollout.sandbox.choice import BackgroundSandbox, make_sandbox
 from headway.rollout.sandbox.pool import SandboxPool
 from headway.rollout.sandbox.probe import probe
 from headway.rollout.sandbox.values import Opaque, read_value, write_source
@@ -198,7 +198,7 @@ def until_gone(pids: list[int], timeout_s: float = 20.0) -> None:
 
 GATEWAY = """
 import asyncio, sys
-from headway.rollout.facilities import Program
+from headway.rollout.components.shared_services import Program
 from headway.rollout.sandbox import backends
 from headway.rollout.sandbox.pool import SandboxPool
 
@@ -248,7 +248,7 @@ if KIND == "silent": time.sleep(60)
 async def test_worker_that_fails_twice_is_an_outage_and_no_verdict(kind, monkeypatch):
     monkeypatch.setattr(worker_handle, "GRACE_S", 0.3)
     argv = [sys.executable, "-I", "-S", "-c", IMPOSTOR, kind]
-    pool = SandboxPool(Backend("impostor", "", "", lambda: Command(argv)), 1, 1.0)
+    pool = SandboxPool(Backend("impostor", "", "", lambda: SandboxCommand(argv)), 1, 1.0)
     await pool.start()
     with pytest.raises(RewardOutage, match="twice"):
         await pool.run(Program("print(1)", cpu_s=0.1))
@@ -258,7 +258,7 @@ async def test_worker_that_fails_twice_is_an_outage_and_no_verdict(kind, monkeyp
 
 async def test_backend_that_cannot_start_says_why():
     argv = [sys.executable, "-c", "import sys; sys.exit('no such luck')"]
-    pool = SandboxPool(Backend("broken", "", "", lambda: Command(argv)), 2, 1.0)
+    pool = SandboxPool(Backend("broken", "", "", lambda: SandboxCommand(argv)), 2, 1.0)
     with pytest.raises(Unavailable, match="no such luck"):
         await pool.start()
     assert pool.pids == []
@@ -328,7 +328,7 @@ async def test_unsafe_must_be_allowed_and_still_limits_resources():
 
 async def test_programs_wait_for_a_sandbox_that_starts_beside_its_service():
     unsafe = SandboxConfig(type="unsafe", allow_unsafe=True)
-    sandbox = SandboxInTime(make_sandbox(unsafe, NoOutbound()))
+    sandbox = BackgroundSandbox(make_sandbox(unsafe, NoOutbound()))
     await sandbox.start()
     try:
         assert (await sandbox.run(Program("print(1)"))).stdout == "1\n"
@@ -339,7 +339,7 @@ async def test_programs_wait_for_a_sandbox_that_starts_beside_its_service():
 async def test_a_sandbox_that_is_closed_while_it_starts_leaves_nothing():
     unsafe = SandboxConfig(type="unsafe", allow_unsafe=True)
     before = psutil.Process().children(recursive=True)
-    sandbox = SandboxInTime(make_sandbox(unsafe, NoOutbound()))
+    sandbox = BackgroundSandbox(make_sandbox(unsafe, NoOutbound()))
     await sandbox.start()
     async with asyncio.timeout(10.0):
         while psutil.Process().children(recursive=True) == before:  # noqa: ASYNC110

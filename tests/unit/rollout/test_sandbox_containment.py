@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.rollout.facilities import Outcome
+from headway.rollout.components.shared_services import ProgramResult
 from headway.rollout.sandbox.pool import SandboxPool
 from tests.unit.rollout.sandboxes import BACKENDS, open_pool, run
 
@@ -29,7 +29,7 @@ def can_fork(pool: SandboxPool) -> bool:
     return pool.backend.name == "bubblewrap"
 
 
-def value(outcome: Outcome, index: int = 0):
+def value(outcome: ProgramResult, index: int = 0):
     """What a call returned."""
     assert outcome.status == "ok", outcome.stderr
     return outcome.results[index]["value"]

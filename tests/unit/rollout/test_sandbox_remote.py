@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from headway.contracts.config.gateway import SandboxConfig
 from headway.contracts.errors import Forbidden, RewardOutage
-from headway.rollout.facilities import NoOutbound, Program
+from headway.rollout.components.shared_services import NoOutbound, Program
 from headway.rollout.sandbox.choice import make_sandbox
 from tests.unit.rollout.sandboxes import HttpOutbound
 

@@ -31,7 +31,7 @@ async def test_a_synchronous_consumer_plays_one_batch_per_version(open_service):
     assert await step(bench, 0) == ["r0", "r1"]
     await bench.until_counts(ready=2, consumed=2)
     assert await step(bench, 1) == ["r2", "r3"]
-    audit = await bench.service.audit()
+    audit = await bench.service.ledger.audit()
     assert (audit.max_staleness, audit.lost, audit.duplicated) == (0, 0, 0)
 
 
@@ -43,7 +43,7 @@ async def test_staleness_opens_that_many_batches_more(open_service):
     for number in range(4):
         await step(bench, number)
     await bench.until_counts(ready=6, consumed=8)
-    assert (await bench.service.audit()).max_staleness == 2
+    assert (await bench.service.ledger.audit()).max_staleness == 2
 
 
 async def test_a_due_group_holds_the_batch_back(open_service):
@@ -63,7 +63,7 @@ async def test_a_due_group_holds_the_batch_back(open_service):
     assert await bench.wait(1, "held", timeout_s=0.05) is None
     gate.set()
     assert await step(bench, 1, count=1) == ["r0"]
-    audit = await bench.service.audit()
+    audit = await bench.service.ledger.audit()
     assert (audit.max_staleness, audit.counts.stale) == (1, 0)
 
 
@@ -125,7 +125,7 @@ async def test_a_consumer_resumes_from_its_checkpoint(open_service):
     assert (counts.consumed, counts.delivered) == (2, 0)
     assert await step(bench, 4) == ["r2", "r3"]
     assert await step(bench, 5) == ["r4", "r5"]
-    audit = await bench.service.audit()
+    audit = await bench.service.ledger.audit()
     assert (audit.lost, audit.duplicated) == (0, 0)
 
 
@@ -177,13 +177,13 @@ async def test_what_was_in_play_before_the_consumer_attached_counts_too(open_ser
     await bench.until_counts(ready=2)
     assert await step(bench, 0) == ["early1", "early2"]
     assert await step(bench, 1) == ["late1", "late2"]
-    audit = await bench.service.audit()
+    audit = await bench.service.ledger.audit()
     assert (audit.max_staleness, audit.counts.stale) == (0, 0)
 
 
 async def test_updates_are_counted_once(open_service):
     bench = await open_service()
     for version in (1, 1, 2):
-        await bench.service.update_weights(WeightUpdateMeta(version, "nowhere"))
+        await bench.service.updates.update(WeightUpdateMeta(version, "nowhere"))
     status = await bench.service.status()
     assert (status.version, status.updates) == (2, 2)

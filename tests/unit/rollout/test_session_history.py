@@ -9,9 +9,9 @@ import pytest
 
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.types import LLMResponse, Prompt, RewardResult, Trajectory
-from headway.rollout.sessions.chat import Ask, Message
-from headway.rollout.sessions.history import History
-from headway.rollout.workflows.base import Sample
+from headway.rollout.sessions.chat import Message, TurnRequest
+from headway.rollout.sessions.history import HistoryTree
+from headway.rollout.trajectories.sample import Sample
 from tests.unit.rollout.games import CHATML, byte_tokenizer, check_row, ids_of, logprob_of, said
 
 SAMPLE = Sample("r", Prompt(group_id="g", text=""), 3)
@@ -36,13 +36,13 @@ class Play:
     """A client that keeps what it was told."""
 
     def __init__(self, folder: Path, template: str = CHATML) -> None:
-        self.history = History(byte_tokenizer(folder, template))
+        self.history = HistoryTree(byte_tokenizer(folder, template))
 
     def turn(
         self, messages: list[Message], answer: str, version: int = 0, **fields: Any
     ) -> list[Message]:
         """What the client sends next, but for what it adds."""
-        place = self.history.place(Ask(messages, SamplingConfig(), **fields))
+        place = self.history.place(TurnRequest(messages, SamplingConfig(), **fields))
         tokens = ids_of(answer)
         told = {"role": "assistant", "content": answer.removesuffix("<|im_end|>")}
         response = LLMResponse(

@@ -21,18 +21,19 @@ from headway.contracts.errors import (
 )
 from headway.contracts.http.sessions import SessionEndRequest
 from headway.contracts.types import Prompt, RewardResult
-from headway.rollout.faces.error_shapes import InvalidField
+from headway.dialects.error_shapes import InvalidField
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.sessions import sessions as desk
-from headway.rollout.sessions.board import Board
-from headway.rollout.sessions.chat import Ask, Chat
+from headway.rollout.sessions.chat import Chat, TurnRequest
+from headway.rollout.sessions.session_directory import SessionDirectory
 from headway.rollout.sessions.sessions import Sessions
-from headway.rollout.workflows.base import Sample, Stage
+from headway.rollout.trajectories.sample import Sample
+from headway.rollout.workflows.base import RolloutContext
 from headway.rollout.workflows.session import SessionArgs, SessionWorkflow
 from tests.unit.rollout.games import NOTHING, Judge, ScriptedPolicy, byte_tokenizer, said
 
 SAMPLE = Sample("r", Prompt(group_id="g", text="2+2", data={"answer": "4"}), 0)
-HELLO = Ask([{"role": "user", "content": "hello"}], SamplingConfig())
+HELLO = TurnRequest([{"role": "user", "content": "hello"}], SamplingConfig())
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ async def test_a_session_is_found_by_its_key_and_heard_of_after_its_end(chat: Ch
             house.find("session-0", one.key)
     assert house.num_open == 0
     with pytest.raises(SessionEnded, match="has ended"):
-        await house.find(one.id, one.key).play(HELLO)
+        await house.find(one.id, one.key).run_turn(HELLO)
 
 
 async def test_the_oldest_end_is_forgotten(chat: Chat, monkeypatch: pytest.MonkeyPatch):
@@ -125,7 +126,7 @@ class Agent:
         told = body["session"]
         session = self._house.find(told["session_id"], told["api_key"])
         for _ in range(self._turns):
-            await session.play(HELLO)
+            await session.run_turn(HELLO)
         return self._answer
 
 
@@ -138,9 +139,9 @@ async def play_agent(chat: Chat, answer: Any, turns: int = 1, **args: Any):
     house.address = "http://gate"
     agent = Agent(house, answer, turns)
     judge = Judge(lambda text: RewardResult(float(text == "4"), {"by": "judge"}))
-    facilities = replace(NOTHING, outbound=agent)
-    stage = Stage(chat.generate, judge, facilities, house)
-    rows = await workflow(chat, agent_url="http://agent/play", **args).run(SAMPLE, stage)
+    services = replace(NOTHING, outbound=agent)
+    context = RolloutContext(chat.generate, judge, services, house)
+    rows = await workflow(chat, agent_url="http://agent/play", **args).run(SAMPLE, context)
     return rows, agent, judge
 
 
@@ -172,28 +173,28 @@ async def test_an_agent_that_answers_badly_fails_its_rollout(chat: Chat, answer:
 
 
 async def test_an_agent_that_played_nothing_fails_its_rollout(chat: Chat):
-    with pytest.raises(InvalidField, match="no turn was played"):
+    with pytest.raises(InvalidField, match="no turn was made"):
         await play_agent(chat, {"reward": 1.0}, turns=0)
 
 
 async def test_an_agent_that_goes_on_and_never_ends_fails_by_its_idle_time(chat: Chat):
     house = sessions(idle_timeout_s=0.05)
     house.address = "http://gate"
-    facilities = replace(NOTHING, outbound=Agent(house, {"goes_on": True}))
-    stage = Stage(chat.generate, Judge(lambda _: RewardResult(0.0)), facilities, house)
+    services = replace(NOTHING, outbound=Agent(house, {"goes_on": True}))
+    context = RolloutContext(chat.generate, Judge(lambda _: RewardResult(0.0)), services, house)
     with pytest.raises(WorkflowError, match=r"sessions.idle_timeout_s=0.05"):
-        await workflow(chat, agent_url="http://agent/play").run(SAMPLE, stage)
+        await workflow(chat, agent_url="http://agent/play").run(SAMPLE, context)
 
 
 async def test_a_service_without_sessions_says_so(chat: Chat):
-    stage = Stage(chat.generate, Judge(lambda _: RewardResult(0.0)), NOTHING)
+    context = RolloutContext(chat.generate, Judge(lambda _: RewardResult(0.0)), NOTHING)
     with pytest.raises(ConfigError, match="keeps no sessions"):
-        await workflow(chat).run(SAMPLE, stage)
+        await workflow(chat).run(SAMPLE, context)
 
 
 async def test_the_same_end_is_told_again_and_another_is_not(chat: Chat):
     async with sessions().open(SAMPLE, chat) as session:
-        await session.play(HELLO)
+        await session.run_turn(HELLO)
         session.end(SessionEndRequest(reward=1.0))
         session.end(SessionEndRequest(reward=1.0))
         with pytest.raises(Exception, match="another reward or reason"):
@@ -205,7 +206,7 @@ async def test_gateways_that_share_a_ledger_find_each_others_sessions(chat: Chat
     ledger = SqliteLedger(":memory:")
     await ledger.open("one", 30.0)
     config = [SessionsConfig(public_url=f"https://gate-{name}.example") for name in "ab"]
-    here, there = (Sessions(one, 60.0, Board(ledger)) for one in config)
+    here, there = (Sessions(one, 60.0, SessionDirectory(ledger)) for one in config)
     looking = asyncio.create_task(here.until_open("r", "http://here", timeout_s=10.0))
     async with there.open(SAMPLE, chat) as session:
         told = await looking
@@ -213,8 +214,8 @@ async def test_gateways_that_share_a_ledger_find_each_others_sessions(chat: Chat
         assert told.end_url == f"https://gate-b.example/v1/sessions/{session.id}/end"
         neighbour = replace(SAMPLE, rollout_id="s")
         async with here.open(neighbour, chat), here.open(SAMPLE, chat) as newer:
-            found = await Board(ledger).find("r")
+            found = await SessionDirectory(ledger).find("r")
             assert found is not None and found.session_id == newer.id
-    assert await Board(ledger).find("r") is None
-    assert await Board(ledger).find("s") is None
+    assert await SessionDirectory(ledger).find("r") is None
+    assert await SessionDirectory(ledger).find("s") is None
     await ledger.close()

@@ -12,12 +12,12 @@ from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.errors import Fenced, StateError, SyncError
 from headway.contracts.http.weights import WeightRecord, WeightReservation
 from headway.contracts.types import WeightUpdateMeta
-from headway.rollout.fleet import roll_call
-from headway.rollout.fleet.fleet import Fleet
 from headway.rollout.fleet.registry.memory import MemoryRegistry
-from headway.rollout.publishing import turn
-from headway.rollout.publishing.book import WeightBook
-from headway.rollout.publishing.turn import PublicationTurn
+from headway.rollout.gateway.fleet import Fleet
+from headway.rollout.publishing import membership_sync
+from headway.rollout.versions import publication_lock
+from headway.rollout.versions.publication_lock import PublicationLock
+from headway.rollout.versions.publication_state import PublicationState
 from tests.unit.rollout.weight_server import Gateway, WeightServer
 from tests.waiting import until
 
@@ -31,12 +31,12 @@ class SharedNotes:
         self.notes: dict[str, str] = {}
         self.is_away = False
 
-    async def get_note(self, key: str) -> str | None:
+    async def get_value(self, key: str) -> str | None:
         await asyncio.sleep(0)
         self._check()
         return self.notes.get(key)
 
-    async def swap_note(self, key: str, old: str | None, new: str) -> bool:
+    async def compare_and_set(self, key: str, old: str | None, new: str) -> bool:
         await asyncio.sleep(0)
         self._check()
         if self.notes.get(key) != old:
@@ -58,15 +58,15 @@ class Store:
 
     @asynccontextmanager
     async def gateway(self, *servers: WeightServer, **settings) -> AsyncIterator[Gateway]:
-        book = WeightBook(self.notes)
-        await book.open()
-        fleet = Fleet(FleetConfig(**settings), book, registry=self.registry)
+        state = PublicationState(self.notes)
+        await state.open()
+        fleet = Fleet(FleetConfig(**settings), state, registry=self.registry)
         started = [server for server in servers if not server.url]
         for server in started:
             await server.start()
         await fleet.start()
         try:
-            yield Gateway(fleet, book, list(servers))
+            yield Gateway(fleet, state, list(servers))
         finally:
             await fleet.aclose()
             for server in started:
@@ -76,8 +76,8 @@ class Store:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
-    monkeypatch.setattr(roll_call, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(turn, "LOOK_S", 0.01)
+    monkeypatch.setattr(membership_sync, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(publication_lock, "LOOK_S", 0.01)
     return Store()
 
 
@@ -116,21 +116,21 @@ async def test_each_gateway_sees_all_servers(store: Store):
 
 async def test_a_version_published_through_one_serves_on_all(store: Store):
     async with two(store) as (one, other):
-        turned = other.fleet.turned.event()
-        assert await one.fleet.update_weights(update(1)) == 1
+        changed = other.state.changed.event()
+        assert await one.fleet.weights.update_weights(update(1)) == 1
         assert [gateway.servers[0].version for gateway in (one, other)] == [1, 1]
         await until(lambda: other.fleet.version == 1)
-        assert turned.is_set()
-        assert await other.fleet.update_weights(update(2)) == 2
+        assert changed.is_set()
+        assert await other.fleet.weights.update_weights(update(2)) == 2
         await until(lambda: one.fleet.version == 2)
         await until_all(one, other, {"a": "ready", "b": "ready"})
-        assert one.book.epoch == other.book.epoch
+        assert one.state.epoch == other.state.epoch
 
 
 async def test_nobody_is_fenced_while_another_gateway_publishes(store: Store):
     async with two(store) as (one, other):
         go = other.servers[0].holds_commit()
-        publishing = asyncio.create_task(one.fleet.update_weights(update(1)))
+        publishing = asyncio.create_task(one.fleet.weights.update_weights(update(1)))
         await until(lambda: one.servers[0].version == 1)
         for _ in range(20):  # the one serves it, the other does not yet
             one.heartbeat()
@@ -149,7 +149,7 @@ async def test_versions_that_come_faster_than_reports_fence_nobody(store: Store,
         await exchange(other, one)
         for version in range(1, 5):
             before = other.servers[0].report()
-            await one.fleet.update_weights(update(version))
+            await one.fleet.weights.update_weights(update(version))
             other.fleet.report(before)
             await exchange(other, one)
         assert fences(caplog) == []
@@ -158,7 +158,7 @@ async def test_versions_that_come_faster_than_reports_fence_nobody(store: Store,
 
 async def test_who_goes_astray_is_fenced_and_brought_back(store: Store, caplog):
     async with two(store) as (one, other):
-        await one.fleet.update_weights(update(1))
+        await one.fleet.weights.update_weights(update(1))
         await until_all(one, other, {"a": "ready", "b": "ready"})
         (stray,) = other.servers
         stray.version, stray.digest = 0, ""
@@ -182,7 +182,7 @@ async def test_who_could_not_stage_is_fenced_everywhere_and_caught_up_by_its_own
     async with two(store, straggler_s=0.0, quorum=0.5) as (one, other):
         slow = other.servers[0]
         slow.refusal = SyncError("no space")
-        assert await one.fleet.update_weights(update(1)) == 1
+        assert await one.fleet.weights.update_weights(update(1)) == 1
         await until(lambda: other.states()["b"] == "fenced")
         assert one.states()["b"] == "fenced"
         slow.refusal = None
@@ -193,10 +193,10 @@ async def test_who_could_not_stage_is_fenced_everywhere_and_caught_up_by_its_own
 async def test_publications_take_turns_and_a_repeat_elsewhere_is_no_work(store: Store):
     async with two(store) as (one, other):
         go = one.servers[0].holds_prepare()
-        first = asyncio.create_task(one.fleet.update_weights(update(1)))
+        first = asyncio.create_task(one.fleet.weights.update_weights(update(1)))
         await until(lambda: one.servers[0].prepares)
-        again = asyncio.create_task(other.fleet.update_weights(update(1)))
-        second = asyncio.create_task(other.fleet.update_weights(update(2)))
+        again = asyncio.create_task(other.fleet.weights.update_weights(update(1)))
+        second = asyncio.create_task(other.fleet.weights.update_weights(update(2)))
         await asyncio.sleep(0.1)
         assert len(one.servers[0].prepares) == 1
         go.set()
@@ -213,7 +213,7 @@ async def test_a_gateway_that_dies_while_it_publishes_is_succeeded(store: Store)
         async with store.gateway(first, lease_s=0.4) as one:
             await until_all(one, other, {"a": "ready", "b": "ready"})
             first.holds_prepare()
-            dying = asyncio.create_task(one.fleet.update_weights(update(1)))
+            dying = asyncio.create_task(one.fleet.weights.update_weights(update(1)))
             await until(lambda: first.prepares)
             # What a kill leaves behind: the note of the turn, and an epoch without a version.
             left = dict(store.notes.notes)
@@ -222,7 +222,7 @@ async def test_a_gateway_that_dies_while_it_publishes_is_succeeded(store: Store)
             store.notes.notes.update(left)
         first.on_prepare = None
         other.servers.append(first)  # it reports to the next
-        publishing = asyncio.create_task(other.fleet.update_weights(update(1)))
+        publishing = asyncio.create_task(other.fleet.weights.update_weights(update(1)))
         await until(lambda: other.heartbeat() or publishing.done())
         assert publishing.result() == 1
         assert (first.version, other.servers[0].version) == (1, 1)
@@ -230,7 +230,7 @@ async def test_a_gateway_that_dies_while_it_publishes_is_succeeded(store: Store)
 
 
 async def test_a_gateway_that_was_overtaken_commits_nothing(store: Store):
-    one, other = WeightBook(store.notes), WeightBook(store.notes)
+    one, other = PublicationState(store.notes), PublicationState(store.notes)
     await one.open()
     await other.open()
     epoch = await one.next_epoch(2)
@@ -243,46 +243,46 @@ async def test_a_gateway_that_was_overtaken_commits_nothing(store: Store):
 
 
 async def test_epochs_are_unique_over_gateways(store: Store):
-    books = [WeightBook(store.notes) for _ in range(4)]
-    for book in books:
-        await book.open()
-    epochs = await asyncio.gather(*(book.next_epoch(1) for book in books for _ in range(10)))
+    books = [PublicationState(store.notes) for _ in range(4)]
+    for state in books:
+        await state.open()
+    epochs = await asyncio.gather(*(state.next_epoch(1) for state in books for _ in range(10)))
     assert len(set(epochs)) == 40
 
 
 async def test_the_turn_is_one_s_only(store: Store):
-    turns = [PublicationTurn(store.notes, 30.0) for _ in range(3)]
+    turns = [PublicationLock(store.notes, 30.0) for _ in range(3)]
     holders = most = 0
 
-    async def work(turn: PublicationTurn) -> None:
+    async def work(publication_lock: PublicationLock) -> None:
         nonlocal holders, most
-        async with turn.held():
+        async with publication_lock.held():
             holders += 1
             most = max(most, holders)
             await asyncio.sleep(0.01)
             holders -= 1
 
-    await asyncio.gather(*(work(turn) for turn in turns for _ in range(3)))
+    await asyncio.gather(*(work(publication_lock) for publication_lock in turns for _ in range(3)))
     assert most == 1
 
 
 async def test_the_turn_of_a_former_process_at_the_same_place_is_not_waited_for(store: Store):
-    former, heir = (PublicationTurn(store.notes, 30.0, "here") for _ in range(2))
+    former, heir = (PublicationLock(store.notes, 30.0, "here") for _ in range(2))
     async with asyncio.timeout(10.0), former.held(), heir.held():
         await former.look()
         assert not former.is_elsewhere
-        other = PublicationTurn(store.notes, 30.0, "there")
+        other = PublicationLock(store.notes, 30.0, "there")
         await other.look()
         assert other.is_elsewhere
 
 
 async def test_who_starts_again_gives_back_the_turn_that_it_held(store: Store):
-    former, other = (PublicationTurn(store.notes, 30.0, place) for place in ("here", "there"))
+    former, other = (PublicationLock(store.notes, 30.0, place) for place in ("here", "there"))
     async with asyncio.timeout(10.0), former.held():
         await other.inherit()
         await other.look()
         assert other.is_elsewhere
-        await PublicationTurn(store.notes, 30.0, "here").inherit()
+        await PublicationLock(store.notes, 30.0, "here").inherit()
         async with other.held():
             pass
 
@@ -314,27 +314,27 @@ async def test_a_store_that_is_away_costs_no_server(store: Store):
             await asyncio.sleep(0.02)
             assert one.states() == other.states() == {"a": "ready", "b": "ready"}
         store.notes.is_away = False
-        await one.fleet.update_weights(update(1))
+        await one.fleet.weights.update_weights(update(1))
         await until_all(one, other, {"a": "ready", "b": "ready"})
 
 
-@pytest.mark.parametrize("seat", ["a", "b"], ids=["own", "of_the_other_gateway"])
-async def test_a_server_that_is_reserved_through_one_stays_for_all(store: Store, seat: str):
+@pytest.mark.parametrize("group_rank", ["a", "b"], ids=["own", "of_the_other_gateway"])
+async def test_a_server_that_is_reserved_through_one_stays_for_all(store: Store, group_rank: str):
     async with two(store) as (one, other):
-        await one.fleet.update_weights(update(1))
+        await one.fleet.weights.update_weights(update(1))
         await until_all(one, other, {"a": "ready", "b": "ready"})
-        busy = one.fleet._members.find("a" if seat == "b" else "b")
+        busy = one.fleet._members.find("a" if group_rank == "b" else "b")
         busy.outstanding_tokens = 9  # the other one has less to do
-        await one.fleet.reserve(WeightReservation(name="e", version=1))
-        await other.fleet.update_weights(update(2))
-        states = {"a": "ready", "b": "ready", seat: "reserved"}
+        await one.fleet.weights.reserve(WeightReservation(name="e", version=1))
+        await other.fleet.weights.update_weights(update(2))
+        states = {"a": "ready", "b": "ready", group_rank: "reserved"}
         await until_all(one, other, states)
         versions = {
             server.name: server.version for gateway in (one, other) for server in gateway.servers
         }
-        assert versions == {"a": 2, "b": 2, seat: 1}
+        assert versions == {"a": 2, "b": 2, group_rank: 1}
         assert other.fleet.has(1)
-        await other.fleet.end_reservation("e")
+        await other.fleet.weights.end_reservation("e")
         await until_all(one, other, {"a": "ready", "b": "ready"})
         assert {server.version for gateway in (one, other) for server in gateway.servers} == {2}
 
@@ -342,7 +342,7 @@ async def test_a_server_that_is_reserved_through_one_stays_for_all(store: Store,
 async def test_what_a_server_answered_is_not_undone_by_what_it_had_told_another(store: Store):
     async with two(store) as (one, other):
         before = other.servers[0].report()
-        await one.fleet.update_weights(update(1))
+        await one.fleet.weights.update_weights(update(1))
         member = one.fleet._members.find("b")
-        assert one.fleet._members.overhear(before, age_s=1.0) is None
+        assert one.fleet._members.on_shared_report(before, age_s=1.0) is None
         assert member.report.version == 1

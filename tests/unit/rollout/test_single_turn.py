@@ -1,14 +1,15 @@
 import numpy as np
 import pytest
 
+from headway.contracts.config.base import WorkflowRef
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import ConfigError, RewardError, UnknownName
-from headway.contracts.types import LLMRequest, LLMResponse, Prompt, RewardResult, WorkflowRef
+from headway.contracts.types import LLMRequest, LLMResponse, Prompt, RewardResult
 from headway.rollout.rewards.base import Answer
+from headway.rollout.trajectories.sample import Sample
 from headway.rollout.workflows.base import (
     WORKFLOWS,
-    Sample,
-    Stage,
+    RolloutContext,
     make_workflow,
     register_workflow,
     workflow_schema,
@@ -49,8 +50,8 @@ def workflow(tokenizer, **sampling):
 
 
 async def play(workflow, index=0, generate=None, score=score, rollout_id="r1"):
-    stage = Stage(generate or Generator(), score, NOTHING)
-    (row,) = await workflow.run(Sample(rollout_id, PROMPT, index), stage)
+    context = RolloutContext(generate or Generator(), score, NOTHING)
+    (row,) = await workflow.run(Sample(rollout_id, PROMPT, index), context)
     return row
 
 
@@ -133,3 +134,12 @@ def test_a_class_that_is_no_workflow_is_refused(plain_tokenizer, monkeypatch):
 def test_arguments_are_told_as_a_schema():
     schema = workflow_schema("single_turn")
     assert (schema["type"], schema["additionalProperties"]) == ("object", False)
+
+
+async def test_the_first_sample_of_a_group_is_greedy_if_asked(plain_tokenizer):
+    ref = WorkflowRef(name="single_turn", args={"greedy_first": True})
+    workflow = make_workflow(ref, plain_tokenizer, SamplingConfig(temperature=0.7))
+    generate = Generator()
+    for index in range(3):
+        await play(workflow, index, generate)
+    assert [req.gconfig.temperature for req in generate.requests] == [0.0, 0.7, 0.7]

@@ -2,9 +2,10 @@ import numpy as np
 import pytest
 
 from headway.contracts.errors import BackendError
+from headway.contracts.sampling_mask import SamplingMask
 from headway.contracts.types import LLMResponse, Prompt, RewardResult, Turn
-from headway.rollout.workflows.base import Sample
-from headway.rollout.workflows.transcript import Transcript
+from headway.rollout.trajectories.sample import Sample
+from headway.rollout.trajectories.transcript import Transcript
 
 SAMPLE = Sample("r1", Prompt(group_id="g7", group_size=4, text="hello"), 2)
 
@@ -70,4 +71,30 @@ def test_columns_that_do_not_match_are_a_fault_of_the_server(logprobs, runs):
     row = Transcript([1])
     with pytest.raises(BackendError, match=r"'r1\.2' was answered with 2 tokens"):
         row.sample(response([7, 8], logprobs, runs))
+    assert (row.ids, row.turns) == ((1,), ())
+
+
+def masked(tokens: list[int], *sets: tuple[int, ...]) -> LLMResponse:
+    mask = SamplingMask.of([np.array(ids, np.int32) for ids in sets])
+    plain = response(tokens, [-0.1] * len(tokens), [(3, 0, len(tokens))])
+    return plain.model_copy(update={"sampling_mask": mask})
+
+
+def test_masks_of_turns_are_one_over_the_row():
+    row = Transcript([1, 6])
+    row.sample(masked([7, 8], (7, 9), ()))
+    row.observe([3])
+    row.sample(response([2], [-0.3], [(3, 0, 1)]))
+    row.sample(masked([4], (4,)))
+    row.observe([5])
+    mask = row.trajectory(SAMPLE, RewardResult(1.0)).sampling_mask
+    assert mask.counts.tolist() == [0, 0, 2, 0, 0, 0, 1, 0]
+    assert mask.tokens.tolist() == [7, 9, 4]
+    assert Transcript([1]).trajectory(SAMPLE, RewardResult(1.0)).sampling_mask is None
+
+
+def test_a_mask_without_a_token_that_was_drawn_is_a_fault_of_the_server():
+    row = Transcript([1])
+    with pytest.raises(BackendError, match="without the token 8 that was drawn at 1"):
+        row.sample(masked([7, 8], (7,), (9,)))
     assert (row.ids, row.turns) == ((1,), ())

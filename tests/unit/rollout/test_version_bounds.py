@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from headway.contracts.config.base import PartConfig
-from headway.contracts.errors import ErrorBudgetExceeded, Fruitless
+from headway.contracts.config.base import ComponentConfig
+from headway.contracts.errors import ErrorBudgetExceeded, RolloutsFailed
 from headway.contracts.types import VersionBounds
 from tests.unit.rollout.generators import never
 
@@ -30,7 +30,7 @@ async def test_a_rollout_fails_once_its_version_is_past(open_service):
     await bench.submit("late", versions=VersionBounds(max_version=2))
     await bench.submit("in-time", versions=VersionBounds(max_version=3))
     assert await bench.wait(1, "d1", rollout_ids=("in-time",))
-    with pytest.raises(Fruitless, match=r"version 3 serves, versions\.max_version=2"):
+    with pytest.raises(RolloutsFailed, match=r"version 3 serves, versions\.max_version=2"):
         await bench.wait(1, "d2", rollout_ids=("late",))
 
 
@@ -50,13 +50,13 @@ async def test_a_pinned_group_that_meets_a_swap_is_played_anew(open_service):
     gate.set()
     (group,) = await bench.wait(1)
     assert {int(v) for row in group.trajectories for v in row.versions} == {-1, 1}
-    assert (await bench.service.audit()).requeues == 2
+    assert (await bench.service.ledger.audit()).requeues == 2
 
 
 async def test_a_filter_drops_groups_and_their_capacity_returns(open_service):
     bench = await open_service()
     await bench.attach(batch_size=2, max_staleness=0)
-    keep_mixed = PartConfig(name="reward_range", args={"low": 0.0, "high": 1.0})
+    keep_mixed = ComponentConfig(name="reward_range", args={"low": 0.0, "high": 1.0})
     await bench.submit("all-wrong", size=2, filter=keep_mixed)
     await bench.until_counts(filtered=2)
     assert (await bench.service.status()).capacity == 2
@@ -72,7 +72,7 @@ async def test_a_timeout_counts_from_submission(open_service):
     bench = await open_service(never, error_budget=9, lease_s=0.2)
     await bench.submit("a", timeout_s=0.1)
     await bench.until_counts(failed=1)
-    with pytest.raises(Fruitless, match=r"timeout_s=0\.1"):
+    with pytest.raises(RolloutsFailed, match=r"timeout_s=0\.1"):
         await bench.wait(1, rollout_ids=("a",))
 
 
@@ -84,7 +84,7 @@ async def test_higher_priority_is_played_first(open_service):
         return [7]
 
     bench = await open_service(note, max_concurrent=1)
-    await bench.service.drain()
+    await bench.service.executor.stop_claiming()
     for name, priority in (("a", 0), ("b", 5), ("c", 5), ("d", -1)):
         await bench.submit(name, priority=priority)
     again = await open_service(note, ledger=bench.ledger, max_concurrent=1)
@@ -118,7 +118,7 @@ async def test_a_version_that_some_servers_keep_is_played_although_a_newer_one_s
     assert set(group.trajectories[0].versions) == {-1, 2}
     bench.generator.kept = None
     await bench.submit("gone", versions=exactly)
-    with pytest.raises(Fruitless, match=r"version 3 serves, versions\.max_version=2"):
+    with pytest.raises(RolloutsFailed, match=r"version 3 serves, versions\.max_version=2"):
         await bench.wait(1, "d2", rollout_ids=("gone",))
 
 
@@ -144,5 +144,7 @@ async def test_failures_of_others_do_not_spend_the_attached_consumers_budget(ope
     await bench.until_counts(failed=3)
     await bench.submit("mine")
     assert await bench.wait(1, "d1")
-    with pytest.raises(ErrorBudgetExceeded, match="3 of the last 3 rollouts failed"):
+    with pytest.raises(
+        ErrorBudgetExceeded, match="3 of the last 3 rollouts of 'evaluation' failed"
+    ):
         await bench.wait(1, "d2", consumer="evaluation")

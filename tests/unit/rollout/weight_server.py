@@ -26,10 +26,10 @@ from headway.contracts.http.weights import (
     WeightUpdateResponse,
 )
 from headway.contracts.types import LLMRequest, LLMResponse
-from headway.rollout.fleet.fleet import Fleet
+from headway.rollout.gateway.fleet import Fleet
 from headway.rollout.ledger.sqlite import SqliteLedger
-from headway.rollout.publishing.book import WeightBook
 from headway.rollout.publishing.orders import is_group
+from headway.rollout.versions.publication_state import PublicationState
 
 DEADLINE_S = 10.0
 
@@ -113,7 +113,7 @@ class WeightServer:
         hold = self.on_prepare
 
         async def meet(order: WeightPrepareRequest) -> None:
-            if order.seat is not None and order.seat.world_size == world_size:
+            if order.group_rank is not None and order.group_rank.world_size == world_size:
                 await hold(order)
 
         self.on_prepare = meet
@@ -133,14 +133,14 @@ class WeightServer:
         return self._garble(request) or await _answer(self._stage(order))
 
     async def _stage(self, order: WeightPrepareRequest) -> WeightPrepareResponse:
-        self._heed(order.epoch)
+        self._check_epoch(order.epoch)
         self._aborted.clear()
         if self.on_prepare is not None:
             await self.on_prepare(order)
         if self.refusal is not None:
             raise self.refusal
         known = None if self.staged is None else self.staged.version
-        if is_group(order.path) and order.seat is None and known != order.version:
+        if is_group(order.path) and order.group_rank is None and known != order.version:
             raise SyncError(f"{order.path} is a process group, and no seat was given")
         digest = self.digests.get(order.version, f"d{order.version}")
         if order.digest not in (None, digest):
@@ -154,7 +154,7 @@ class WeightServer:
         return self._garble(request) or await _answer(self._swap(order))
 
     async def _swap(self, order: WeightCommitRequest) -> WeightUpdateResponse:
-        self._heed(order.epoch)
+        self._check_epoch(order.epoch)
         if self.on_commit is not None:
             await self.on_commit(order)
         if self.commit_failure is not None:
@@ -193,7 +193,7 @@ class WeightServer:
     def _garble(self, request: web.Request) -> web.Response | None:
         return web.Response(text="{}") if request.path == self.garbled else None
 
-    def _heed(self, epoch: int) -> None:
+    def _check_epoch(self, epoch: int) -> None:
         if epoch < self.epoch:
             raise Fenced(f"epoch {epoch} is over")
         self.epoch = epoch
@@ -209,9 +209,9 @@ async def _answer(work: Awaitable[BaseModel]) -> web.Response:
 class Gateway:
     """A fleet over a ledger, with the servers that reported themselves to it."""
 
-    def __init__(self, fleet: Fleet, book: WeightBook, servers: list[WeightServer]) -> None:
+    def __init__(self, fleet: Fleet, state: PublicationState, servers: list[WeightServer]) -> None:
         self.fleet = fleet
-        self.book = book
+        self.state = state
         self.servers = servers
 
     def states(self) -> dict[str, str]:
@@ -239,14 +239,14 @@ async def opened_gateway(
     own = SqliteLedger(":memory:")
     if ledger is None:
         await own.open("gateway", 30.0)
-    book = WeightBook(ledger or own)
-    await book.open()
-    fleet = Fleet(FleetConfig(**settings), book)
+    state = PublicationState(ledger or own)
+    await state.open()
+    fleet = Fleet(FleetConfig(**settings), state)
     await fleet.start()
     started = [server for server in servers if not server.url]
     for server in started:
         await server.start()
-    gateway = Gateway(fleet, book, list(servers))
+    gateway = Gateway(fleet, state, list(servers))
     gateway.heartbeat()
     try:
         yield gateway

@@ -14,7 +14,7 @@ from headway.contracts.config.gateway import INCLUDED, ROLES, GatewayConfig, Ser
 from headway.contracts.config.server import FakeBackendConfig, ServerConfig
 from headway.contracts.errors import ConfigError, Forbidden, Unauthorized
 from headway.contracts.http import paths
-from headway.rollout.gateway import make_gateway
+from headway.rollout.gateway.main import make_gateway
 from headway.runtime.access import NOBODY, Access, Token
 from headway.runtime.http_service import create_service
 from headway.runtime.json_route import JsonRoute

@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from headway.runtime.blocking import BlockingConnections, Patience
-from headway.runtime.connections import Answer, BrokenOff, NotConnected
+from headway.runtime.blocking import BlockingConnections, Timeouts
+from headway.runtime.connections import ConnectionBroken, HttpResponse, NotConnected
 
-PATIENCE = Patience(connect_s=5.0, silent_s=10.0)
+TIMEOUTS = Timeouts(connect_s=5.0, silent_s=10.0)
 OK = b"HTTP/1.1 200 OK\r\nRetry-After: 3\r\ncontent-length: 2\r\n\r\nhi"
 
 Serve = Callable[["Peer"], None]
@@ -89,8 +89,8 @@ def opened(serve: Serve) -> Iterator[tuple[Service, BlockingConnections]]:
         service.close()
 
 
-def post(calls: BlockingConnections, url: str, body: bytes = b"{}") -> Answer:
-    return calls.ask("POST", url, body, PATIENCE)
+def post(calls: BlockingConnections, url: str, body: bytes = b"{}") -> HttpResponse:
+    return calls.ask("POST", url, body, TIMEOUTS)
 
 
 def always(peer: Peer) -> None:
@@ -213,7 +213,7 @@ def test_an_answer_that_is_not_whole(said: bytes):
         peer.hear()
         peer.sock.sendall(said)
 
-    with opened(serve) as (service, calls), pytest.raises(BrokenOff):
+    with opened(serve) as (service, calls), pytest.raises(ConnectionBroken):
         post(calls, service.url)
 
 
@@ -226,6 +226,6 @@ def test_a_service_that_is_silent_and_the_next_request():
 
     with opened(serve) as (service, calls):
         with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
-            calls.ask("POST", service.url, b"{}", Patience(connect_s=5.0, silent_s=0.05))
+            calls.ask("POST", service.url, b"{}", Timeouts(connect_s=5.0, silent_s=0.05))
         assert post(calls, service.url, b"speak").content == b"hi"
         assert service.num_connections == 2

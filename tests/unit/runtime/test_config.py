@@ -80,6 +80,14 @@ def test_an_unknown_key_inside_a_union_is_named_as_it_was_written(write, kind, k
     assert message == f"unknown key backend.{key}; did you mean '{nearest}'?"
 
 
+def test_a_key_of_another_type_is_named_as_such(write):
+    file = write("a.yaml", "model: {path: m}\nbackend: {type: sglang, max_sequences: 3}\n")
+    message = refusal(ServerConfig, ["--config", file])
+    assert message.startswith(
+        "unknown key backend.max_sequences; it belongs to another `backend.type`; known here: args, "
+    )
+
+
 def test_a_wrong_value_inside_a_union_is_named_as_it_was_written():
     message = refusal(
         ServerConfig, ["--model.path", "m", "--backend.type", "fake", "--backend.vocab-size", "1"]
@@ -283,7 +291,7 @@ def test_help_describes_every_setting(config: Config):
 def test_help_describes_all_arms_of_a_union_and_required_settings():
     lines = "\n".join(describe(ServerConfig))
     assert "--backend.max-sequences  (default 128)" in lines
-    assert "--backend.vocab-size  (default 1000)" in lines
+    assert "--backend.vocab-size  (default None)" in lines
     assert "--model.path  (required)" in lines
 
 

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 
-from headway.runtime.connections import BrokenOff, Connections, NoAnswer, NotConnected
+from headway.runtime.connections import ConnectionBroken, Connections, NoResponse, NotConnected
 
-PATIENCE_S = 10.0
+DEADLINE_S = 10.0
 OK = b"HTTP/1.1 200 OK\r\nRetry-After: 3\r\ncontent-length: 2\r\n\r\nhi"
 
 Serve = Callable[["Peer"], Awaitable[None]]
@@ -73,7 +73,7 @@ async def opened(serve: Serve, **settings) -> AsyncIterator[tuple[Service, Conne
     wanted = {"max_connections": 8, "connect_timeout_s": 5.0, "keep_alive_s": 60.0, **settings}
     connections = Connections(ssl.create_default_context(), {"authorization": "Bearer x"}, **wanted)
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(DEADLINE_S):
             yield service, connections
     finally:
         await connections.aclose()
@@ -83,7 +83,7 @@ async def opened(serve: Serve, **settings) -> AsyncIterator[tuple[Service, Conne
 
 @contextmanager
 def breaks_off() -> Iterator[None]:
-    with pytest.raises(BrokenOff, match="before the answer"):
+    with pytest.raises(ConnectionBroken, match="before the answer"):
         yield
 
 
@@ -230,7 +230,7 @@ async def test_what_is_not_http_is_no_answer(said: bytes):
         await peer.until_gone()
 
     async with opened(serve) as (service, connections):
-        with pytest.raises(NoAnswer):
+        with pytest.raises(NoResponse):
             await connections.post(service.url, b"{}")
 
 
@@ -310,10 +310,10 @@ async def test_what_is_asked_of_one_service_is_cut_and_no_other():
         stays = asyncio.create_task(connections.post(other.url, b"{}"))
         for _ in range(4):
             await heard.acquire()
-        connections.cut("http://[::1", "it never was")
-        connections.cut(f"{lost.url}/any/path", "it was lost")
+        connections.drop("http://[::1", "it never was")
+        connections.drop(f"{lost.url}/any/path", "it was lost")
         for call in calls:
-            with pytest.raises(BrokenOff, match="it was lost"):
+            with pytest.raises(ConnectionBroken, match="it was lost"):
                 await call
         assert not stays.done()
         stays.cancel()
@@ -326,14 +326,70 @@ async def test_what_is_still_connecting_is_cut_too():
         reached.release()
         await peer.until_gone()
 
-    async with opened(shakes_no_hand, connect_timeout_s=10 * PATIENCE_S) as (lost, connections):
+    async with opened(shakes_no_hand, connect_timeout_s=10 * DEADLINE_S) as (lost, connections):
         url = lost.url.replace("http", "https")
         calls = [asyncio.create_task(connections.post(url, b"{}")) for _ in range(2)]
         for _ in calls:
             await reached.acquire()
-        connections.cut("https://127.0.0.1:1", "it was another one")
+        connections.drop("https://127.0.0.1:1", "it was another one")
         for _ in range(2):
-            connections.cut(url, "it was lost")
+            connections.drop(url, "it was lost")
         for call in calls:
             with pytest.raises(NotConnected, match="it was lost"):
                 await call
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (CHUNKED, b"400\r\n" + b" " * 1024 + b"\r\n"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999\r\n\r\n", b" " * 1024),
+        (b"HTTP/1.1 200 OK\r\n", b"x-more: " + b"x" * 1024 + b"\r\n"),
+        (b"HTTP/1.1 200 OK\r\nx-more: ", b"x" * 1024),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 64),
+    ],
+    ids=["chunks", "a long body", "headers", "a header", "promises"],
+)
+async def test_an_answer_without_end_is_read_up_to_the_bound(begin: bytes, more: bytes):
+    async def serve(peer: Peer) -> None:
+        await peer.hear()
+        await peer.say(begin)
+        while True:
+            await peer.say(more)
+
+    async with opened(serve) as (service, connections):
+        with pytest.raises(NoResponse, match="more than 100000 bytes"):
+            await connections.post(service.url, b"{}", 100_000)
+        await service.num_gone.acquire()
+
+
+async def test_an_answer_that_comes_in_drops_is_not_waited_for():
+    async def serve(peer: Peer) -> None:
+        await peer.hear()
+        await peer.say(CHUNKED)
+        while True:
+            await peer.say(b"1\r\n \r\n")
+            await asyncio.sleep(0.01)
+
+    async with opened(serve, answer_timeout_s=0.1) as (service, connections):
+        with pytest.raises(NoResponse, match=r"did not end within 0\.1 s"):
+            await connections.post(service.url, b"{}")
+        await service.num_gone.acquire()
+
+
+async def test_an_answer_that_has_come_in_parts_leaves_no_clock_behind():
+    async def serve(peer: Peer) -> None:
+        while True:
+            await peer.hear()
+            await peer.say(OK[:-1])
+            await asyncio.sleep(0.01)
+            await peer.say(OK[-1:])
+
+    async with opened(serve, answer_timeout_s=0.3) as (service, connections):
+        began = asyncio.get_running_loop().time()
+        while asyncio.get_running_loop().time() < began + 0.5:
+            assert (await connections.post(service.url, b"{}")).content == b"hi"
+        assert service.num_connections == 1

@@ -1,22 +1,27 @@
-"""How long the client goes on when the service is away."""
+"""How long the client goes on when the service is away, and what it takes for no answer."""
 
 from __future__ import annotations
 
 import socket
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import pytest
 
+from headway.contracts.config.base import ComponentConfig
 from headway.contracts.errors import BackendError
+from headway.contracts.http.rewards import AnswerToScore
 from headway.contracts.types import WeightUpdateMeta
-from headway.runtime import inference_client
-from headway.runtime.inference_client import RemoteInferenceEngine, _Outage
+from headway.runtime import service_calls
+from headway.runtime.inference_client import RemoteInferenceEngine
+from headway.runtime.service_calls import _Outage
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(inference_client.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(service_calls.time, "monotonic", lambda: clock.now)
     return clock
 
 
@@ -47,3 +52,33 @@ def test_a_client_that_is_closed_waits_for_no_service_that_is_gone():
     update = client.update_weights(WeightUpdateMeta(1, "/v1"))
     client.destroy()
     assert isinstance(update.exception(0.0), BackendError)
+
+
+class Forgetful(BaseHTTPRequestHandler):
+    """Judges one answer, however many it is sent."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        body = b'{"results": [{"score": 1.0, "verdict": "scored", "details": {}}]}'
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+def test_scores_are_as_many_as_the_answers():
+    with HTTPServer(("127.0.0.1", 0), Forgetful) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        client = RemoteInferenceEngine(f"http://127.0.0.1:{server.server_address[1]}")
+        answers = [AnswerToScore(completion=text) for text in "ab"]
+        try:
+            with pytest.raises(BackendError, match="judged 1 of 2 answers"):
+                client.score(ComponentConfig(name="exact"), answers)
+        finally:
+            client.destroy()
+            server.shutdown()
+            thread.join()

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, suppress
 
 import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
 
 from headway.contracts.config.gateway import ServiceConfig
 from headway.contracts.errors import ErrorBody
 from headway.contracts.http.paths import HEALTH
-from headway.runtime.limits import MAX_FIELDS, MAX_HEAD_BYTES
-from tests.unit.runtime.served import ECHO, served
+from headway.runtime.limits import MAX_FIELDS, MAX_HEAD_BYTES, MAX_PIPELINED
+from tests.unit.runtime.served import ECHO, echo_app, served
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(60)
 
-PATIENCE_S = 20.0
+DEADLINE_S = 20.0
 HEAD = b"GET " + HEALTH.encode() + b" HTTP/1.1\r\nhost: x\r\n"
 POST = b"POST " + ECHO.encode() + b" HTTP/1.1\r\nhost: x\r\n"
 
@@ -29,7 +33,7 @@ def port() -> Iterator[int]:
 
 
 def connect(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+    return socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
 
 
 def until_closed(peer: socket.socket) -> bytes:
@@ -55,6 +59,45 @@ def answer_of(peer: socket.socket) -> tuple[int, bytes]:
     while len(body) < length:
         body += peer.recv(65536)
     return int(head.split()[1]), body
+
+
+def answer_of_next(peer: socket.socket) -> int:
+    """Status of one of several answers; what follows it stays unread."""
+    head = b""
+    while not head.endswith(b"\r\n\r\n"):
+        head += peer.recv(1)
+    left = int(head.lower().partition(b"content-length: ")[2].split(b"\r")[0])
+    while left:
+        left -= len(peer.recv(left))
+    return int(head.split()[1])
+
+
+ENDED = threading.Event()
+
+
+def slow_app() -> FastAPI:
+    """`/slow` never answers, `/endless` for ever."""
+    app = echo_app()
+
+    @app.get("/slow")
+    async def slow(request: Request) -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    @app.get("/endless")
+    async def endless() -> StreamingResponse:
+        async def pieces() -> AsyncIterator[bytes]:
+            ENDED.clear()
+            try:
+                while True:
+                    await asyncio.sleep(0)
+                    yield b"x" * (1 << 16)
+            finally:
+                ENDED.set()
+
+        return StreamingResponse(pieces())
+
+    return app
 
 
 def refusal(answer: bytes) -> tuple[int, str]:
@@ -127,7 +170,7 @@ def test_a_body_that_keeps_coming_may_take_longer(port: int):
         peer.settimeout(1.0)
         with pytest.raises(TimeoutError):
             peer.recv(1)
-        peer.settimeout(PATIENCE_S)
+        peer.settimeout(DEADLINE_S)
         peer.sendall(b"x")
         assert answer_of(peer) == (200, str(size + 1).encode())
 
@@ -244,6 +287,60 @@ def test_a_connection_too_many_is_told_so_and_the_others_go_on():
             again = stack.enter_context(connect(port))
         else:
             pytest.fail("the place of a closed connection is not given away")
+
+
+def connect_from(address: str, port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), DEADLINE_S, (address, 0))
+
+
+def test_idle_connections_of_one_client_leave_room_for_others():
+    config = ServiceConfig(header_timeout_s=30.0, max_connections=4)
+    with served(config) as port, ExitStack() as stack:
+        hoard = [stack.enter_context(connect_from("127.0.0.2", port)) for _ in range(4)]
+        for peer in hoard:
+            peer.sendall(HEAD + b"\r\n")
+            assert answer_of(peer)[0] == 200
+        others = [stack.enter_context(connect_from("127.0.0.3", port)) for _ in range(2)]
+        for peer in others:
+            peer.sendall(HEAD + b"\r\n")
+            assert answer_of(peer)[0] == 200
+        assert [until_closed(peer) for peer in hoard[:2]] == [b"", b""]
+        third = stack.enter_context(connect_from("127.0.0.3", port))
+        third.sendall(HEAD + b"\r\n")
+        assert refusal(until_closed(third)) == (503, "queue_full"), (
+            "it has as many as the other one"
+        )
+        for peer in (*hoard[2:], *others):
+            peer.sendall(HEAD + b"\r\n")
+            assert answer_of(peer)[0] == 200
+
+
+def test_requests_that_do_not_wait_for_answers_are_bounded():
+    """Each would cost the server a hundred times its own size."""
+    with served(ServiceConfig(), slow_app()) as port, connect(port) as peer:
+        with suppress(ConnectionError):
+            peer.sendall(b"GET /slow HTTP/1.1\r\n\r\n" + b"GET / HTTP/1.1\r\n\r\n" * 10_000)
+        assert until_closed(peer) == b""
+
+
+def test_what_is_sent_after_many_pipelined_requests_is_not_read(port: int):
+    with connect(port) as peer:
+        for _ in range(20):
+            peer.sendall((HEAD + b"\r\n") * MAX_PIPELINED)
+            assert [answer_of_next(peer) for _ in range(MAX_PIPELINED)] == [200] * MAX_PIPELINED
+
+
+def test_a_refusal_is_not_taken_for_the_answer_to_an_earlier_request():
+    with served(ServiceConfig(), slow_app()) as port, connect(port) as peer:
+        peer.sendall(b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\nGARBAGE\r\n\r\n")
+        assert until_closed(peer) == b""
+
+
+def test_who_does_not_read_an_answer_is_closed():
+    config = ServiceConfig(unread_timeout_s=0.2)
+    with served(config, slow_app()) as port, connect(port) as peer:
+        peer.sendall(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
+        eventually(ENDED.is_set, what="the answer is given up")
 
 
 def test_who_comes_far_too_late_is_not_even_heard():

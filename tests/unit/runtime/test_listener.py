@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
 from headway.contracts.config.gateway import ServiceConfig
-from headway.contracts.errors import ConfigError
-from headway.runtime.listener import serve
+from headway.contracts.errors import ConfigError, StoreUnusable
+from headway.runtime.listener import serve, told_to
 
 
 def test_connections_are_refused_until_the_app_is_up():
@@ -32,6 +33,38 @@ def test_connections_are_refused_until_the_app_is_up():
     with pytest.raises(SystemExit):
         serve(FastAPI(lifespan=starting), ServiceConfig())
     assert seen
+
+
+def test_what_keeps_an_app_from_starting_is_said():
+    app = FastAPI()
+
+    @asynccontextmanager
+    async def starting(_: FastAPI) -> AsyncIterator[None]:
+        with told_to(app):
+            raise StoreUnusable("no ledger")
+        yield
+
+    app.router.lifespan_context = starting
+    with pytest.raises(StoreUnusable, match="no ledger"):
+        serve(app, ServiceConfig())
+
+
+def test_a_signal_ends_an_app_that_is_still_starting():
+    """It waits for a store, or for an engine: what it had opened is closed, and nothing is served."""
+    closed = []
+
+    @asynccontextmanager
+    async def starting(app: FastAPI) -> AsyncIterator[None]:
+        signal.raise_signal(signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            closed.append(app.title)
+        yield
+
+    with suppress(KeyboardInterrupt):
+        serve(FastAPI(title="starting", lifespan=starting), ServiceConfig())
+    assert closed == ["starting"]
 
 
 def test_of_two_that_start_on_a_port_at_once_the_second_is_told():

@@ -5,13 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import BackendError
+from headway.contracts.sampling_mask import SamplingMask
 from headway.contracts.types import LLMRequest
-from headway.runtime.server_calls import post_generate
+from headway.runtime.server_calls import MAX_MESSAGE, MAX_TOKEN_ID, InvalidGeneration, post_generate
 
 REQUEST = LLMRequest(rid="r", input_ids=(1, 2), gconfig=SamplingConfig(max_new_tokens=4))
 ANSWER: dict[str, Any] = {
@@ -26,19 +29,28 @@ ANSWER: dict[str, Any] = {
 EMPTY = {"output_tokens": [], "output_logprobs": [], "version_runs": []}
 
 
+def packed(*sets: list[int]) -> dict[str, str]:
+    """A sampling mask in JSON."""
+    mask = SamplingMask.of([np.array(ids, np.int32) for ids in sets])
+    return TypeAdapter(SamplingMask).dump_python(mask, mode="json")
+
+
 class Answering:
     """Connections to a server that answers this."""
 
     def __init__(self, answer: dict[str, Any]) -> None:
         self._content = to_json(answer)
 
-    async def post(self, target: str, body: bytes) -> SimpleNamespace:
+    async def post(self, target: str, body: bytes, max_bytes: int) -> SimpleNamespace:
+        assert len(self._content) <= max_bytes
         return SimpleNamespace(status=200, content=self._content, headers={})
 
 
-async def ask(**changes: Any):
+async def ask(vocab_size: int = MAX_TOKEN_ID, **changes: Any):
     connections: Any = Answering(ANSWER | changes)
-    return await post_generate(connections, "http://server", REQUEST, rid="r#1")
+    return await post_generate(
+        connections, "http://server", REQUEST, rid="r#1", vocab_size=vocab_size
+    )
 
 
 async def test_an_answer_comes_back_under_the_request_s_own_name():
@@ -71,6 +83,12 @@ async def test_no_token_is_an_answer_of_what_nothing_stopped(stop_reason):
         ({"version_runs": [[0, 0, 2], [1, 1, 3]]}, "version 1 of the tokens 1 to 3"),
         ({"version_runs": [[0, 0, 0], [1, 0, 3]]}, "version 0 of the tokens 0 to 0"),
         ({"version_runs": []}, "versions of 0 tokens where there are 3"),
+        ({"sampling_mask": packed([7], [8])}, "a sampling mask of 2 positions for 3 tokens"),
+        (
+            {"sampling_mask": packed([7], [8, 2], [3])},
+            "a sampling mask without the token 9 that was drawn at 2",
+        ),
+        ({"sampling_mask": packed([7], [-1, 8], [9])}, "a sampling mask with ids from -1 to 9"),
     ],
 )
 async def test_what_cannot_have_been_sampled_is_the_server_s_fault(changes, reason):
@@ -80,3 +98,25 @@ async def test_what_cannot_have_been_sampled_is_the_server_s_fault(changes, reas
         caught.value
     )
     assert reason in str(caught.value)
+    assert isinstance(caught.value.__cause__, InvalidGeneration)
+
+
+async def test_a_token_that_the_model_has_not_is_the_server_s_fault():
+    assert (await ask(vocab_size=10)).output_tokens == [7, 8, 9]
+    with pytest.raises(BackendError, match="token ids from 7 to 9, ids are below 9") as caught:
+        await ask(vocab_size=9)
+    assert isinstance(caught.value.__cause__, InvalidGeneration)
+
+
+async def test_what_is_no_generation_is_told_in_few_words():
+    with pytest.raises(BackendError, match="answered with no generation") as caught:
+        await ask(**{"x" * 100_000: 1})
+    assert isinstance(caught.value.__cause__, InvalidGeneration)
+    assert len(caught.value.message) <= MAX_MESSAGE
+
+
+async def test_a_mask_comes_back_with_its_tokens():
+    response = await ask(sampling_mask=packed([7, 9], [], [9]))
+    assert response.sampling_mask.counts.tolist() == [2, 0, 1]
+    with pytest.raises(BackendError, match="a sampling mask with ids from 9 to 12"):
+        await ask(vocab_size=10, sampling_mask=packed([], [], [9, 12]))

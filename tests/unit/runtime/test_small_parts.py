@@ -58,8 +58,8 @@ def test_a_resumed_run_counts_each_step_once(tmp_path):
         for step in steps:
             journal.write({"step": step, "loss": len(steps)})
         journal.close()
-    figures = [(row["step"], row["loss"]) for row in read_steps(file)]
-    assert figures == [(0, 3), (1, 3), (2, 2), (3, 2)]
+    metrics = [(row["step"], row["loss"]) for row in read_steps(file)]
+    assert metrics == [(0, 3), (1, 3), (2, 2), (3, 2)]
 
 
 def test_a_half_written_line_is_no_step(tmp_path):

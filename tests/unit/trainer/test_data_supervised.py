@@ -10,7 +10,7 @@ import torch
 
 from headway.contracts.config.data import (
     DemonstrationDataConfig,
-    JudgedPairDataConfig,
+    MarginPairDataConfig,
     PairDataConfig,
 )
 from headway.contracts.errors import ConfigError, DataError
@@ -62,7 +62,7 @@ def test_a_pair_is_the_prompt_with_each_answer_and_the_end_of_sequence(encoder, 
 
 def test_templates_name_the_fields_of_a_row(encoder, write):
     path = write({"q": "A", "yes": "B", "no": "C", "by": 2})
-    config = JudgedPairDataConfig(
+    config = MarginPairDataConfig(
         path=path,
         prompt_template="{q}=",
         chosen_template=":{yes}",
@@ -131,7 +131,7 @@ def test_a_row_that_is_wrong_is_named_with_what_to_do(encoder, write, change, me
     row = ROW | {"by": 1}
     absent = {key: value for key, value in (row | change).items() if value is not None}
     for wrong in (row | change, absent):  # null is missing
-        config = JudgedPairDataConfig(path=write(row, wrong, row), margin_key="by")
+        config = MarginPairDataConfig(path=write(row, wrong, row), margin_key="by")
         with pytest.raises(DataError, match=message):
             pairs(config, encoder)
 
@@ -140,7 +140,7 @@ def test_a_margin_that_is_not_finite_is_refused(encoder, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "A", "chosen": "B", "rejected": "C", "by": NaN}\n')
     with pytest.raises(DataError, match="field 'by' is nan"):
-        pairs(JudgedPairDataConfig(path=str(path), margin_key="by"), encoder)
+        pairs(MarginPairDataConfig(path=str(path), margin_key="by"), encoder)
 
 
 def test_a_row_above_the_token_budget_is_refused_before_training(encoder, write):

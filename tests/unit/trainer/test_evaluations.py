@@ -18,14 +18,14 @@ from headway.contracts.errors import BackendError
 from headway.runtime.config import validate_config
 from trainer.checkpoint import RunState
 from trainer.evaluation.evaluations import Evaluations
-from trainer.evaluation.evaluator import Order, Stopped
+from trainer.evaluation.evaluator import EvaluationTarget, Stopped
 
 STATE = RunState("run", step=0, version=10)
 TOTAL = 100
 
 
 class ScriptedEvaluator:
-    """Ends a play when it is let go, with what the test says."""
+    """Ends an evaluation when `go` is set, with the result that the test sets."""
 
     def __init__(self, **config: Any) -> None:
         tree = {"data": {"path": "unused"}, "every_steps": 2, "at_end": False, **config}
@@ -33,10 +33,10 @@ class ScriptedEvaluator:
         self.stopping = Event()
         self.go = Event()
         self.outcome: dict[str, float] | Exception = {"score": 0.5}
-        self.played: list[Order] = []
+        self.played: list[EvaluationTarget] = []
         self.settled: list[tuple[int, bool]] = []
 
-    def play(self, order: Order) -> dict[str, float]:
+    def run(self, order: EvaluationTarget) -> dict[str, float]:
         self.played.append(order)
         while not self.go.wait(0.01):
             if self.stopping.is_set():
@@ -48,7 +48,7 @@ class ScriptedEvaluator:
     def close(self) -> None:
         pass
 
-    def settle(self, order: Order, is_kept: bool) -> None:
+    def settle(self, order: EvaluationTarget, is_kept: bool) -> None:
         self.settled.append((order.step, is_kept))
 
 
@@ -87,7 +87,7 @@ def test_training_goes_on_while_a_version_is_evaluated(tmp_path: Path, stack: Ex
         assert evaluations.after_step(at(step), TOTAL) == {}
         assert set(evaluations.versions()) == {12}
     evaluator.go.set()
-    evaluations._open.figures.result(10)
+    evaluations._open.metrics.result(10)
     told = evaluations.after_step(at(5), TOTAL)
     assert told == {"evaluation_step": 2, "evaluation_version": 12, "evaluation_score": 0.5}
     assert set(evaluations.versions()) == set()
@@ -95,6 +95,17 @@ def test_training_goes_on_while_a_version_is_evaluated(tmp_path: Path, stack: Ex
     assert lines(tmp_path) == [(2, 12, 0.5)]
     assert evaluator.settled == [(2, True)]
     assert open_files(tmp_path) == []
+
+
+def test_versions_are_due_by_epochs_too(tmp_path: Path, stack: ExitStack) -> None:
+    evaluator = ScriptedEvaluator(every_steps=None, every_epochs=1)
+    evaluator.go.set()
+    evaluations = stack.enter_context(Evaluations(evaluator, tmp_path, "run", steps_per_epoch=3))
+    for step in range(1, 8):
+        assert evaluations.is_due(step) == (step in (3, 6))
+        evaluations.after_step(at(step), TOTAL)
+        evaluations._wait()
+    assert [order.step for order in evaluator.played] == [3, 6]
 
 
 def test_what_is_due_while_another_is_open_is_missed(tmp_path: Path, stack: ExitStack) -> None:
@@ -126,7 +137,7 @@ def test_the_first_and_the_last_version_are_evaluated_once(
     evaluator.go.set()
     evaluations = stack.enter_context(Evaluations(evaluator, tmp_path, "run"))
     evaluations.begin(at(0))
-    evaluations._open.figures.result(10)
+    evaluations._open.metrics.result(10)
     evaluations.after_step(at(3), 3)
     evaluations.finish(at(3))
     evaluations.finish(at(3))

@@ -1,4 +1,4 @@
-"""Which prompts are in play, in the order of the data, over epochs and crashes."""
+"""The active prompts, in the order of the data, over epochs and crashes."""
 
 from __future__ import annotations
 

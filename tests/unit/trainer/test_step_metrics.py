@@ -1,4 +1,4 @@
-"""What a step consumed, in figures."""
+"""Metrics of the batch that a step consumed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def test_staleness_counts_from_the_oldest_token(make_trajectory):
     mixed = make_trajectory(2, 4, reward=1.0)  # versions 1, 1, 2, 2
     pure = make_trajectory(4, 2, sample=1, stop="length")  # versions 2, 2
     batch = TrajectoryBatch((TrajectoryGroup("r0", "g0", (mixed, pure)),))
-    figures = describe_step(RunState("run", step=9, version=4), batch)
-    assert figures["staleness_max"] == 3
-    assert figures["staleness_mean"] == pytest.approx(2.5)
-    assert figures["mixed_versions"] == 0.5
-    assert figures["reward"] == 0.5
-    assert figures["response_tokens"] == 3.0
-    assert figures["truncated"] == 0.5
-    assert (figures["step"], figures["version"]) == (9, 4)
-    assert (figures["trajectories"], figures["tokens"]) == (2, 12)
+    metrics = describe_step(RunState("run", step=9, version=4), batch)
+    assert metrics["staleness_max"] == 3
+    assert metrics["staleness_mean"] == pytest.approx(2.5)
+    assert metrics["mixed_versions"] == 0.5
+    assert metrics["reward"] == 0.5
+    assert metrics["response_tokens"] == 3.0
+    assert metrics["truncated"] == 0.5
+    assert (metrics["step"], metrics["version"]) == (9, 4)
+    assert (metrics["trajectories"], metrics["tokens"]) == (2, 12)
 
 
 def test_histograms_of_staleness_equal_the_slow_loop(make_trajectory):
@@ -38,9 +38,9 @@ def test_histograms_of_staleness_equal_the_slow_loop(make_trajectory):
         for version in sampled:
             of_tokens[6 - version] += 1
     batch = TrajectoryBatch((TrajectoryGroup("r0", "g0", tuple(rows)),))
-    figures = describe_step(RunState("run", version=6), batch)
-    assert figures["staleness_trajectories"] == of_trajectories
-    assert figures["staleness_tokens"] == of_tokens
+    metrics = describe_step(RunState("run", version=6), batch)
+    assert metrics["staleness_trajectories"] == of_trajectories
+    assert metrics["staleness_tokens"] == of_tokens
     assert sum(of_tokens) == 11
     assert token_staleness([rows[0], unknown], 6).tolist() == [5]
 
@@ -49,8 +49,8 @@ def test_the_reward_of_a_sample_counts_once_however_often_it_forked(make_traject
     first, second = (make_trajectory(2, 4, sample=n, reward=float(n)) for n in range(2))
     fork = replace(second, branch=1)
     batch = TrajectoryBatch((TrajectoryGroup("r0", "g0", (first, second, fork)),))
-    figures = describe_step(RunState("run"), batch)
-    assert (figures["reward"], figures["trajectories"]) == (0.5, 3)
+    metrics = describe_step(RunState("run"), batch)
+    assert (metrics["reward"], metrics["trajectories"]) == (0.5, 3)
 
 
 def test_a_step_moves_all_counters_together():

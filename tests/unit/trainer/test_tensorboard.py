@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headway.runtime.journal import METRICS_NAME, MetricsJournal, read_steps
-from tests.unit.trainer.cards import HISTOGRAM, run_card, step
+from tests.unit.trainer.run_descriptions import HISTOGRAM, run_description, step
 from trainer.tracking.tracker import Tracker
 
 pytest.importorskip("tensorboard")
@@ -22,7 +22,7 @@ def events_of(folder) -> EventAccumulator:
 
 
 def write_steps(folder, first_step: int, losses: list[float]) -> None:
-    sink = TensorBoardSink(run_card(folder, first_step))
+    sink = TensorBoardSink(run_description(folder, first_step))
     for number, loss in enumerate(losses, first_step):
         sink.write(step(number, loss))
     sink.close()
@@ -62,7 +62,7 @@ def test_a_resumed_run_goes_on_with_the_same_curve(tmp_path):
 def test_a_folder_that_cannot_be_made_leaves_the_journal(tmp_path):
     (tmp_path / FOLDER).write_text("a file stands in the way")
     file = tmp_path / METRICS_NAME
-    tracker = Tracker(MetricsJournal(file), run_card(tmp_path, sinks=("tensorboard",)))
+    tracker = Tracker(MetricsJournal(file), run_description(tmp_path, sinks=("tensorboard",)))
     tracker.write(step(0, loss=1.0))
     tracker.close()
     assert read_steps(file)[0]["sink_failures"] == 1

@@ -1,4 +1,4 @@
-"""The figures of a run: always into the journal, and into sinks whatever becomes of them."""
+"""The metrics of a run: always into the journal, and into sinks, even if these fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headway.contracts.config.experiment import SFTExperiment
 from headway.contracts.errors import ConfigError, UnknownName
 from headway.runtime.config import dump_yaml
 from headway.runtime.journal import METRICS_NAME, MetricsJournal, read_steps
-from tests.unit.trainer.cards import run_card, step
+from tests.unit.trainer.run_descriptions import run_description, step
 from trainer.topology import Topology
 from trainer.tracking.base import register_sink
 from trainer.tracking.groups import curve_name, histograms, scalars
@@ -29,10 +29,10 @@ ROOT = Path(__file__).parents[3]
 class FullDisk:
     """Takes the first step, and then no more."""
 
-    def __init__(self, card) -> None:
+    def __init__(self, description) -> None:
         self._room = 1
 
-    def write(self, figures) -> None:
+    def write(self, metrics) -> None:
         self._room -= 1
         if self._room < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -44,7 +44,7 @@ class FullDisk:
 class Unreachable:
     """A service that is not there."""
 
-    def __init__(self, card) -> None:
+    def __init__(self, description) -> None:
         raise ConnectionError("no route to host")
 
 
@@ -56,10 +56,10 @@ def sinks_of_this_file() -> None:
 
 
 def test_a_sink_that_fails_is_logged_once_and_counted(tmp_path, caplog):
-    card = run_card(tmp_path, sinks=("test_full_disk", "test_unreachable"))
+    description = run_description(tmp_path, sinks=("test_full_disk", "test_unreachable"))
     file = tmp_path / METRICS_NAME
     with caplog.at_level(logging.WARNING):
-        tracker = Tracker(MetricsJournal(file), card)
+        tracker = Tracker(MetricsJournal(file), description)
         for number in range(4):
             tracker.write(step(number, loss=1.0))
         tracker.close()
@@ -79,12 +79,12 @@ def test_a_journal_that_cannot_be_written_ends_the_run():
 
 def test_a_sink_without_its_package_is_refused_with_what_to_install(tmp_path):
     with pytest.raises(ConfigError, match=r"no_such_package_anywhere.*headway-rl\[tracking\]"):
-        Tracker(MetricsJournal(None), run_card(tmp_path, sinks=("test_not_installed",)))
+        Tracker(MetricsJournal(None), run_description(tmp_path, sinks=("test_not_installed",)))
 
 
 def test_an_unknown_sink_is_refused_with_the_known_ones(tmp_path):
     with pytest.raises(UnknownName, match="did you mean 'tensorboard'"):
-        Tracker(MetricsJournal(None), run_card(tmp_path, sinks=("tensorbord",)))
+        Tracker(MetricsJournal(None), run_description(tmp_path, sinks=("tensorbord",)))
 
 
 def sft_config(folder: Path, **metrics) -> SFTExperiment:
@@ -145,9 +145,9 @@ def test_the_commit_is_of_the_checkout_that_holds_the_package(tmp_path):
 
 
 def test_figures_are_shown_in_groups():
-    figures = step(3, loss=0.5) | {"my_own": 2, "staleness_trajectories": [0]}
-    assert dict(scalars(figures)) == {"policy/loss": 0.5, "other/my_own": 2.0}
-    assert dict(histograms(figures)) == {"rollout/staleness_tokens": [5, 0, 3]}
+    metrics = step(3, loss=0.5) | {"my_own": 2, "staleness_trajectories": [0]}
+    assert dict(scalars(metrics)) == {"policy/loss": 0.5, "other/my_own": 2.0}
+    assert dict(histograms(metrics)) == {"rollout/staleness_tokens": [5, 0, 3]}
     assert curve_name("mfu") == "speed/mfu"
     assert curve_name("evaluation_pass@4") == "evaluation/evaluation_pass@4"
     assert curve_name("eval_loss") == "evaluation/eval_loss"

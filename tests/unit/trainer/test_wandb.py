@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headway.runtime.journal import METRICS_NAME, MetricsJournal, read_steps
-from tests.unit.trainer.cards import HISTOGRAM, run_card, step
+from tests.unit.trainer.run_descriptions import HISTOGRAM, run_description, step
 from trainer.tracking.tracker import Tracker
 
 pytest.importorskip("wandb")
@@ -72,7 +72,7 @@ def history_of(records: list[Record]) -> list[dict]:
 
 def write_steps(folder: Path, first_step: int, losses: list[float]) -> None:
     folder.mkdir(exist_ok=True)
-    sink = WandbSink(run_card(folder, first_step))
+    sink = WandbSink(run_description(folder, first_step))
     for number, loss in enumerate(losses, first_step):
         sink.write(step(number, loss))
     sink.close()
@@ -113,7 +113,7 @@ def test_a_service_that_is_not_there_leaves_the_journal(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
     file = tmp_path / METRICS_NAME
-    tracker = Tracker(MetricsJournal(file), run_card(tmp_path, sinks=("wandb",)))
+    tracker = Tracker(MetricsJournal(file), run_description(tmp_path, sinks=("wandb",)))
     tracker.write(step(0, loss=1.0))
     tracker.close()
     assert read_steps(file)[0]["sink_failures"] == 1

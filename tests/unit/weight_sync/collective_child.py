@@ -8,7 +8,7 @@ word, or for its end.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -21,14 +21,16 @@ from torch.distributed.rendezvous import rendezvous
 
 from headway.contracts.config.weight_sync import CollectiveSync, ReceiverConfig
 from headway.contracts.errors import ServiceError
-from headway.contracts.types import GroupSeat, WeightUpdateMeta
+from headway.contracts.types import GroupRank, WeightUpdateMeta
 from tests.processes import FORKS
 from weight_sync.codecs import decode
-from weight_sync.manifest import tensor_checksum
-from weight_sync.patience import Patience
+from weight_sync.deadline import Deadline
+from weight_sync.manifest import has_checksum, tensor_checksum
 from weight_sync.transports.collective import CHANNEL
-from weight_sync.transports.meeting import Member, Part, connect
-from weight_sync.transports.process_group import GroupAddress, make_group
+from weight_sync.transports.groups import meet_group
+from weight_sync.transports.participant import Participant
+from weight_sync.transports.process_group import GroupAddress, group_device
+from weight_sync.transports.rendezvous import BucketHeader, connect
 
 LIMIT_S = 60.0
 """For a child to answer; it is a failure of the test, not of what is tested."""
@@ -54,8 +56,8 @@ class Receive:
 
     path: str
     version: int
-    seat: GroupSeat
-    patience_s: float = LIMIT_S
+    group_rank: GroupRank
+    deadline_s: float = LIMIT_S
     hold_at: str | None = None
     """The tensor that came when it stops reading."""
 
@@ -66,7 +68,7 @@ class Half:
 
     path: str
     version: int
-    seat: GroupSeat
+    group_rank: GroupRank
     joins: bool = True
     num_parts: int = 0
 
@@ -79,11 +81,12 @@ class Publish:
     version: int
     hold_at: str | None = None
     """The tensor whose gathering does not end."""
+    on_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Join as SGLang's engines do; then answer each `Part` with the checksums of what came."""
+    """Join as SGLang's engines do; then answer each `BucketHeader` with the checksums of what came."""
 
     group: str
     port: int
@@ -94,9 +97,12 @@ class Engine:
 class Child:
     """One process; use it as a context. It sees one GPU, or none."""
 
-    def __init__(self, gpu: int | None = None) -> None:
+    def __init__(self, gpu: int | None = None, **environment: str) -> None:
         self._pipe, theirs = FORKS.Pipe()
-        self.process: BaseProcess = FORKS.Process(target=_obey, args=(theirs, gpu), daemon=True)
+        environment["CUDA_VISIBLE_DEVICES"] = "" if gpu is None else str(gpu)
+        self.process: BaseProcess = FORKS.Process(
+            target=_obey, args=(theirs, environment), daemon=True
+        )
         self.process.start()
         theirs.close()
 
@@ -131,16 +137,19 @@ class Child:
         return self.process.exitcode
 
 
-def receive(order: Receive, patience: Patience, hold: Any = None) -> tuple[str, dict[str, str]]:
+Spawn = Callable[[], Child]
+
+
+def receive(order: Receive, deadline: Deadline, hold: Any = None) -> tuple[str, dict[str, str]]:
     """The digest, and type, shape and checksum of every tensor."""
-    meta = WeightUpdateMeta(order.version, order.path, seat=order.seat)
-    source = CHANNEL.open_source(order.path, meta, ReceiverConfig(), patience)
+    meta = WeightUpdateMeta(order.version, order.path, group_rank=order.group_rank)
+    source = CHANNEL.open_source(order.path, meta, ReceiverConfig(), deadline)
     facts = {}
     try:
         for entry in source.entries():
             tensor = decode(entry, source.read(entry), None)
             facts[entry.name] = fact(tensor)
-            assert tensor_checksum(tensor) == entry.checksum
+            assert has_checksum(tensor, entry.checksum)
             if entry.name == order.hold_at:
                 hold(entry.name)
         return source.manifest().digest, facts
@@ -150,11 +159,16 @@ def receive(order: Receive, patience: Patience, hold: Any = None) -> tuple[str, 
 
 def fact(tensor: torch.Tensor) -> str:
     """Equal for equal bits."""
-    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor_checksum(tensor)}"
+    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor_checksum(tensor.cpu())}"
 
 
-def _obey(pipe: Connection, gpu: int | None) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = "" if gpu is None else str(gpu)
+def facts(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """The fact of each."""
+    return {name: fact(tensor) for name, tensor in tensors.items()}
+
+
+def _obey(pipe: Connection, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     torch.set_num_threads(1)
     kept: list[Any] = []
 
@@ -165,13 +179,13 @@ def _obey(pipe: Connection, gpu: int | None) -> None:
     while (order := pipe.recv()) is not None:
         try:
             if isinstance(order, Receive):
-                pipe.send(("done", *receive(order, Patience(order.patience_s), hold)))
+                pipe.send(("done", *receive(order, Deadline(order.deadline_s), hold)))
             elif isinstance(order, Half):
                 kept.append(_take_half(order))
                 hold("half")
             elif isinstance(order, Engine):
                 kept.append(_join_as_engine(order))
-            elif isinstance(order, Part):
+            elif isinstance(order, BucketHeader):
                 pipe.send(_receive_as_engine(order, kept[-1]))
             elif isinstance(order, Publish):
                 publisher = CHANNEL.make_publisher(order.config)
@@ -184,18 +198,28 @@ def _obey(pipe: Connection, gpu: int | None) -> None:
 
 
 def _take_half(order: Half) -> object:
-    patience = Patience(LIMIT_S)
-    member = Member(order.path, order.version, order.seat, patience)
-    meeting = member.meet("")
+    deadline = Deadline(LIMIT_S)
+    member = Participant(order.path, order.version, order.group_rank, deadline)
+    group_setup = member.join("")
     if not order.joins:
         return member
-    seat = order.seat
+    group_rank = order.group_rank
     address = GroupAddress(
-        meeting.group, member.host, member.port, seat.rank, seat.world_size, meeting.backend
+        group_setup.group,
+        member.host,
+        member.port,
+        group_rank.rank,
+        group_rank.world_size,
+        group_setup.backend,
     )
-    group = make_group(address, connect(member.host, member.port), meeting.timeout_s)
+    group = meet_group(
+        address,
+        connect(member.host, member.port),
+        group_setup.timeout_s,
+        group_device(group_setup.backend),
+    )
     for number in range(order.num_parts):
-        target = torch.empty(member.part(number).size, dtype=torch.uint8)
+        target = torch.empty(member.bucket(number).size, dtype=torch.uint8)
         group.begin_receiving(target, member.watch)
         group.finish(member.watch)
     return member, group
@@ -218,14 +242,14 @@ def _join_as_engine(order: Engine) -> dist.ProcessGroup:
     return group
 
 
-def _receive_as_engine(part: Part, group: dist.ProcessGroup) -> dict[str, str]:
-    flat = torch.empty(part.size, dtype=torch.uint8)
+def _receive_as_engine(header: BucketHeader, group: dist.ProcessGroup) -> dict[str, str]:
+    flat = torch.empty(header.size, dtype=torch.uint8)
     dist.broadcast(flat, src=0, group=group)
-    return {e.name: tensor_checksum(flat[e.offset : e.offset + e.size]) for e in part.entries}
+    return {e.name: tensor_checksum(flat[e.offset : e.offset + e.size]) for e in header.entries}
 
 
 def _gathered(order: Publish, hold: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in weights().items():
         if name == order.hold_at:
             hold(name)
-        yield name, tensor
+        yield name, tensor.cuda() if order.on_gpu else tensor

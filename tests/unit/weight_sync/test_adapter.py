@@ -20,8 +20,8 @@ from headway.contracts.config.weight_sync import (
 from headway.contracts.errors import SyncError
 from headway.contracts.types import WeightUpdateMeta
 from weight_sync.adapter import make_adapter, merge_adapter, merge_weight
+from weight_sync.deadline import Deadline
 from weight_sync.manifest import Adapter, Base
-from weight_sync.patience import Patience
 from weight_sync.receiver import Receiver
 from weight_sync.transports.base import make_publisher
 
@@ -87,11 +87,11 @@ def receiver(config, tmp_path):
 
 
 def stage(receiver, meta):
-    return receiver.within(Patience(10.0)).stage(meta, SHAPES)
+    return receiver.within(Deadline(10.0)).stage(meta, SHAPES)
 
 
 def verify(receiver, meta):
-    return receiver.within(Patience(10.0)).verify(meta, SHAPES)
+    return receiver.within(Deadline(10.0)).verify(meta, SHAPES)
 
 
 def base_of(meta: WeightUpdateMeta) -> Base:
@@ -308,7 +308,7 @@ def test_a_base_with_other_weights_is_refused_by_the_server(publisher, receiver,
             lambda t: t.pop(f"base_model.model.{ADAPTED[1]}.lora_A.weight"),
             "lora_A.weight is missing",
         ),
-        (lambda t: t.update(lora(2, rank=3)), "its rank is said to be 4"),
+        (lambda t: t.update(lora(2, rank=3)), "its rank is declared as 4"),
         (lambda t: t.update({"model.norm.bias": torch.ones(2)}), "is no matrix of an adapter"),
         (
             lambda t: t.update({f"{ADAPTED[0]}.lora_magnitude_vector": torch.ones(12)}),
@@ -377,7 +377,7 @@ def test_variants_that_change_the_formula_are_refused_by_name(variant):
 
 
 def test_a_configuration_that_contradicts_the_manifest_is_refused():
-    with pytest.raises(SyncError, match="its configuration says r=4"):
+    with pytest.raises(SyncError, match="its configuration has r=4"):
         merge_adapter(lora(1), Adapter(rank=2, alpha=8.0, config=CONFIG), model(1).get, SHAPES)
 
 
@@ -393,8 +393,8 @@ def test_a_cancelled_adapter_leaves_nothing(publisher):
 def test_without_a_model_to_hold_it_against_the_base_says_what_there_is(publisher, receiver):
     first = publisher.publish(1, model(1).items())
     meta = publisher.publish_adapter(2, lora(2).items(), make_adapter(CONFIG), base_of(first))
-    staged = receiver.within(Patience(10.0)).stage(meta, {})
+    staged = receiver.within(Deadline(10.0)).stage(meta, {})
     assert_equal(dict(staged.tensors), merged(model(1), lora(2)))
     receiver.keep(verify(receiver, first))
-    staged = receiver.within(Patience(10.0)).stage(meta, {})
+    staged = receiver.within(Deadline(10.0)).stage(meta, {})
     assert_equal(dict(staged.tensors), merged(model(1), lora(2)))

@@ -1,14 +1,15 @@
-"""Versions broadcast over Gloo between real processes, and what happens when one does not play."""
+"""Versions broadcast over Gloo between real processes, and what happens when one of them fails."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from headway.contracts.config.weight_sync import CollectiveSync, ReceiverConfig
 from headway.contracts.errors import Fenced, SyncError
-from headway.contracts.types import GroupSeat, WeightUpdateMeta
+from headway.contracts.types import GroupRank, WeightUpdateMeta
 from tests.unit.weight_sync.collective_child import (
     LIMIT_S,
     Child,
@@ -24,46 +25,23 @@ from tests.unit.weight_sync.collective_child import (
     Half,
     Publish,
     Receive,
+    Spawn,
     fact,
+    facts,
     receive,
     weights,
 )
 from weight_sync.buffers import Buffers
+from weight_sync.deadline import Deadline
 from weight_sync.manifest import tensor_checksum
-from weight_sync.patience import Patience
-from weight_sync.transports.collective import CHANNEL, CollectivePublisher
-from weight_sync.transports.meeting import Member
+from weight_sync.transports.collective import CHANNEL
+from weight_sync.transports.collective_publisher import CollectivePublisher
+from weight_sync.transports.participant import Participant
 
 SHORT_S = 2.0
 CONFIG = CollectiveSync(shard_bytes=1 << 20, timeout_s=LIMIT_S / 2)
 NUM_PARTS = 9
 """Buckets of `weights()`."""
-
-Spawn = Callable[[], Child]
-
-
-@pytest.fixture
-def spawn() -> Iterator[Spawn]:
-    with ExitStack() as stack:
-        yield lambda: stack.enter_context(Child())
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor() as threads:
-        yield threads
-
-
-@pytest.fixture
-def make_publisher() -> Iterator[Callable[..., CollectivePublisher]]:
-    with ExitStack() as stack:
-
-        def make(**changes: object) -> CollectivePublisher:
-            publisher = CHANNEL.make_publisher(CONFIG.model_copy(update=changes))
-            stack.callback(publisher.close)
-            return publisher
-
-        yield make
 
 
 @pytest.fixture
@@ -71,23 +49,19 @@ def publisher(make_publisher: Callable[..., CollectivePublisher]) -> CollectiveP
     return make_publisher()
 
 
-def seats(epoch: int, count: int) -> list[GroupSeat]:
-    return [GroupSeat(epoch, rank, count + 1) for rank in range(1, count + 1)]
+def held_groups(epoch: int, count: int) -> list[GroupRank]:
+    return [GroupRank(epoch, rank, count + 1) for rank in range(1, count + 1)]
 
 
 def send(children: list[Child], path: str, version: int, epoch: int) -> None:
-    for child, seat in zip(children, seats(epoch, len(children)), strict=True):
-        child.tell(Receive(path, version, seat))
-
-
-def facts(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    return {name: fact(tensor) for name, tensor in tensors.items()}
+    for child, group_rank in zip(children, held_groups(epoch, len(children)), strict=True):
+        child.tell(Receive(path, version, group_rank))
 
 
 def in_thread(
-    pool: ThreadPoolExecutor, path: str, seat: GroupSeat, patience: Patience
+    pool: ThreadPoolExecutor, path: str, group_rank: GroupRank, deadline: Deadline
 ) -> Future[tuple[str, dict[str, str]]]:
-    return pool.submit(receive, Receive(path, 7, seat), patience)
+    return pool.submit(receive, Receive(path, 7, group_rank), deadline)
 
 
 def test_every_bit_arrives_at_whoever_takes_part_while_members_come_and_go(
@@ -126,7 +100,7 @@ def test_a_trainer_with_a_default_group_of_its_own_publishes(
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         path = publisher.announce(7).path
-        came = in_thread(pool, path, GroupSeat(1, 1, 2), Patience(LIMIT_S))
+        came = in_thread(pool, path, GroupRank(1, 1, 2), Deadline(LIMIT_S))
         publisher.publish(7, weights().items())
         assert came.result(LIMIT_S)[1] == facts(weights())
         dist.barrier()
@@ -141,7 +115,7 @@ def test_quantized_weights_have_the_digest_of_what_receivers_end_up_with(
     publisher = make_publisher(quantization=quantization)
     given = {"m": torch.randn(33, 65), "bias": torch.randn(7), "n": torch.randn(9, 17).bfloat16()}
     path = publisher.announce(7).path
-    came = in_thread(pool, path, GroupSeat(1, 1, 2), Patience(LIMIT_S))
+    came = in_thread(pool, path, GroupRank(1, 1, 2), Deadline(LIMIT_S))
     meta = publisher.publish(7, given.items())
     digest, found = came.result(LIMIT_S)
     assert digest == meta.digest
@@ -163,9 +137,9 @@ def test_who_is_killed_in_the_group_ends_the_epoch_and_the_others_take_the_versi
             yield name, tensor
 
     published = pool.submit(publisher.publish, 7, gather())
-    doomed.tell(Half(path, 7, GroupSeat(1, 3, 4), joins=True, num_parts=num_parts))
+    doomed.tell(Half(path, 7, GroupRank(1, 3, 4), joins=True, num_parts=num_parts))
     for child, rank in zip(others, (1, 2), strict=True):
-        child.tell(Receive(path, 7, GroupSeat(1, rank, 4)))
+        child.tell(Receive(path, 7, GroupRank(1, rank, 4)))
     assert doomed.heard() == ("holding", "half")
     doomed.kill()
     # Its connections tell the others; nobody waits for a deadline.
@@ -187,11 +161,11 @@ def test_who_is_killed_outside_of_a_broadcast_is_left_behind_by_the_next_epoch(
     doomed, other, fresh = spawn(), spawn(), spawn()
     path = publisher.announce(7).path
     published = pool.submit(publisher.publish, 7, weights().items())
-    doomed.tell(Half(path, 7, GroupSeat(1, 2, 3), joins, num_parts))
-    other.tell(Receive(path, 7, GroupSeat(1, 1, 3)))
+    doomed.tell(Half(path, 7, GroupRank(1, 2, 3), joins, num_parts))
+    other.tell(Receive(path, 7, GroupRank(1, 1, 3)))
     assert doomed.heard() == ("holding", "half")
     doomed.kill()
-    fresh.tell(Receive(path, 7, GroupSeat(2, 1, 2)))
+    fresh.tell(Receive(path, 7, GroupRank(2, 1, 2)))
     digest = published.result(LIMIT_S).digest
     assert fresh.heard() == ("done", digest, facts(weights()))
     if joins:
@@ -211,8 +185,8 @@ def test_a_stopped_receiver_ends_the_publication_within_its_time(
     stopped, other = spawn(), spawn()
     path = publisher.announce(7).path
     published = pool.submit(publisher.publish, 7, weights().items())
-    other.tell(Receive(path, 7, GroupSeat(1, 1, 3)))
-    stopped.tell(Half(path, 7, GroupSeat(1, 2, 3), True, num_parts))
+    other.tell(Receive(path, 7, GroupRank(1, 1, 3)))
+    stopped.tell(Half(path, 7, GroupRank(1, 2, 3), True, num_parts))
     assert stopped.heard() == ("holding", "half")
     os.kill(stopped.pid, signal.SIGSTOP)
     with pytest.raises(SyncError):
@@ -222,7 +196,7 @@ def test_a_stopped_receiver_ends_the_publication_within_its_time(
         assert answer[0] == "failed"
     os.kill(stopped.pid, signal.SIGCONT)
     path = publisher.announce(8).path  # the publisher is none the worse
-    other.tell(Receive(path, 8, GroupSeat(2, 1, 2)))
+    other.tell(Receive(path, 8, GroupRank(2, 1, 2)))
     publisher.publish(8, weights().items())
     assert other.heard()[0] == "done"
 
@@ -241,20 +215,20 @@ def test_a_killed_publisher_is_noticed_at_once(spawn: Spawn) -> None:
 
 
 @pytest.mark.parametrize("hold_at", ["odd.bf16", "big.5"])
-def test_patience_with_a_stopped_publisher_ends(
+def test_a_wait_for_a_stopped_publisher_ends(
     spawn: Spawn, pool: ThreadPoolExecutor, hold_at: str
 ) -> None:
     trainer, child = spawn(), spawn()
     trainer.tell(Publish(CONFIG, 7, hold_at))
     _, path = trainer.heard()
-    child.tell(Receive(path, 7, GroupSeat(1, 1, 2), SHORT_S))
+    child.tell(Receive(path, 7, GroupRank(1, 1, 2), SHORT_S))
     assert trainer.heard() == ("holding", hold_at)
     os.kill(trainer.pid, signal.SIGSTOP)
     kind, _, message = child.heard()
     assert kind == "failed"
     assert "no progress" in message
     assert child.end() == 0  # whatever still waits holds up nobody
-    late = in_thread(pool, path, GroupSeat(2, 1, 2), Patience(SHORT_S))  # cannot even connect
+    late = in_thread(pool, path, GroupRank(2, 1, 2), Deadline(SHORT_S))  # cannot even connect
     with pytest.raises(SyncError):
         late.result(LIMIT_S)
     trainer.kill()
@@ -264,9 +238,9 @@ def test_giving_up_while_the_others_have_not_come(
     publisher: CollectivePublisher, pool: ThreadPoolExecutor
 ) -> None:
     path = publisher.announce(7).path
-    patience = Patience(LIMIT_S)
-    waiting = in_thread(pool, path, GroupSeat(1, 1, 3), patience)
-    patience.give_up("the server was told otherwise")
+    deadline = Deadline(LIMIT_S)
+    waiting = in_thread(pool, path, GroupRank(1, 1, 3), deadline)
+    deadline.cancel("the server was told otherwise")
     with pytest.raises(SyncError, match="told otherwise"):
         waiting.result(LIMIT_S)
 
@@ -277,14 +251,14 @@ def test_giving_up_in_a_broadcast_leaves_a_process_that_can_go_on(
     slow = spawn()
     path = publisher.announce(7).path
     published = pool.submit(publisher.publish, 7, weights().items())
-    slow.tell(Half(path, 7, GroupSeat(1, 2, 3), joins=True, num_parts=2))
-    patience = Patience(LIMIT_S)
-    waiting = in_thread(pool, path, GroupSeat(1, 1, 3), patience)
+    slow.tell(Half(path, 7, GroupRank(1, 2, 3), joins=True, num_parts=2))
+    deadline = Deadline(LIMIT_S)
+    waiting = in_thread(pool, path, GroupRank(1, 1, 3), deadline)
     assert slow.heard() == ("holding", "half")  # it takes no more, so nobody gets what comes then
-    patience.give_up("the server was told otherwise")
+    deadline.cancel("the server was told otherwise")
     with pytest.raises(SyncError, match="told otherwise"):
         waiting.result(LIMIT_S)
-    again = in_thread(pool, path, GroupSeat(2, 1, 2), Patience(LIMIT_S))
+    again = in_thread(pool, path, GroupRank(2, 1, 2), Deadline(LIMIT_S))
     assert again.result(LIMIT_S)[0] == published.result(LIMIT_S).digest
 
 
@@ -293,9 +267,9 @@ def test_a_reader_who_leaves_early_ends_it_for_all(
 ) -> None:
     path = publisher.announce(7).path
     published = pool.submit(publisher.publish, 7, weights().items())
-    other = in_thread(pool, path, GroupSeat(1, 2, 3), Patience(LIMIT_S))
-    meta = WeightUpdateMeta(7, path, seat=GroupSeat(1, 1, 3))
-    source = CHANNEL.open_source(path, meta, ReceiverConfig(), Patience(LIMIT_S))
+    other = in_thread(pool, path, GroupRank(1, 2, 3), Deadline(LIMIT_S))
+    meta = WeightUpdateMeta(7, path, group_rank=GroupRank(1, 1, 3))
+    source = CHANNEL.open_source(path, meta, ReceiverConfig(), Deadline(LIMIT_S))
     next(iter(source.entries()))
     source.close()
     with pytest.raises(SyncError, match="rank 1 left"):
@@ -331,7 +305,7 @@ def test_a_cancelled_version_is_not_begun_and_its_receivers_are_told(
     with pytest.raises(SyncError, match="no server is ready"):
         publisher.publish(7, weights().items())
     with pytest.raises(SyncError, match="given up"):
-        receive(Receive(path, 7, GroupSeat(1, 1, 2)), Patience(LIMIT_S))
+        receive(Receive(path, 7, GroupRank(1, 1, 2)), Deadline(LIMIT_S))
 
 
 def test_a_gathering_that_fails_ends_everything(
@@ -342,7 +316,7 @@ def test_a_gathering_that_fails_ends_everything(
         raise ZeroDivisionError("a shard is gone")
 
     path = publisher.announce(7).path
-    came = in_thread(pool, path, GroupSeat(1, 1, 2), Patience(LIMIT_S))
+    came = in_thread(pool, path, GroupRank(1, 1, 2), Deadline(LIMIT_S))
     with pytest.raises(ZeroDivisionError):
         publisher.publish(7, gather())
     with pytest.raises(SyncError, match="a shard is gone"):
@@ -355,9 +329,9 @@ def test_a_newer_epoch_supersedes_one_that_is_under_way(
     old = spawn()
     path = publisher.announce(7).path
     published = pool.submit(publisher.publish, 7, weights().items())
-    old.tell(Receive(path, 7, GroupSeat(4, 1, 2), hold_at="big.1"))
+    old.tell(Receive(path, 7, GroupRank(4, 1, 2), hold_at="big.1"))
     assert old.heard() == ("holding", "big.1")
-    new = in_thread(pool, path, GroupSeat(5, 1, 2), Patience(LIMIT_S))
+    new = in_thread(pool, path, GroupRank(5, 1, 2), Deadline(LIMIT_S))
     assert new.result(LIMIT_S)[0] == published.result(LIMIT_S).digest
     old.tell("go on")
     assert old.heard()[:2] == ("failed", "fenced")
@@ -367,27 +341,27 @@ def test_a_stale_epoch_is_fenced_and_a_contradiction_refused(
     publisher: CollectivePublisher, pool: ThreadPoolExecutor
 ) -> None:
     path = publisher.announce(7).path
-    Member(path, 7, GroupSeat(5, 1, 3), Patience(LIMIT_S))
+    Participant(path, 7, GroupRank(5, 1, 3), Deadline(LIMIT_S))
     with pytest.raises(Fenced, match="superseded by epoch 5"):
-        receive(Receive(path, 7, GroupSeat(4, 1, 2)), Patience(LIMIT_S))
+        receive(Receive(path, 7, GroupRank(4, 1, 2)), Deadline(LIMIT_S))
     with pytest.raises(SyncError, match="3 members in epoch 5, not for 2"):
-        receive(Receive(path, 7, GroupSeat(5, 1, 2)), Patience(LIMIT_S))
+        receive(Receive(path, 7, GroupRank(5, 1, 2)), Deadline(LIMIT_S))
 
 
 def test_what_is_over_cannot_be_joined(
     publisher: CollectivePublisher, pool: ThreadPoolExecutor
 ) -> None:
     path = publisher.announce(7).path
-    came = in_thread(pool, path, GroupSeat(1, 1, 2), Patience(LIMIT_S))
+    came = in_thread(pool, path, GroupRank(1, 1, 2), Deadline(LIMIT_S))
     publisher.publish(7, weights().items())
     came.result(LIMIT_S)
     with pytest.raises(SyncError, match="brought to all its members"):
-        receive(Receive(path, 7, GroupSeat(2, 1, 2)), Patience(LIMIT_S))
+        receive(Receive(path, 7, GroupRank(2, 1, 2)), Deadline(LIMIT_S))
     with pytest.raises(SyncError, match="not newer than 7"):
         publisher.announce(7)
     publisher.announce(8)
     with pytest.raises(SyncError, match="no version 7"):
-        receive(Receive(path, 7, GroupSeat(3, 1, 2)), Patience(LIMIT_S))
+        receive(Receive(path, 7, GroupRank(3, 1, 2)), Deadline(LIMIT_S))
 
 
 def test_an_address_without_a_trainer_is_told_at_once() -> None:
@@ -395,15 +369,33 @@ def test_an_address_without_a_trainer_is_told_at_once() -> None:
         port = probe.getsockname()[1]
     with pytest.raises(SyncError, match="no trainer at"):
         path = f"gloo://127.0.0.1:{port}/v00000007"
-        receive(Receive(path, 7, GroupSeat(1, 1, 2)), Patience(LIMIT_S))
+        receive(Receive(path, 7, GroupRank(1, 1, 2)), Deadline(LIMIT_S))
     with pytest.raises(SyncError, match="names no rendezvous"):
-        receive(Receive("gloo://v00000007", 7, GroupSeat(1, 1, 2)), Patience(LIMIT_S))
+        receive(Receive("gloo://v00000007", 7, GroupRank(1, 1, 2)), Deadline(LIMIT_S))
+
+
+CONNECTING = """
+import sys
+from weight_sync.transports import daemon_calls, rendezvous
+rendezvous.CONNECT_S = 1.0
+daemon_calls.start_detached(lambda: rendezvous.connect("127.0.0.1", int(sys.argv[1])))
+while not daemon_calls._unfinished: pass
+"""
+
+
+def test_a_process_that_ends_while_it_connects_to_a_stopped_trainer_ends_well() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = str(silent.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-c", CONNECTING, port], capture_output=True, timeout=LIMIT_S
+        )
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_a_path_without_a_seat_is_refused(publisher: CollectivePublisher) -> None:
     meta = publisher.announce(7)
-    with pytest.raises(SyncError, match="no seat"):
-        CHANNEL.open_source(meta.path, meta, ReceiverConfig(), Patience(LIMIT_S))
+    with pytest.raises(SyncError, match="no rank"):
+        CHANNEL.open_source(meta.path, meta, ReceiverConfig(), Deadline(LIMIT_S))
 
 
 def test_an_engine_joins_with_all_its_ranks_while_its_server_reads_the_store(
@@ -412,28 +404,28 @@ def test_an_engine_joins_with_all_its_ranks_while_its_server_reads_the_store(
     ranks = {1: spawn(), 2: spawn()}
     path = publisher.announce(7).path
     published = pool.submit(publisher.publish, 7, weights().items())
-    member = Member(path, 7, GroupSeat(1, 1, 3), Patience(LIMIT_S), num_ranks=2)
-    meeting = member.meet("")
+    member = Participant(path, 7, GroupRank(1, 1, 3), Deadline(LIMIT_S), num_ranks=2)
+    group_setup = member.join("")
     for rank, child in ranks.items():
-        child.tell(Engine(meeting.group, member.port, rank, 3))
+        child.tell(Engine(group_setup.group, member.port, rank, 3))
     number, found = 0, dict[str, str]()
-    while (part := member.part(number)).digest is None:
+    while (header := member.bucket(number)).digest is None:
         for child in ranks.values():
-            child.tell(part)
+            child.tell(header)
             checksums = child.heard()
             found |= checksums
-            assert checksums == {entry.name: entry.checksum for entry in part.entries}
+            assert checksums == {entry.name: entry.checksum for entry in header.entries}
         number += 1
-    member.arrive()
-    assert published.result(LIMIT_S).digest == part.digest
+    member.report_received()
+    assert published.result(LIMIT_S).digest == header.digest
     assert found == {name: tensor_checksum(t) for name, t in weights().items()}
 
 
 def test_a_tensor_is_read_once(publisher: CollectivePublisher, pool: ThreadPoolExecutor) -> None:
     path = publisher.announce(7).path
     published = pool.submit(publisher.publish, 7, weights().items())
-    meta = WeightUpdateMeta(7, path, seat=GroupSeat(1, 1, 2))
-    source = CHANNEL.open_source(path, meta, ReceiverConfig(), Patience(LIMIT_S))
+    meta = WeightUpdateMeta(7, path, group_rank=GroupRank(1, 1, 2))
+    source = CHANNEL.open_source(path, meta, ReceiverConfig(), Deadline(LIMIT_S))
     for entry in source.entries():
         source.read(entry)
         with pytest.raises(SyncError, match="cannot be read again"):

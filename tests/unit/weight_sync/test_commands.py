@@ -18,7 +18,7 @@ from weight_sync.manifest import Base
 from weight_sync.transports.base import make_publisher
 from weight_sync.transports.disk import LOCK_NAME
 
-PATIENCE_S = 60.0
+DEADLINE_S = 60.0
 MODULE = "layers.0.proj"
 
 
@@ -80,7 +80,7 @@ def fail(capsys, *argv: object) -> tuple[str, str]:
 
 def headway(*argv: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "headway.launch.cli", "weights", *map(str, argv)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
 def damage(file: Path, offset: int) -> None:
@@ -124,20 +124,20 @@ def test_a_version_is_seen_while_it_is_written_and_nobody_is_disturbed(tmp_path,
             yield f"w{index}", torch.full((1 << 19,), float(index))
             if index == 6:
                 reached.set()
-                assert looked.wait(PATIENCE_S)
+                assert looked.wait(DEADLINE_S)
 
     writing = threading.Thread(target=lambda: seen.update(meta=publisher.publish(2, tensors())))
     writing.start()
-    assert reached.wait(PATIENCE_S)
+    assert reached.wait(DEADLINE_S)
     try:
         states = [row["state"] for row in call("ls", root, "--json")]
         proven = call("verify", root, "--json")["versions"]
     finally:
         looked.set()
-        writing.join(PATIENCE_S)
+        writing.join(DEADLINE_S)
     assert states == ["complete", "being written"]
     assert [(report["version"], report["state"]) for report in proven] == [
-        (1, "proven"),
+        (1, "verified"),
         (2, "being written"),
     ]
     assert seen["meta"].version == 2
@@ -164,7 +164,7 @@ def test_what_a_dead_publisher_left_is_unfinished(root, call, capsys):
 
 def test_every_version_is_proven_through_its_chain(root, call):
     found = call("verify", root, "--json")
-    assert [report["state"] for report in found["versions"]] == ["proven"] * 4
+    assert [report["state"] for report in found["versions"]] == ["verified"] * 4
     assert found["gb_per_s"] > 0
     only = call("verify", root, 3, "--json")
     assert [report["version"] for report in only["versions"]] == [3]
@@ -302,8 +302,8 @@ def test_shared_memory_is_listed_and_freed(tmp_path, call):
         publisher.publish(version, model(version).items())
     publisher.collect(3)  # keeps blobs to write them again
     assert [report["state"] for report in call("verify", root, "--json")["versions"]] == [
-        "proven",
-        "proven",
+        "verified",
+        "verified",
     ]
     assert call("diff", root, 3, 4, "--json")["num_changed"] == 2
     publisher.close()

@@ -18,14 +18,14 @@ from headway.contracts.types import WeightUpdateMeta
 from tests.unit.weight_sync.range_server import Fault, RangeServer
 from weight_sync.buffers import Buffers
 from weight_sync.channel import StagedWeights
+from weight_sync.deadline import Deadline
 from weight_sync.manifest import MANIFEST_NAME
-from weight_sync.patience import Patience
 from weight_sync.publisher import StoredPublisher
 from weight_sync.receiver import make_receiver
 from weight_sync.transports import http as transport
 from weight_sync.transports.base import make_publisher
 from weight_sync.transports.disk import make_local_publisher
-from weight_sync.transports.http import HttpPlace
+from weight_sync.transports.http import HttpReader
 
 LIMIT_S = 60.0
 TOKEN_ENV = "HEADWAY_TEST_WEIGHTS_TOKEN"
@@ -62,13 +62,13 @@ def serve(folder: Path) -> Iterator[Callable[..., RangeServer]]:
 
 def stage(
     path: str,
-    patience: Patience | None = None,
+    deadline: Deadline | None = None,
     fallbacks: tuple[str, ...] = (),
     **options: object,
 ) -> StagedWeights:
     receiver = make_receiver(ReceiverConfig(allow=("http:", "/"), **options))
     meta = WeightUpdateMeta(7, path, None, fallbacks)
-    return receiver.within(patience or Patience(LIMIT_S)).stage(meta, SHAPES)
+    return receiver.within(deadline or Deadline(LIMIT_S)).stage(meta, SHAPES)
 
 
 def assert_whole(staged: StagedWeights) -> None:
@@ -200,7 +200,7 @@ def test_a_publisher_that_comes_back_is_found(publisher, tmp_path):
     port = int(path.split(":")[2].split("/")[0])
     config = ReceiverConfig(allow=("http:",))
     meta = WeightUpdateMeta(7, path)
-    with closing(transport.CHANNEL.open_source(path, meta, config, Patience(LIMIT_S))) as source:
+    with closing(transport.CHANNEL.open_source(path, meta, config, Deadline(LIMIT_S))) as source:
         first.close()
         second = publisher(port=port)
         second.publish(7, WEIGHTS.items())
@@ -342,7 +342,7 @@ def test_a_blob_that_ends_early_is_torn_and_not_waited_for(serve, folder):
     for length in (len(content) - 1, 5000, 0):
         blob.write_bytes(content[:length])
         with pytest.raises(SyncError, match="torn"):
-            stage(serve().url, Patience(1e6))
+            stage(serve().url, Deadline(1e6))
 
 
 def test_more_than_was_asked_for_is_not_read_as_the_next_answer(serve):
@@ -357,19 +357,19 @@ def test_a_holder_takes_over_from_a_server_that_is_gone(serve, monkeypatch):
     monkeypatch.setattr(transport, "FALLBACK_AFTER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as free:
         gone = f"http://127.0.0.1:{free.getsockname()[1]}/v00000007"
-    assert_whole(stage(gone, Patience(1e6), fallbacks=(serve().url,)))
+    assert_whole(stage(gone, Deadline(1e6), fallbacks=(serve().url,)))
 
 
-def test_who_is_gone_is_waited_for_until_patience_ends():
+def test_who_is_gone_is_waited_for_until_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as free:
         gone = f"http://127.0.0.1:{free.getsockname()[1]}/v00000007"
     with pytest.raises(SyncError, match=r"no progress for 0\.3 s"):
-        stage(gone, Patience(0.3))
+        stage(gone, Deadline(0.3))
 
 
 @pytest.mark.parametrize("at", ["manifest", "blob", "middle"])
 def test_giving_up_ends_a_server_that_is_silent(serve, at):
-    reached, patience = threading.Event(), Patience(1e6)
+    reached, deadline = threading.Event(), Deadline(1e6)
 
     def fault(handler, content):
         is_blob = handler.headers.get("range") is not None
@@ -388,9 +388,9 @@ def test_giving_up_ends_a_server_that_is_silent(serve, at):
         return True
 
     with ThreadPoolExecutor(1) as pool:
-        staging = pool.submit(stage, serve(fault).url, patience)
+        staging = pool.submit(stage, serve(fault).url, deadline)
         assert reached.wait(LIMIT_S)
-        patience.give_up("another epoch came")
+        deadline.cancel("another epoch came")
         with pytest.raises(SyncError, match="another epoch came"):
             staging.result(LIMIT_S)
 
@@ -400,7 +400,7 @@ def test_connections_are_kept(serve):
     ports = set()
     server.fault = lambda handler, content: bool(ports.add(handler.client_address[1]))
     for _ in range(3):
-        place = HttpPlace(server.url, ReceiverConfig(num_connections=1), Patience(9), Buffers())
+        place = HttpReader(server.url, ReceiverConfig(num_connections=1), Deadline(9), Buffers())
         with closing(place):
             for name in (MANIFEST_NAME, "part-00007.json", "none", MANIFEST_NAME):
                 place.text(name)
@@ -412,7 +412,7 @@ def test_waiting_for_a_part_does_not_flood_a_server_that_answers_at_once(serve):
     server = serve()
     os.unlink(server.root / MANIFEST_NAME)
     with pytest.raises(SyncError, match="no progress"):
-        stage(server.url, Patience(0.5))
+        stage(server.url, Deadline(0.5))
     assert len(server.requests) < 60
 
 

@@ -13,7 +13,7 @@ from headway.contracts.config.weight_sync import ReceiverConfig, SharedMemorySyn
 from headway.contracts.types import WeightUpdateMeta
 from tests.processes import FORKS
 from weight_sync.channel import StagedWeights
-from weight_sync.patience import Patience
+from weight_sync.deadline import Deadline
 from weight_sync.publisher import StoredPublisher
 from weight_sync.receiver import make_receiver
 from weight_sync.transports.base import make_publisher
@@ -44,7 +44,7 @@ def publisher(root: Path) -> Iterator[StoredPublisher]:
 
 def stage(root: Path, meta: WeightUpdateMeta) -> StagedWeights:
     receiver = make_receiver(ReceiverConfig(allow=(f"shm://{root}",)))
-    return receiver.within(Patience(LIMIT_S)).stage(meta, SHAPES)
+    return receiver.within(Deadline(LIMIT_S)).stage(meta, SHAPES)
 
 
 def blobs(root: Path) -> set[int]:

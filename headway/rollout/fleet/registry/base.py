@@ -1,4 +1,4 @@
-"""Which generation servers there are, for all gateways that share a ledger."""
+"""Registry of generation servers, for all gateways that share a ledger."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headway.contracts.http.servers import ServerReport
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class SharedReport:
     """The newest report of one server."""
 
     report: ServerReport
@@ -20,11 +20,11 @@ class Sighting:
     """Grows with every report, over all servers."""
     age_s: float
     """Seconds since the report, by the registry's clock."""
-    is_held: bool
+    drain_requested: bool
     """It shall drain, by somebody's order."""
 
 
-class Registry(Protocol):
+class ServerRegistry(Protocol):
     """The reports of servers, under a lease each."""
 
     async def open(self) -> None:
@@ -38,16 +38,16 @@ class Registry(Protocol):
         """These servers reported to this gateway; they are members for `lease_s`.
 
         Raises:
-            StateError: nobody can know of it.
+            StateError: it could not be recorded.
         """
 
-    async def members(self) -> list[Sighting]:
+    async def members(self) -> list[SharedReport]:
         """Every server whose lease has not ended, by name. Raises as `announce`."""
 
     async def forget(self, server_id: str) -> None:
         """It is gone, or was never there. Raises as `announce`."""
 
-    async def hold(self, server_id: str, is_held: bool) -> None:
+    async def set_draining(self, server_id: str, drain_requested: bool) -> None:
         """Let a server drain, or end that; also while it is away.
 
         Raises:

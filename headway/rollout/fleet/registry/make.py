@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from headway.rollout.fleet.registry.base import Registry
+from headway.rollout.fleet.registry.base import ServerRegistry
 from headway.rollout.fleet.registry.memory import MemoryRegistry
 
 
-def make_registry(ledger: str) -> Registry:
+def make_registry(ledger: str) -> ServerRegistry:
     """A registry, not open yet: shared by those who share the ledger.
 
     Args:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headway.contracts.errors import NotFound
 from headway.contracts.http.servers import ServerReport
-from headway.rollout.fleet.registry.base import Sighting
+from headway.rollout.fleet.registry.base import SharedReport
+from headway.runtime.clock import monotonic
 
 
 @dataclass(slots=True)
@@ -36,14 +36,14 @@ class MemoryRegistry:
         for report in reports:
             self._number += 1
             self._entries[report.server_id] = _Entry(
-                report, gateway, self._number, time.monotonic(), lease_s
+                report, gateway, self._number, monotonic(), lease_s
             )
 
-    async def members(self) -> list[Sighting]:
+    async def members(self) -> list[SharedReport]:
         self._expire()
-        now = time.monotonic()
+        now = monotonic()
         return [
-            Sighting(
+            SharedReport(
                 entry.report, entry.gateway, entry.number, now - entry.seen_at, name in self._held
             )
             for name, entry in sorted(self._entries.items())
@@ -53,11 +53,11 @@ class MemoryRegistry:
         self._entries.pop(server_id, None)
         self._held.discard(server_id)
 
-    async def hold(self, server_id: str, is_held: bool) -> None:
+    async def set_draining(self, server_id: str, drain_requested: bool) -> None:
         self._expire()
         if server_id not in self._entries:
             raise NotFound(f"no server {server_id!r} has reported lately")
-        if is_held:
+        if drain_requested:
             self._held.add(server_id)
         else:
             self._held.discard(server_id)
@@ -66,7 +66,7 @@ class MemoryRegistry:
         pass
 
     def _expire(self) -> None:
-        now = time.monotonic()
+        now = monotonic()
         for name, entry in list(self._entries.items()):
             if now - entry.seen_at > entry.lease_s:
                 del self._entries[name]

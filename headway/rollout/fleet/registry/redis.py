@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 
 from headway.contracts.errors import NotFound, StateError
 from headway.contracts.http.servers import ServerReport
-from headway.rollout.fleet.registry.base import Sighting
+from headway.rollout.fleet.registry.base import SharedReport
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ for i = 1, #all, 2 do
     redis.call('HDEL', KEYS[1], all[i])
   else
     entry.age_ms = now - entry.at_ms
-    entry.is_held = redis.call('HEXISTS', KEYS[2], all[i]) == 1
+    entry.drain_requested = redis.call('HEXISTS', KEYS[2], all[i]) == 1
     table.insert(answer, cjson.encode(entry))
   end
 end
@@ -92,26 +92,26 @@ class RedisRegistry:
         arguments: list[str | int] = [gateway, round(lease_s * 1000), *named]
         await _answer(self._announce(keys=self._keys, args=arguments))
 
-    async def members(self) -> list[Sighting]:
+    async def members(self) -> list[SharedReport]:
         entries = [json.loads(text) for text in await _answer(self._members(keys=self._keys))]
-        sightings = [
-            Sighting(
+        shared_reports = [
+            SharedReport(
                 ServerReport.model_validate_json(entry["report"]),
                 entry["gateway"],
                 entry["number"],
                 entry["age_ms"] / 1000,
-                entry["is_held"],
+                entry["drain_requested"],
             )
             for entry in entries
         ]
-        return sorted(sightings, key=lambda sighting: sighting.report.server_id)
+        return sorted(shared_reports, key=lambda shared: shared.report.server_id)
 
     async def forget(self, server_id: str) -> None:
         for key in self._keys[:2]:
             await _answer(cast("Awaitable[Any]", self._redis.hdel(key, server_id)))
 
-    async def hold(self, server_id: str, is_held: bool) -> None:
-        arguments: list[str | int] = [server_id, int(is_held)]
+    async def set_draining(self, server_id: str, drain_requested: bool) -> None:
+        arguments: list[str | int] = [server_id, int(drain_requested)]
         if not await _answer(self._hold(keys=self._keys, args=arguments)):
             raise NotFound(f"no server {server_id!r} has reported lately")
 

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from headway.contracts.errors import ConfigError
 from headway.contracts.http.rollouts import RolloutState
-from headway.rollout.ledger.base import Ledger, row_of
+from headway.rollout.ledger.base import LedgerReader
+from headway.rollout.ledger.records import row_of
 
 PAGE = 1000
 INTEGERS = ("group_size", "attempt", "oldest_version", "staleness", "step")
@@ -34,7 +35,7 @@ COLUMNS = (
     "step",
     "reason",
 )
-"""What `row_of` holds; those in neither tuple above are text."""
+"""Columns of `row_of`; those in neither tuple above are text."""
 
 
 class Sheet(Protocol):
@@ -48,7 +49,7 @@ class Sheet(Protocol):
 
 
 async def export(
-    ledger: Ledger, file: Path, state: RolloutState | None, consumer: str | None
+    ledger: LedgerReader, file: Path, state: RolloutState | None, consumer: str | None
 ) -> None:
     """Write the file whole or not at all."""
     part = file.with_name(file.name + ".part")
@@ -67,7 +68,7 @@ async def export(
 
 
 async def _pages(
-    ledger: Ledger, state: RolloutState | None, consumer: str | None
+    ledger: LedgerReader, state: RolloutState | None, consumer: str | None
 ) -> AsyncIterator[list[dict[str, Any]]]:
     before = None
     while entries := await ledger.find(state, consumer, PAGE, before):

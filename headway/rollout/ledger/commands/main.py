@@ -1,4 +1,4 @@
-"""`headway ledger stats|show|requeue|export`: look into a ledger, play failed rollouts once more.
+"""`headway ledger stats|show|requeue|export`: look into a ledger, run failed rollouts once more.
 
 Each command imports what it does when it runs: help answers without the stores.
 """
@@ -18,7 +18,7 @@ STATES = (
     *("queued", "leased", "ready", "delivered", "consumed"),
     *("failed", "filtered", "stale", "cancelled"),
 )
-"""Of a rollout; a test compares them with the ledger's."""
+"""States of a rollout; a test compares them with the ledger's."""
 COMMANDS = "headway.rollout.ledger.commands"
 EXAMPLE = """headway ledger stats --ledger ledger.sqlite --audit
 headway ledger show sum-1 --ledger ledger.sqlite
@@ -29,7 +29,7 @@ CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 @click.group("ledger", cls=Group, example=EXAMPLE)
 def command() -> None:
-    """Look into a ledger beside the gateway that works with it, and play failed rollouts once more."""
+    """Look into a ledger beside the gateway that works with it, and run failed rollouts once more."""
 
 
 def _of_a_ledger(function: CommandT) -> CommandT:
@@ -67,7 +67,7 @@ def requeue(ledger: str, rollout_ids: Sequence[str]) -> None:
     """Queue failed rollouts once more, with all their attempts.
 
     A running gateway takes them up when it next looks into its queue; one that shares a ledger looks
-    often. Over HTTP, POST /v1/ledger/requeue tells it at once.
+    often. POST /v1/ledger/requeue has it look at once.
     """
     _run(ledger, "requeue", rollout_ids)
 

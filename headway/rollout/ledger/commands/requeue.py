@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Protocol
 
 from headway.contracts.errors import Conflict
-from headway.rollout.ledger.base import Ledger
+from headway.rollout.ledger.base import LedgerReader, RolloutQueue
 
 
-async def requeue(ledger: Ledger, rollout_ids: Sequence[str]) -> None:
+class RequeueLedger(RolloutQueue, LedgerReader, Protocol):
+    """Ledger roles that requeue rollouts, and look them up if they are not."""
+
+
+async def requeue(ledger: RequeueLedger, rollout_ids: Sequence[str]) -> None:
     """Revive failed rollouts, and fail if one of the others was named."""
     refused = []
     for rollout_id in dict.fromkeys(rollout_ids):

@@ -10,10 +10,11 @@ from typing import Any
 from headway.contracts.codec import decode_groups
 from headway.contracts.errors import NotFound
 from headway.contracts.types import Trajectory
-from headway.rollout.ledger.base import Ledger, row_of
+from headway.rollout.ledger.base import LedgerReader
+from headway.rollout.ledger.records import row_of
 
 
-async def show(ledger: Ledger, rollout_id: str) -> None:
+async def show(ledger: LedgerReader, rollout_id: str) -> None:
     """Print a rollout: its row, request, log, and what its trajectories amount to."""
     entry = await ledger.get(rollout_id, with_payload=True)
     if entry is None:

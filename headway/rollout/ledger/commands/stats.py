@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from headway.rollout.ledger.base import Ledger
+from headway.rollout.ledger.base import LedgerReader
 
 
-async def stats(ledger: Ledger, consumer: str | None, audit: bool) -> None:
-    """Print the counts, and their proof if it is asked for."""
+async def stats(ledger: LedgerReader, consumer: str | None, audit: bool) -> None:
+    """Print the counts, and their audit if it is asked for."""
     counts = await ledger.counts(consumer)
     sys.stdout.write(counts.model_dump_json(indent=1) + "\n")
     if audit:

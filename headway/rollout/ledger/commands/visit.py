@@ -1,4 +1,4 @@
-"""A ledger, looked into by a command beside whoever works with it."""
+"""A ledger, read by a command while others work with it."""
 
 from __future__ import annotations
 

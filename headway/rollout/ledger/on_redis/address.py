@@ -16,14 +16,15 @@ SECRET = re.compile(r"//[^/]*@")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a ledger lies."""
+    """Address of a ledger."""
 
     url: str
-    """For redis-py; may hold a password."""
+    """URL for redis-py; may hold a password."""
     prefix: str
-    """Of every key; a run has its own, or shares it with the gateways that share the ledger."""
+    """Prefix of every key; a run has its own, or shares it with the gateways that share the
+    ledger."""
     shown: str
-    """For messages: without the password."""
+    """Address for messages: without the password."""
 
 
 def parse_address(url: str) -> Address:

@@ -1,22 +1,25 @@
-"""What the scripts answer, as records and errors."""
+"""Results of the scripts, as records and errors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 from headway.contracts.errors import ServiceError
+from headway.contracts.http.rollouts import RolloutState
 from headway.contracts.types import RolloutRequest
-from headway.rollout.ledger.base import Delivery, Entry, Event, Lease
+from headway.rollout.ledger.auditor import AuditFindings
+from headway.rollout.ledger.records import Delivery, Entry, Event, Lease
 from headway.rollout.ledger.refusals import (
     forgotten,
-    fruitless,
     given_out,
     never_submitted,
     no_such_page,
+    rollouts_failed,
     used_by_others,
 )
-from headway.rollout.ledger.transitions import FRUITLESS, illegal, unknown
+from headway.rollout.ledger.transitions import WITHOUT_RESULT, illegal, unknown
 
 
 def texts(values: Sequence[Any]) -> list[str]:
@@ -25,7 +28,7 @@ def texts(values: Sequence[Any]) -> list[str]:
 
 
 def pairs(flat: Sequence[Any]) -> dict[str, str]:
-    """What HGETALL answers."""
+    """Return the fields that HGETALL answers."""
     fields = texts(flat)
     return dict(zip(fields[::2], fields[1::2], strict=True))
 
@@ -41,7 +44,7 @@ def delivery_of(answer: Sequence[Any], delivery_id: str) -> Delivery:
     """The answer of `deliver` and `deliver_exactly`.
 
     Raises:
-        Conflict, Fruitless, NotFound: as the protocol says.
+        Conflict, RolloutsFailed, NotFound: as the protocol says.
     """
     status = answer[0].decode()
     if status not in ("ok", "none"):
@@ -61,8 +64,8 @@ def _refusal(status: str, values: Sequence[str], delivery_id: str) -> ServiceErr
     if status == "unknown":
         return never_submitted(values[0])
     refused = list(zip(values[::3], values[1::3], values[2::3], strict=True))
-    ended = [row for row in refused if row[1] in FRUITLESS]
-    return fruitless(ended) if ended else given_out(refused[0][0])
+    ended = [row for row in refused if row[1] in WITHOUT_RESULT]
+    return rollouts_failed(ended) if ended else given_out(refused[0][0])
 
 
 def check_consumed(answer: Sequence[Any]) -> None:
@@ -116,3 +119,44 @@ def page_of(answer: Sequence[Any], before: str | None) -> list[Entry]:
     if answer[0] != b"ok":
         raise no_such_page(str(before))
     return [entry_of(row) for row in answer[1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tallies:
+    """Running counts of the ledger, at one revision."""
+
+    revision: int
+    trajectories: Mapping[RolloutState, int]
+    forgotten: Mapping[RolloutState, int]
+    findings: AuditFindings
+
+
+def tallies_of(answer: Sequence[Any]) -> Tallies:
+    """The answer of `read_tallies`."""
+    _, revision, trajectories, forgotten, findings = answer
+    of_all = {
+        field.rstrip(" "): number
+        for field, number in _numbers(trajectories).items()
+        if field.endswith(" ")
+    }
+    return Tallies(
+        int(revision),
+        cast("dict[RolloutState, int]", of_all),
+        cast("dict[RolloutState, int]", _numbers(forgotten)),
+        AuditFindings(**_numbers(findings)),
+    )
+
+
+def _numbers(flat: Sequence[Any]) -> dict[str, int]:
+    return {name: int(number) for name, number in pairs(flat).items()}
+
+
+def log_of(row: Sequence[Any]) -> tuple[str | None, int, int | None, list[str]]:
+    """State, size, staleness and events of one rollout, of `read_logs` and `read_ended`."""
+    state, size, staleness, events = row
+    return (
+        state.decode() or None,
+        int(size),
+        int(staleness) if staleness else None,
+        texts(events),
+    )

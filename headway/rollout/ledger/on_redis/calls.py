@@ -20,11 +20,11 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, NoScriptError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from headway.contracts.errors import ConfigError, StateError
+from headway.contracts.errors import ConfigError, StateError, StoreUnusable
 from headway.rollout.ledger.on_redis.address import Address
 from headway.rollout.ledger.on_redis.keys import KEYS, SCHEMA
 from headway.rollout.ledger.on_redis.scripts import digest_of, source_of
@@ -36,16 +36,19 @@ RETRY_S = 10.0
 """Less than the answers of calls are kept (`EX` in the prelude)."""
 BACKOFF_S = (0.02, 0.25)
 """First and longest wait between two attempts."""
+PAGE = 500
+"""Rollouts that one script reads or forgets: others wait for it."""
 MAX_CALLS = 256
 MAX_BYTES = 8 << 20
-"""Of one journey: more would not pass within the socket's timeout on a slow network."""
+"""Maximum bytes of one call: more would not pass within the socket's timeout on a slow network."""
 
 Argument = str | int | float | bytes
+"""Argument of a script."""
 OUTAGES = (RedisConnectionError, RedisTimeoutError, OSError)
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class _ScriptCall:
     name: str
     args: tuple[Argument, ...]
     future: asyncio.Future[list[Any]]
@@ -63,11 +66,11 @@ class Calls:
         self._address = address
         self._client: Redis | None = None
         self._pump: asyncio.Task[None] | None = None
-        self._waiting: deque[_Call] = deque()
+        self._waiting: deque[_ScriptCall] = deque()
         self._wake = asyncio.Event()
 
     async def start(self) -> None:
-        """Connect, and check that this server keeps what it is told."""
+        """Connect, and check that this server keeps what is written."""
         if self._client is not None:
             raise StateError(f"ledger {self._address.shown} is open already")
         try:
@@ -87,7 +90,7 @@ class Calls:
             await self._check(self._client)
         except RedisError as error:
             await self.stop()
-            raise self._outage(error) from error
+            raise self._refused(error) from error
         except BaseException:
             await self.stop()
             raise
@@ -110,6 +113,10 @@ class Calls:
         """Run a script that may change something; its answer."""
         return await self._call(name, (uuid.uuid4().hex, *args))
 
+    async def count(self, name: str, *args: Argument) -> int:
+        """`change`, for scripts that answer a number."""
+        return int((await self.change(name, *args))[1])
+
     async def read(self, name: str, *args: Argument) -> list[Any]:
         """Run a script that changes nothing, or knows by itself that it was run before."""
         return await self._call(name, ("", *args))
@@ -124,7 +131,7 @@ class Calls:
     async def _call(self, name: str, args: tuple[Argument, ...]) -> list[Any]:
         if self._pump is None:
             raise StateError(f"ledger {self._address.shown} is not open")
-        call = _Call(name, args, asyncio.get_running_loop().create_future())
+        call = _ScriptCall(name, args, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         self._wake.set()
         return await call.future
@@ -148,9 +155,9 @@ class Calls:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, longest_s)
 
-    def _take(self) -> list[_Call]:
+    def _take(self) -> list[_ScriptCall]:
         """The next journey; its calls stay in the order in which they were made."""
-        calls: list[_Call] = []
+        calls: list[_ScriptCall] = []
         num_bytes = 0
         while self._waiting and len(calls) < MAX_CALLS and num_bytes < MAX_BYTES:
             call = self._waiting.popleft()
@@ -161,7 +168,7 @@ class Calls:
             self._wake.clear()
         return calls
 
-    async def _send(self, client: Redis, calls: list[_Call]) -> Exception | None:
+    async def _send(self, client: Redis, calls: list[_ScriptCall]) -> Exception | None:
         """Answer the calls, or those that were answered; why the others were not."""
         pipeline = client.pipeline(transaction=False)
         for call in calls:
@@ -183,20 +190,30 @@ class Calls:
             return await self._load(client, {call.name for call in calls if call.name}) or outage
         return outage
 
-    def _command(self, call: _Call) -> Sequence[Argument]:
+    def _command(self, call: _ScriptCall) -> Sequence[Argument]:
         if not call.name:
             return call.args
         return ("EVALSHA", digest_of(call.name), 1, self._address.prefix, *call.args)
 
     async def _load(self, client: Redis, names: set[str]) -> Exception | None:
         try:
+            await self._check_data(client)
             for name in sorted(names):
                 await client.script_load(source_of(name))
         except RedisError as error:
             return error
         return None
 
-    def _put_back(self, calls: list[_Call], outage: Exception) -> None:
+    async def _check_data(self, client: Redis) -> None:
+        """Log an error if a restarted server has lost its data."""
+        if await client.set(f"{self._address.prefix}:{KEYS['schema']}", SCHEMA, nx=True):
+            logger.error(
+                "ledger %s: Redis came back without its data, rollouts and notes are gone; restore its "
+                "append-only file, or submit them again",
+                self._address.shown,
+            )
+
+    def _put_back(self, calls: list[_ScriptCall], outage: Exception) -> None:
         now = time.monotonic()
         for call in reversed(calls):
             if call.future.done():
@@ -208,12 +225,21 @@ class Calls:
         if self._waiting:
             self._wake.set()
 
-    def _fail(self, call: _Call, reason: str) -> None:
+    def _fail(self, call: _ScriptCall, reason: str) -> None:
         if not call.future.done():
             call.future.set_exception(self._outage(reason))
 
     def _outage(self, reason: object) -> StateError:
         return StateError(f"ledger {self._address.shown}: {reason}; check that Redis answers")
+
+    def _refused(self, error: RedisError) -> StateError:
+        """Why it could not be opened: for good, if this server will not have this client."""
+        is_passing = isinstance(error, OUTAGES) and not isinstance(error, AuthenticationError)
+        if is_passing:
+            return self._outage(error)
+        return StoreUnusable(
+            f"ledger {self._address.shown}: {error}; mend user, password or database of its URL"
+        )
 
     async def _check(self, client: Redis) -> None:
         memory = await client.info("memory")
@@ -239,3 +265,15 @@ class Calls:
                 f"ledger {self._address.shown} has schema {schema}, this release reads {SCHEMA}: use the "
                 "release that wrote it, or another ?prefix="
             )
+
+
+class WithCalls:
+    """A role of the ledger: its methods are calls."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+
+def optional(value: float | None) -> Argument:
+    """Convert a value for Lua: the empty string stands for None."""
+    return "" if value is None else value

@@ -9,7 +9,7 @@ KEYS = {
     "schema": "schema",  # number of this layout
     "revision": "revision",  # changes so far
     "seq": "seq",  # submissions so far
-    "rollout": "rollout:",  # ID -> hash: the request and what became of it
+    "rollout": "rollout:",  # ID -> hash: the request and its state
     "payload": "payload:",  # ID -> the codec payload
     "events": "events:",  # ID -> list of "EVENT AT DETAIL"
     "order": "order",  # ids by submission

@@ -21,5 +21,5 @@ def source_of(name: str) -> str:
 
 @cache
 def digest_of(name: str) -> str:
-    """What `EVALSHA` calls it."""
+    """Return the name under which `EVALSHA` knows a script."""
     return sha1(source_of(name).encode(), usedforsecurity=False).hexdigest()

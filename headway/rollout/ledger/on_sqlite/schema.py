@@ -1,7 +1,7 @@
 """Tables and indexes of the SQLite ledger, and how a file of an older release is brought up to them.
 
 Every transition touches few small index entries: an index covers the rollouts of the states that it
-serves, and no others. Payloads lie beside the rows, so that a transition copies none.
+serves, and no others. Payloads are stored beside the rows, so that a transition copies none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ VERSION = 2
 
 ENDED = "state IN ('consumed', 'failed', 'filtered', 'stale', 'cancelled')"
 PENDING = "deadline IS NOT NULL AND state IN ('queued', 'leased')"
-"""What a query must repeat word for word for the partial index to serve it."""
+"""Condition that a query must repeat word for word for the partial index to serve it."""
 
 IN_LINE = "CREATE INDEX in_line ON rollouts (consumer, seq) WHERE state = 'ready'"
 """Without it, the oldest ready groups are looked for among all that ever were."""

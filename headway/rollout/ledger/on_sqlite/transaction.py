@@ -6,16 +6,16 @@ With a savepoint, a call that fails takes back its own part: its statements and 
 from __future__ import annotations
 
 import sqlite3
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from headway.contracts.http.rollouts import RolloutState
-from headway.rollout.ledger.transitions import STATES, EventName
+from headway.rollout.ledger.transitions import NEXT_STATE, STATES, EventName
 
 ALL = ""
-"""Stands for all consumers in the tallies; no consumer has an empty name."""
+"""Name that stands for all consumers in the tallies; no consumer has an empty name."""
 
 COUNT = (
     "INSERT INTO tallies VALUES (?, ?, ?, ?) ON CONFLICT (state, consumer) DO UPDATE "
@@ -26,14 +26,29 @@ GROW = "INSERT INTO numbers VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value
 REVISION = "revision"
 
 
-class Transaction:
-    """What a call works with; it lives on the worker thread."""
+ROW = "seq, consumer, size, state, num_events"
+"""Columns of a `RolloutRow`."""
 
-    def __init__(self, db: sqlite3.Connection, owner: str, lease_s: float) -> None:
+
+class RolloutRow(NamedTuple):
+    """Fields of a rollout that a transition needs."""
+
+    seq: int
+    consumer: str
+    size: int
+    state: RolloutState
+    num_events: int
+
+
+class Transaction:
+    """Transaction in which a call works; it stays on the worker thread."""
+
+    def __init__(self, db: sqlite3.Connection, owner: str, lease_s: float, now: float) -> None:
         self.db = db
         self.owner = owner
         self.lease_s = lease_s
-        self.now = time.time()
+        self.now = now
+        """Seconds since the epoch, the same for all calls."""
         self._counted: defaultdict[tuple[str, str], list[int]] = defaultdict(_nothing)
         """Groups and trajectories that came to a state and consumer, less those that went."""
         self._events: list[tuple[int, int, str, str | None, float]] = []
@@ -69,6 +84,17 @@ class Transaction:
                 counted = self._counted[(state, name)]
                 counted[0] += sign
                 counted[1] += sign * size
+
+    def move(self, row: RolloutRow, event: EventName, reason: str) -> None:
+        """One transition that leaves the rollout without a result, and why."""
+        _, target = NEXT_STATE[event]
+        self.db.execute(
+            "UPDATE rollouts SET state = ?, reason = ?, has_payload = 0, num_events = num_events + 1, "
+            "changed_at = ? WHERE seq = ?",
+            (target, reason, self.now, row.seq),
+        )
+        self.log(row.seq, row.num_events + 1, event, reason)
+        self.shift(row.consumer, row.size, row.state, target)
 
     def touch(self) -> None:
         """Something changed that is no transition."""

@@ -7,44 +7,56 @@ it is woken once per commit. A call is answered after the commit that holds it.
 from __future__ import annotations
 
 import asyncio
+import errno
 import queue
 import sqlite3
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from headway.contracts.errors import ServiceError, StateError
+from headway.contracts.errors import ServiceError, StateError, StoreUnusable
 from headway.rollout.ledger.on_sqlite.schema import prepare
 from headway.rollout.ledger.on_sqlite.transaction import Transaction
 
+P = ParamSpec("P")
 R = TypeVar("R")
 Kind = Literal["read", "write", "note"]
 """A note is on the medium when its call returns; a write survives its process, not a power cut."""
 MAX_CALLS = 512
+PRIMARY_CODE = 0xFF
+"""Mask of SQLite's primary error code; the other bits say where the error happened."""
 BUSY_S = 5.0
-"""How long another process may hold the file."""
+"""Seconds that another process may hold the file."""
 
 
 @dataclass(slots=True)
-class _Call:
-    work: Callable[[Transaction], Any]
+class _WorkerCall:
+    work: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     kind: Kind
     future: asyncio.Future[Any]
     answer: Any = None
     error: BaseException | None = None
 
 
-class Worker:
+class SqliteThread:
     """Runs calls in the order in which they were made."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, now: Callable[[], float] = time.time) -> None:
+        """Args:
+        path: of the file, or `:memory:`.
+        now: seconds since the epoch.
+        """
         self._path = path
-        self._turns: dict[asyncio.AbstractEventLoop, list[_Call]] = {}
-        self._calls: queue.SimpleQueue[list[_Call] | None] = queue.SimpleQueue()
+        self._now = now
+        self._turns: dict[asyncio.AbstractEventLoop, list[_WorkerCall]] = {}
+        self._calls: queue.SimpleQueue[list[_WorkerCall] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.owner = ""
         self.lease_s = 0.0
@@ -71,8 +83,14 @@ class Worker:
         while not self._calls.empty():
             self._refuse(self._calls.get() or [])
 
-    def call(self, work: Callable[[Transaction], R], kind: Kind) -> asyncio.Future[R]:
-        """Have the thread run `work`; await what it returned."""
+    def call(
+        self,
+        work: Callable[Concatenate[Transaction, P], R],
+        kind: Kind,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> asyncio.Future[R]:
+        """Have the thread run `work` within a transaction; await what it returned."""
         if self._thread is None:
             raise StateError(f"ledger {self._path} is not open")
         loop = asyncio.get_running_loop()
@@ -81,7 +99,7 @@ class Worker:
         if turn is None:
             turn = self._turns[loop] = []
             loop.call_soon(self._hand_over, loop)
-        turn.append(_Call(work, kind, future))
+        turn.append(_WorkerCall(work, args, kwargs, kind, future))
         return future
 
     def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -91,7 +109,7 @@ class Worker:
         else:
             self._calls.put(calls)
 
-    def _refuse(self, calls: list[_Call]) -> None:
+    def _refuse(self, calls: list[_WorkerCall]) -> None:
         for call in calls:
             call.error = StateError(f"ledger {self._path} is not open")
         _answer(calls)
@@ -99,7 +117,10 @@ class Worker:
     def _run(self) -> None:
         try:
             db = self._connect()
-        except (sqlite3.Error, OSError, ServiceError) as error:
+        except (sqlite3.Error, OSError) as error:
+            self._refuse_all(self._outage(error) if _may_pass(error) else self._unusable(error))
+            return
+        except ServiceError as error:
             self._refuse_all(error)
             return
         while (calls := self._take()) is not None:
@@ -112,9 +133,9 @@ class Worker:
             _answer(waiting)
         db.close()
 
-    def _take(self) -> list[_Call] | None:
+    def _take(self) -> list[_WorkerCall] | None:
         """Everything that waits, at least one; None at the end."""
-        calls: list[_Call] = []
+        calls: list[_WorkerCall] = []
         with suppress(queue.Empty):
             turn = self._calls.get()
             while turn is not None:
@@ -142,9 +163,9 @@ class Worker:
             raise
         return db
 
-    def _commit(self, db: sqlite3.Connection, calls: list[_Call]) -> None:
+    def _commit(self, db: sqlite3.Connection, calls: list[_WorkerCall]) -> None:
         kinds = {call.kind for call in calls}
-        # What a note says was told to others next: it is on the medium before that.
+        # Others are told next what a note says: it must be on the medium before that.
         if "note" in kinds:
             db.execute("PRAGMA synchronous = FULL")
         try:
@@ -159,13 +180,13 @@ class Worker:
         self,
         db: sqlite3.Connection,
         begin: str,
-        calls: list[_Call],
-        run: Callable[[Transaction, list[_Call]], bool],
+        calls: list[_WorkerCall],
+        run: Callable[[Transaction, list[_WorkerCall]], bool],
     ) -> bool:
         """Commit what `run` did, unless it says not to."""
         db.execute(begin)
         try:
-            transaction = Transaction(db, self.owner, self.lease_s)
+            transaction = Transaction(db, self.owner, self.lease_s, self._now())
             is_done = run(transaction, calls)
             if is_done:
                 transaction.flush()
@@ -175,18 +196,32 @@ class Worker:
                 db.execute("ROLLBACK")
         return is_done
 
-    def _refuse_all(self, error: Exception) -> None:
+    def _refuse_all(self, error: ServiceError) -> None:
         """The file could not be opened: say so to everyone until `stop`."""
         while (calls := self._take()) is not None:
             for call in calls:
-                call.error = error if isinstance(error, ServiceError) else self._outage(error)
+                call.error = error
             _answer(calls)
+
+    def _unusable(self, error: Exception) -> StoreUnusable:
+        return StoreUnusable(
+            f"ledger {self._path} cannot be opened: {error}; name a file that this process may write, "
+            "or one that is not there yet"
+        )
 
     def _outage(self, error: Exception) -> StateError:
         return StateError(f"ledger {self._path}: {error}; check free space and permissions")
 
 
-def _run_all(transaction: Transaction, calls: list[_Call]) -> bool:
+def _may_pass(error: Exception) -> bool:
+    """True if opening may succeed later: another process holds the file, or the disk is full."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOSPC
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & PRIMARY_CODE
+    return code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
+
+
+def _run_all(transaction: Transaction, calls: list[_WorkerCall]) -> bool:
     """Without savepoints, which cost as much as the calls; false if one failed, nothing counts then."""
     for call in calls:
         try:
@@ -198,7 +233,7 @@ def _run_all(transaction: Transaction, calls: list[_Call]) -> bool:
     return True
 
 
-def _run_each(transaction: Transaction, calls: list[_Call]) -> bool:
+def _run_each(transaction: Transaction, calls: list[_WorkerCall]) -> bool:
     """Each call in a savepoint of its own: one failure does not hurt the others."""
     for call in calls:
         try:
@@ -211,22 +246,22 @@ def _run_each(transaction: Transaction, calls: list[_Call]) -> bool:
     return True
 
 
-def _work(call: _Call, transaction: Transaction) -> Any:
+def _work(call: _WorkerCall, transaction: Transaction) -> Any:
     if call.kind == "read":
         transaction.flush()
-    return call.work(transaction)
+    return call.work(transaction, *call.args, **call.kwargs)
 
 
-def _answer(calls: list[_Call]) -> None:
-    by_loop: dict[asyncio.AbstractEventLoop, list[_Call]] = defaultdict(list)
+def _answer(calls: list[_WorkerCall]) -> None:
+    by_loop: dict[asyncio.AbstractEventLoop, list[_WorkerCall]] = defaultdict(list)
     for call in calls:
         by_loop[call.future.get_loop()].append(call)
     for loop, of_loop in by_loop.items():
-        with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop was closed: no caller waits any more
             loop.call_soon_threadsafe(_settle, of_loop)
 
 
-def _settle(calls: list[_Call]) -> None:
+def _settle(calls: list[_WorkerCall]) -> None:
     for call in calls:
         if call.future.done():  # cancelled while the thread was at it
             continue

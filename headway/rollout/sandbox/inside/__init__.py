@@ -1,1 +1,2 @@
-"""What runs beside untrusted programs: the standard library only, and nothing else of this project."""
+"""Code that runs beside untrusted programs: the standard library only, and nothing else of this
+project."""

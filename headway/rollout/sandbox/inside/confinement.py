@@ -1,4 +1,5 @@
-"""What the worker and its programs take from themselves: identity, capabilities, files, resources."""
+"""Restrictions that the worker and its programs put on themselves: identity, capabilities, files,
+resources."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def adopt_orphans() -> None:
 
 
 def set_dumpable(dumpable: bool) -> None:
-    """Whether processes of the same user may trace this one and read its memory."""
+    """Allow or forbid processes of the same user to trace this one and read its memory."""
     _check(_libc.prctl(_PR_SET_DUMPABLE, int(dumpable), 0, 0, 0), "PR_SET_DUMPABLE")
 
 
@@ -83,7 +84,7 @@ def landlock_abi() -> int:
 
 
 def restrict_files(readable: Sequence[str], writable: str) -> None:
-    """From now on open only what lies below `readable`, and anything below `writable`.
+    """Let this process open only what is below `readable`, and anything below `writable`.
 
     Raises:
         OSError: the kernel has no Landlock that is new enough.

@@ -16,18 +16,21 @@ _BOTH = {
     # Newer calls have one number everywhere.
     "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426,
     "io_uring_register": 427, "pidfd_open": 434, "clone3": 435, "pidfd_getfd": 438,
-    "process_madvise": 440, "process_mrelease": 448, "fchmodat2": 452, "setxattrat": 463,
-    "removexattrat": 466,
+    "process_madvise": 440, "memfd_secret": 447, "process_mrelease": 448, "fchmodat2": 452,
+    "setxattrat": 463, "removexattrat": 466,
 }  # fmt: skip
 _X86_64 = {
-    "shmget": 29, "shmat": 30, "socket": 41, "clone": 56, "fork": 57, "vfork": 58, "execve": 59,
+    "mmap": 9, "rt_sigaction": 13, "shmget": 29, "shmat": 30, "socket": 41, "setsockopt": 54,
+    "clone": 56, "fork": 57,
+    "vfork": 58, "execve": 59,
     "kill": 62, "semget": 64, "msgget": 68, "chmod": 90, "fchmod": 91, "chown": 92, "fchown": 93,
     "lchown": 94, "ptrace": 101, "rt_sigqueueinfo": 129, "utime": 132, "setpriority": 141,
     "sched_setparam": 142, "sched_setscheduler": 144, "prctl": 157, "setxattr": 188,
     "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198,
     "fremovexattr": 199, "tkill": 200, "sched_setaffinity": 203, "tgkill": 234, "utimes": 235,
     "mq_open": 240, "add_key": 248, "request_key": 249, "keyctl": 250, "ioprio_set": 251,
-    "migrate_pages": 256, "fchownat": 260, "futimesat": 261, "fchmodat": 268, "unshare": 272,
+    "migrate_pages": 256, "vmsplice": 278, "memfd_create": 319, "fchownat": 260,
+    "futimesat": 261, "fchmodat": 268, "unshare": 272,
     "move_pages": 279, "utimensat": 280, "rt_tgsigqueueinfo": 297, "perf_event_open": 298,
     "prlimit64": 302, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311,
     "kcmp": 312, "sched_setattr": 314, "bpf": 321, "execveat": 322, "userfaultfd": 323,
@@ -35,12 +38,15 @@ _X86_64 = {
 _AARCH64 = {
     "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15,
     "fremovexattr": 16, "ioprio_set": 30, "fchmod": 52, "fchmodat": 53, "fchownat": 54,
-    "fchown": 55, "utimensat": 88, "unshare": 97, "ptrace": 117, "sched_setparam": 118,
+    "fchown": 55, "vmsplice": 75, "utimensat": 88, "unshare": 97, "ptrace": 117, "sched_setparam": 118,
     "sched_setscheduler": 119, "sched_setaffinity": 122, "kill": 129, "tkill": 130, "tgkill": 131,
-    "rt_sigqueueinfo": 138, "setpriority": 140, "prctl": 167, "mq_open": 180, "msgget": 186,
-    "semget": 190, "shmget": 194, "shmat": 196, "socket": 198, "add_key": 217, "request_key": 218,
-    "keyctl": 219, "clone": 220, "execve": 221, "migrate_pages": 238, "move_pages": 239,
-    "rt_tgsigqueueinfo": 240, "perf_event_open": 241, "prlimit64": 261, "setns": 268,
+    "rt_sigaction": 134, "rt_sigqueueinfo": 138, "setpriority": 140, "prctl": 167,
+    "mq_open": 180, "msgget": 186, "semget": 190, "shmget": 194, "shmat": 196, "socket": 198,
+    "setsockopt": 208,
+    "add_key": 217, "request_key": 218,
+    "keyctl": 219, "mmap": 222, "memfd_create": 279, "clone": 220, "execve": 221,
+    "migrate_pages": 238, "move_pages": 239, "rt_tgsigqueueinfo": 240, "perf_event_open": 241,
+    "prlimit64": 261, "setns": 268,
     "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272, "sched_setattr": 274,
     "bpf": 280, "execveat": 281, "userfaultfd": 282,
 }  # fmt: skip
@@ -56,27 +62,33 @@ _DENIED = (
     "pidfd_send_signal",
     # What outlives the program.
     "shmget", "shmat", "semget", "msgget", "mq_open", "add_key", "request_key", "keyctl",
+    # Memory that no process shows as its own; see also `_shared_without_file`.
+    "memfd_create", "memfd_secret", "vmsplice", "socket",
     # Wide doors into the kernel.
     "bpf", "perf_event_open", "userfaultfd", "io_uring_setup", "io_uring_enter",
     "io_uring_register",
 )  # fmt: skip
 _DENIED_ALONE = (
-    "fork", "vfork", "execve", "execveat", "socket", "tkill", "rt_sigqueueinfo",
+    "fork", "vfork", "execve", "execveat", "tkill", "rt_sigqueueinfo",
     "rt_tgsigqueueinfo", "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown",
     "fchownat", "utime", "utimes", "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr",
     "setxattrat", "removexattr", "lremovexattr", "fremovexattr", "removexattrat",
 )  # fmt: skip
 
+_MAP_SHARED_ANONYMOUS = 0x01 | 0x20
+_SIGCHLD = 17
+_SO_SNDBUF, _SO_SNDBUFFORCE = 7, 32
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 1, 22, 2
 _CLONE_THREAD, _CLONE_NEW = 0x0001_0000, 0x7E02_0000
-_LOAD, _EQUAL, _ANY_BIT, _AT_LEAST, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
+_LOAD, _AND, _EQUAL, _ANY_BIT, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x45, 0x35, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF_0000, 0x8000_0000, 0x0005_0000
-_NUMBER, _ARCH, _FIRST_ARG = 0, 4, 16  # offsets in struct seccomp_data
+_NUMBER, _ARCH, _FIRST_ARG, _SECOND_ARG, _THIRD_ARG, _FOURTH_ARG = 0, 4, 16, 24, 32, 40
+# Offsets in struct seccomp_data; of arguments, to the low half.
 _X32 = 0x4000_0000
 
 
 def is_supported() -> bool:
-    """Whether the numbers of this machine's system calls are known."""
+    """True if the numbers of this machine's system calls are known."""
     return os.uname().machine in _MACHINES
 
 
@@ -113,6 +125,8 @@ def _build(alone: bool) -> bytes:
     for name in _DENIED + (_DENIED_ALONE if alone else ()):
         if name in numbers:  # fork, chmod and the like do not exist on newer machines
             code += _when(numbers[name], deny)
+    code += _shared_without_file(numbers["mmap"], deny)
+    code += _large_buffers(numbers["setsockopt"], deny)
     code += _unless_argument(numbers["prlimit64"], 0, deny)
     if alone:
         code += _clone(numbers["clone"], _CLONE_THREAD, wanted=True)
@@ -121,6 +135,7 @@ def _build(alone: bool) -> bytes:
         code += _if_argument(numbers["prctl"], _PR_SET_PDEATHSIG, deny)
     else:
         code += _clone(numbers["clone"], _CLONE_NEW, wanted=False)
+        code += _unwaited_children(numbers["rt_sigaction"], deny)
     code.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 
@@ -148,6 +163,48 @@ def _if_argument(number: int, value: int, answer: int) -> list[Instruction]:
         (_EQUAL, 0, 4, number),
         (_LOAD, 0, 0, _FIRST_ARG),
         (_EQUAL, 0, 1, value),
+        (_RETURN, 0, 0, answer),
+        (_LOAD, 0, 0, _NUMBER),
+    ]
+
+
+def _shared_without_file(number: int, answer: int) -> list[Instruction]:
+    """Refuse a mapping that is shared and anonymous: its pages stay when no process maps them."""
+    return [
+        (_EQUAL, 0, 5, number),
+        (_LOAD, 0, 0, _FOURTH_ARG),
+        (_AND, 0, 0, _MAP_SHARED_ANONYMOUS),
+        (_EQUAL, 0, 1, _MAP_SHARED_ANONYMOUS),
+        (_RETURN, 0, 0, answer),
+        (_LOAD, 0, 0, _NUMBER),
+    ]
+
+
+def _large_buffers(number: int, answer: int) -> list[Instruction]:
+    """Refuse to change how much a pair of sockets holds: the kernel's default times their number."""
+    return [
+        (_EQUAL, 0, 5, number),
+        (_LOAD, 0, 0, _THIRD_ARG),
+        (_EQUAL, 1, 0, _SO_SNDBUF),
+        (_EQUAL, 0, 1, _SO_SNDBUFFORCE),
+        (_RETURN, 0, 0, answer),
+        (_LOAD, 0, 0, _NUMBER),
+    ]
+
+
+def _unwaited_children(number: int, answer: int) -> list[Instruction]:
+    """Refuse to set what happens on SIGCHLD: if it is ignored, children vanish with their CPU time.
+
+    To ask what is set (a null pointer) stays allowed.
+    """
+    return [
+        (_EQUAL, 0, 8, number),
+        (_LOAD, 0, 0, _FIRST_ARG),
+        (_EQUAL, 0, 5, _SIGCHLD),
+        (_LOAD, 0, 0, _SECOND_ARG),
+        (_EQUAL, 0, 2, 0),
+        (_LOAD, 0, 0, _SECOND_ARG + 4),
+        (_EQUAL, 1, 0, 0),
         (_RETURN, 0, 0, answer),
         (_LOAD, 0, 0, _NUMBER),
     ]

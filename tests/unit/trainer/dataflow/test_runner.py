@@ -12,7 +12,7 @@ import torch
 from trainer.batching.sequences import SequenceBatch
 from trainer.dataflow.call import Call
 from trainer.dataflow.graph import Dataflow
-from trainer.dataflow.runner import Moment, Runner, Said
+from trainer.dataflow.runner import CallResult, DataflowRunner, StepInfo
 from trainer.dataflow.trace import Trace
 
 TOKENS = torch.arange(5)
@@ -27,26 +27,26 @@ CALLS = (GEN, ONE, TWO, SUM)
 
 
 def plus(column: str, name: str, number: int):
-    return lambda batch, _: Said({name: batch[column] + number}, {name: float(number)})
+    return lambda batch, _: CallResult({name: batch[column] + number}, {name: float(number)})
 
 
-def add(batch, moment):
-    return Said({"total": batch["first"] + batch["second"]}, {"step": float(moment.step)})
+def add(batch, info):
+    return CallResult({"total": batch["first"] + batch["second"]}, {"step": float(info.step)})
 
 
 FUNCTIONS = {"one": plus("tokens", "first", 1), "two": plus("tokens", "second", 2), "sum": add}
 
 
 def run(functions, max_parallel=4, calls=CALLS, trace=None):
-    runner = Runner(Dataflow(calls), functions, max_parallel, CPU, trace or Trace(None, 0))
-    return runner.run(BATCH, Moment(step=7))
+    runner = DataflowRunner(Dataflow(calls), functions, max_parallel, CPU, trace or Trace(None, 0))
+    return runner.run(BATCH, StepInfo(step=7))
 
 
 @pytest.mark.parametrize("max_parallel", [1, 2, 4])
 def test_all_columns_and_figures_come_together(max_parallel):
-    batch, figures = run(FUNCTIONS, max_parallel)
+    batch, metrics = run(FUNCTIONS, max_parallel)
     assert torch.equal(batch["total"], 2 * TOKENS + 3)
-    assert figures == {"first": 1.0, "second": 2.0, "step": 7.0}
+    assert metrics == {"first": 1.0, "second": 2.0, "step": 7.0}
 
 
 def test_calls_that_need_nothing_of_one_another_overlap(tmp_path):
@@ -54,9 +54,9 @@ def test_calls_that_need_nothing_of_one_another_overlap(tmp_path):
     meeting = threading.Barrier(2)
 
     def meet(column, name, number):
-        def call(batch, moment):
+        def call(batch, info):
             meeting.wait(DEADLINE_S)
-            return plus(column, name, number)(batch, moment)
+            return plus(column, name, number)(batch, info)
 
         return call
 
@@ -72,14 +72,25 @@ def test_calls_that_need_nothing_of_one_another_overlap(tmp_path):
     assert all(event["args"]["step"] == 7 for event in events)
 
 
+def test_a_lone_call_runs_in_the_thread_of_its_caller():
+    threads = []
+
+    def note(batch, info):
+        threads.append(threading.current_thread())
+        return add(batch, info)
+
+    run(FUNCTIONS | {"sum": note})
+    assert threads == [threading.current_thread()]
+
+
 def test_calls_on_one_model_never_overlap():
     inside = threading.Semaphore(1)
 
     def alone(column, name, number):
-        def call(batch, moment):
+        def call(batch, info):
             assert inside.acquire(blocking=False)
             try:
-                return plus(column, name, number)(batch, moment)
+                return plus(column, name, number)(batch, info)
             finally:
                 inside.release()
 
@@ -96,16 +107,16 @@ def test_calls_on_one_model_never_overlap():
 
 
 def test_a_call_sees_what_it_declared_and_nothing_else():
-    def look(batch, moment):
+    def look(batch, info):
         assert set(batch.columns) == {"tokens"}
-        return Said({"first": batch["tokens"]}, {})
+        return CallResult({"first": batch["tokens"]}, {})
 
     run(FUNCTIONS | {"one": look})
 
 
 @pytest.mark.parametrize("max_parallel", [1, 4])
 def test_a_call_adds_what_it_declared(max_parallel):
-    wrong = {"one": lambda batch, _: Said({"frist": TOKENS}, {})}
+    wrong = {"one": lambda batch, _: CallResult({"frist": TOKENS}, {})}
     with pytest.raises(ValueError, match=r"'one' output \['frist'\].*\['first'\]"):
         run(FUNCTIONS | wrong, max_parallel)
 
@@ -114,7 +125,7 @@ def test_a_call_adds_what_it_declared(max_parallel):
 def test_what_a_call_raises_comes_out_and_nothing_after_it_begins(max_parallel):
     begun = []
 
-    def fail(batch, moment):
+    def fail(batch, info):
         raise RuntimeError("no such weights")
 
     functions = FUNCTIONS | {"one": fail, "sum": lambda batch, _: begun.append(1)}
@@ -129,10 +140,10 @@ def test_who_is_told_to_end_waits_for_no_call():
 
     over = threading.Event()
 
-    def hang(batch, moment):
+    def hang(batch, info):
         signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
         over.wait(DEADLINE_S)
-        return plus("tokens", "first", 1)(batch, moment)
+        return plus("tokens", "first", 1)(batch, info)
 
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:

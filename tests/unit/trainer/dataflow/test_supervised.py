@@ -9,7 +9,7 @@ from trainer.dataflow.supervised import COLUMNS, ROWS
 from trainer.experiments.base import EXPERIMENTS
 from trainer.interfaces.base import INTERFACES
 from trainer.interfaces.dpo import make as make_dpo
-from trainer.interfaces.rw import make as make_rw
+from trainer.interfaces.reward_modeling import make as make_rw
 from trainer.interfaces.sft import make as make_sft
 
 MAKERS = {"sft": make_sft, "rw": make_rw, "dpo": make_dpo}

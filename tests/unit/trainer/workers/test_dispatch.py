@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from headway.contracts.errors import ConfigError, DataError, UnknownName
+from trainer.workers.data_proto import DataProto
 from trainer.workers.dispatch import (
     MODES,
-    Call,
     Dispatch,
     Dispatched,
     DispatchMode,
     Execute,
     MeshPlace,
+    WorkerCall,
     mesh_mode,
     register,
     register_dispatch_mode,
     registered_methods,
 )
-from trainer.workers.proto import DataProto
 from trainer.workers.worker import Worker
 
 
@@ -48,13 +48,13 @@ def through(mode, group, *args, function=lambda call: call.args[0], **kwargs):
 def test_one_to_all_and_all_to_all_give_every_worker_the_same():
     for mode in (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL):
         calls, result = through(mode, Group(3), 5, b=6)
-        assert calls == [Call((5,), {"b": 6})] * 3
+        assert calls == [WorkerCall((5,), {"b": 6})] * 3
         assert result == [5, 5, 5]
 
 
 def test_dp_compute_wants_an_entry_for_each():
     calls, result = through(Dispatch.DP_COMPUTE, Group(2), [1, 2], b=[3, 4])
-    assert calls == [Call((1,), {"b": 3}), Call((2,), {"b": 4})]
+    assert calls == [WorkerCall((1,), {"b": 3}), WorkerCall((2,), {"b": 4})]
     assert result == [1, 2]
     with pytest.raises(DataError, match="argument 0 is 3, wanted is a list"):
         through(Dispatch.DP_COMPUTE, Group(2), [1, 2, 3])
@@ -83,7 +83,7 @@ def test_rows_that_became_several_lose_their_padding():
 
 
 def test_without_padding_equal_parts_are_wanted():
-    with pytest.raises(DataError, match="3 rows cannot be cut into 2 equal parts"):
+    with pytest.raises(DataError, match="3 rows cannot be split into 2 equal parts"):
         through(Dispatch.DP_COMPUTE_PROTO, Group(auto_pad=False), rows(3))
     _, result = through(Dispatch.DP_COMPUTE_PROTO, Group(auto_pad=False), rows(4))
     assert len(result) == 4
@@ -94,11 +94,11 @@ def test_wrong_arguments_are_named():
         through(Dispatch.DP_COMPUTE_PROTO, Group(), rows(2), 3)
     with pytest.raises(DataError, match=r"\{'argument 0': 2, 'b': 3\} rows"):
         through(Dispatch.DP_COMPUTE_PROTO, Group(), rows(2), b=rows(3))
-    with pytest.raises(DataError, match="no batch to cut"):
+    with pytest.raises(DataError, match="no batch to split"):
         through(Dispatch.DP_COMPUTE_PROTO, Group())
     with pytest.raises(DataError, match="returned a int"):
         through(Dispatch.DP_COMPUTE_PROTO, Group(), rows(2), function=lambda call: 1)
-    with pytest.raises(DataError, match="return as many for each row"):
+    with pytest.raises(DataError, match="return the same number for each row"):
         through(Dispatch.DP_COMPUTE_PROTO, Group(), rows(3), function=lambda call: rows(3))
 
 
@@ -146,7 +146,9 @@ def test_a_mesh_gives_peers_the_same_rows_and_takes_one_answer():
 def test_a_mode_can_be_added_by_name():
     last = DispatchMode(
         "last_alone",
-        lambda group, args, kwargs: Dispatched([Call()] * (group.world_size - 1) + [Call(args)]),
+        lambda group, args, kwargs: Dispatched(
+            [WorkerCall()] * (group.world_size - 1) + [WorkerCall(args)]
+        ),
         lambda group, cut, results: results[-1],
     )
     register_dispatch_mode(last)
@@ -170,7 +172,7 @@ def test_register_only_leaves_a_note():
 
     assert Doubling().double(4) == 8
     notes = registered_methods(Doubling)
-    assert set(notes) == {"double", "mesh_place"}
+    assert set(notes) == {"double", "mesh_place", "start_profile", "stop_profile"}
     assert (notes["double"].execute, notes["double"].blocking) == (Execute.RANK_ZERO, False)
 
 

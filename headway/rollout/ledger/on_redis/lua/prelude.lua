@@ -41,7 +41,7 @@ local function tally(name, state, consumer)
   return tonumber(redis.call('HGET', key(name), state .. ' ' .. consumer) or '0')
 end
 
--- Names the head of a consumer's queue anew.
+-- Updates the head of a consumer's queue.
 local function name_head(consumer)
   local head = redis.call('ZRANGE', key('queue', consumer), 0, 0, 'WITHSCORES')
   if head[1] then

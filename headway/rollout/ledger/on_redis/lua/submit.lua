@@ -1,4 +1,4 @@
--- max_queued, max_queued_each or '', then 7 values per request:
+-- max_queued, max_queued_per_consumer or '', then 7 values per request:
 -- id, consumer, size, priority, min_version, timeout_s or '', request
 local max_queued, max_each = tonumber(ARGV[2]), tonumber(ARGV[3])
 local new, is_new, added, added_by = {}, {}, 0, {}

@@ -1,0 +1,1 @@
+"""Dialects of other services: requests, responses and errors of OpenAI's and Anthropic's APIs."""

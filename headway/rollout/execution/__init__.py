@@ -1,0 +1,1 @@
+"""Queued rollouts are claimed, and run to their end."""

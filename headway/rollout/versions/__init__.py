@@ -1,0 +1,1 @@
+"""Published versions: one durable state for all gateways of a ledger."""

@@ -1,0 +1,1 @@
+"""Tokens and text: tokenizer, chat template, text as it grows, calls of tools in it. No torch."""

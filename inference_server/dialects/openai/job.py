@@ -1,0 +1,131 @@
+"""A request on its way: its choices are generated together, and answered whole or as chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
+from inference_server.dialects.openai.choice import Choice
+from inference_server.engine import LocalGenerator
+
+
+@dataclass(frozen=True)
+class CompletionJob:
+    """One HTTP request for completions."""
+
+    id: str
+    kind: str
+    """`object` of the answer."""
+    chunk_kind: str
+    """`object` of a chunk."""
+    model: str
+    choices: Sequence[Choice]
+    num_choices: int
+    """Choices per prompt: siblings follow each other."""
+    has_usage_chunk: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def answer(self, generator: LocalGenerator) -> dict[str, Any]:
+        """The answer in one piece."""
+        tasks = [asyncio.create_task(generator.agenerate(c.request)) for c in self.choices]
+        try:
+            responses = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        pairs = zip(self.choices, responses, strict=True)
+        return {
+            **self._envelope(self.kind),
+            "choices": [choice.whole(response) for choice, response in pairs],
+            "usage": self._usage(responses),
+            "metadata": _metadata(responses, generator),
+        }
+
+    async def chunks(self, generator: LocalGenerator) -> AsyncGenerator[dict[str, Any]]:
+        """The answer in parts; leaving early cancels what runs."""
+        responses: dict[int, LLMResponse] = {}
+        requests = [choice.request for choice in self.choices]
+        async with aclosing(_parts_of(generator, requests)) as parts:
+            is_open = False
+            async for index, part in parts:
+                if not is_open:  # only now: a refused request has no first chunk
+                    is_open = True
+                    for opening in filter(None, (choice.open() for choice in self.choices)):
+                        yield self._chunk([opening])
+                choice = self.choices[index]
+                if isinstance(part, LLMResponse):
+                    responses[index] = part
+                    metadata = _metadata([part], generator)
+                    yield self._chunk([choice.end(part)]) | {"metadata": metadata}
+                elif (chunk := choice.add(part)) is not None:
+                    yield self._chunk([chunk])
+        if self.has_usage_chunk:
+            everyone = [responses[index] for index in range(len(self.choices))]
+            yield self._chunk([]) | {"usage": self._usage(everyone)}
+
+    def _envelope(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._envelope(self.chunk_kind), "choices": choices}
+        return chunk | ({"usage": None} if self.has_usage_chunk else {})
+
+    def _usage(self, responses: Sequence[LLMResponse]) -> dict[str, Any]:
+        """Each prompt counts once; its cached tokens are those that no sibling had to compute."""
+        firsts = range(0, len(self.choices), self.num_choices)
+        prompt_tokens = sum(len(self.choices[first].request.input_ids) for first in firsts)
+        cached_tokens = sum(
+            min(r.cached_tokens for r in responses[first : first + self.num_choices])
+            for first in firsts
+        )
+        completion_tokens = sum(len(response.output_tokens) for response in responses)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
+
+
+async def _parts_of(
+    generator: LocalGenerator, requests: Sequence[LLMRequest]
+) -> AsyncGenerator[tuple[int, LLMDelta | LLMResponse]]:
+    """The deltas and responses of requests that run together, as they come, with their places."""
+    queue: asyncio.Queue[tuple[int, LLMDelta | None]] = asyncio.Queue()
+
+    def came(index: int, delta: LLMDelta) -> None:
+        queue.put_nowait((index, delta))
+
+    def ended(index: int, _: asyncio.Task[LLMResponse]) -> None:
+        queue.put_nowait((index, None))
+
+    tasks = [
+        asyncio.create_task(generator.agenerate(request, partial(came, index)))
+        for index, request in enumerate(requests)
+    ]
+    for index, task in enumerate(tasks):
+        task.add_done_callback(partial(ended, index))
+    left = len(tasks)
+    try:
+        while left:
+            index, part = await queue.get()
+            if part is None:
+                left -= 1
+                yield index, await tasks[index]
+            else:
+                yield index, part
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _metadata(responses: Sequence[LLMResponse], generator: LocalGenerator) -> dict[str, str]:
+    """The newest version that sampled; text, as OpenAI's metadata is."""
+    sampled = [version for response in responses for version, _, _ in response.version_runs]
+    return {"weight_version": str(max(sampled, default=generator.version))}

@@ -1,0 +1,89 @@
+"""OpenAI's routes, for its unmodified clients.
+
+Answers carry more than the standard: `token_ids`, `prompt_token_ids` and `version_runs`
+(`[version, from, to]` over the sampled tokens) in each choice, the version in `metadata`, and the
+finish reason `abort` of a request that was aborted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from headway.contracts.errors import ServiceError
+from headway.contracts.http import paths
+from headway.dialects.error_shapes import FAILURES, failure_of, route_in
+from headway.dialects.openai.chat_request import ChatRequest
+from headway.dialects.openai.errors import openai_error
+from headway.runtime.disconnect import unless_disconnected
+from headway.runtime.offload import offload, size_of
+from inference_server.dialects.headway.generation import local
+from inference_server.dialects.openai.completion_plans import (
+    check_model,
+    plan_chat,
+    plan_completion,
+)
+from inference_server.dialects.openai.completion_request import CompletionRequest
+from inference_server.dialects.openai.job import CompletionJob
+
+router = APIRouter(route_class=route_in(openai_error), responses=FAILURES)
+
+
+@router.get(paths.MODELS)
+async def models(request: Request) -> dict[str, Any]:
+    return {"object": "list", "data": [_card(request)]}
+
+
+@router.get(paths.MODEL.replace("}", ":path}"))  # a name may have slashes
+async def model(model: str, request: Request) -> dict[str, Any]:
+    check_model(model, local(request))
+    return _card(request)
+
+
+@router.post(paths.COMPLETIONS, response_class=Response)
+async def complete(body: CompletionRequest, request: Request) -> Response:
+    job = await offload(size_of(body), plan_completion, body, local(request))
+    return await _respond(request, job, bool(body.stream))
+
+
+@router.post(paths.CHAT_COMPLETIONS, response_class=Response)
+async def chat(body: ChatRequest, request: Request) -> Response:
+    job = await offload(size_of(body), plan_chat, body, local(request))
+    return await _respond(request, job, bool(body.stream))
+
+
+async def _respond(request: Request, job: CompletionJob, is_streamed: bool) -> Response:
+    if not is_streamed:
+        return JSONResponse(await unless_disconnected(request, job.answer(local(request))))
+    chunks = job.chunks(local(request))
+    # Before the status is sent: a request refused at once gets a status of its own.
+    first = await unless_disconnected(request, anext(chunks))
+    return StreamingResponse(_events(first, chunks), media_type="text/event-stream")
+
+
+async def _events(
+    first: dict[str, Any], others: AsyncGenerator[dict[str, Any]]
+) -> AsyncIterator[str]:
+    try:
+        async with aclosing(others):
+            yield _event(first)
+            async for chunk in others:
+                yield _event(chunk)
+    except ServiceError as error:
+        yield _event(openai_error(failure_of(error)))
+    else:
+        yield "data: [DONE]\n\n"
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+def _card(request: Request) -> dict[str, Any]:
+    name = local(request).model_name
+    return {"id": name, "object": "model", "created": 0, "owned_by": "headway"}

@@ -1,0 +1,243 @@
+"""State of SGLang's API between requests, over one `LocalGenerator`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from headway import __version__
+from headway.contracts.config.server import ServerConfig
+from headway.contracts.types import LLMDelta, LLMResponse
+from headway.dialects.error_shapes import InvalidField
+from headway.runtime.offload import offload, size_of
+from headway.runtime.tasks import cancel_and_wait
+from inference_server.dialects.headway.generation import stream_of
+from inference_server.dialects.sglang.samples import (
+    Renderer,
+    SampleOutput,
+    SGLangSample,
+    SGLangSamples,
+    read_body,
+)
+from inference_server.dialects.sglang.types import GenerateBody
+from inference_server.dialects.sglang.weight_updates import (
+    Published,
+    SGLangWeightUpdates,
+    UpdateOptions,
+)
+from inference_server.engine import LocalGenerator
+
+FLUSH_TICK_S = 0.02
+DENSE_TOKENS = 256
+"""Up to this length a stream has a chunk per token, then one per length / this."""
+ServerInfo = dict[str, Any]
+
+
+class SGLangDialect:
+    """One server as SGLang's clients see it: ids in flight, the model's name, the weights' labels."""
+
+    def __init__(self, config: ServerConfig, generator: LocalGenerator) -> None:
+        self._generator = generator
+        self._config = config
+        self._model_path = config.model.path
+        self._rids: dict[str, list[str]] = {}
+        self._started = time.time()
+        self.updates = SGLangWeightUpdates(
+            generator.backend, generator.gate, config.weights, config.group_timeout_s
+        )
+
+    async def generate(self, body: GenerateBody) -> dict[str, Any] | list[dict[str, Any]]:
+        """The whole answer to a body that does not stream."""
+        asked = await offload(size_of(body), self._read, body)
+        write = self._renderer().write
+        with self._claim(asked):
+            responses = await _all_of(self._generator, asked)
+        outputs = [SampleOutput.of(response) for response in responses]
+        size = sum(len(output.tokens) for output in outputs)
+        answers = await offload(size, lambda: list(map(write, asked.samples, outputs)))
+        return answers if asked.is_list else answers[0]
+
+    async def stream(self, body: GenerateBody) -> AsyncGenerator[dict[str, Any]]:
+        """Chunks, each with all that its sample has got so far.
+
+        So each repeats all before it: the longer the sample, the rarer its chunks, unless the client
+        says how often it wants them (`stream_interval`).
+        """
+        asked = await offload(size_of(body), self._read, body)
+        write = self._renderer().write
+        outputs = [SampleOutput() for _ in asked.samples]
+        shown = [0] * len(outputs)
+        with self._claim(asked):
+            async with aclosing(_merged(self._generator, asked)) as parts:
+                async for sample, part in parts:
+                    output = outputs[sample.index]
+                    if isinstance(part, LLMDelta):
+                        output.add(part)
+                        length = len(output.tokens)
+                        interval = sample.sampling.stream_interval or 1 + length // DENSE_TOKENS
+                        if length - shown[sample.index] < interval:
+                            continue
+                        shown[sample.index] = length
+                    else:
+                        output = SampleOutput.of(part)
+                    place = {"index": sample.index} if asked.is_list else {}
+                    yield {**write(sample, output), **place}
+
+    async def abort(self, rid: str | None) -> None:
+        """End one request of a client, with all of its samples, or all requests."""
+        for each in [None] if rid is None else self._rids.get(rid, [rid]):
+            await self._generator.backend.abort(each)
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Drop shared prefixes, waiting this long for a moment when nothing runs."""
+        deadline = time.monotonic() + timeout_s
+        while not (flushed := await self._generator.backend.flush()):
+            if time.monotonic() >= deadline:
+                break
+            await asyncio.sleep(FLUSH_TICK_S)
+        return flushed
+
+    async def update_from_disk(self, path: str, options: UpdateOptions) -> Published:
+        """Publish a directory; the model is called by it from then on."""
+        published = await self.updates.from_disk(path, options)
+        self._model_path = path
+        return published
+
+    def model_info(self) -> ServerInfo:
+        """`/model_info`."""
+        has_tokenizer = self._generator.tokenizer is not None
+        return {
+            "model_path": self._model_path,
+            "served_model_name": self._config.served_model_name or self._model_path,
+            "tokenizer_path": self._config.model.path if has_tokenizer else None,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": self.updates.label,
+            "load_format": "auto",
+            "reasoning_parser": None,
+            "tool_call_parser": None,
+            "disaggregation_mode": "null",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            **_architecture(Path(self._config.model.path)),
+        }
+
+    def server_info(self) -> ServerInfo:
+        """Return `/server_info` of this server, without SGLang's own flags."""
+        limits = self._generator.backend.limits
+        load = self._generator.backend.load()
+        return {
+            **self.model_info(),
+            "dtype": self._config.model.dtype,
+            "tp_size": 1,
+            "dp_size": 1,
+            "context_length": limits.max_context,
+            "max_total_num_tokens": load.kv_capacity_tokens,
+            "max_req_input_len": limits.max_context - 1,
+            "startup_time": self._started,
+            "internal_states": [self.load()],
+            "version": __version__,
+        }
+
+    def load(self) -> ServerInfo:
+        """Return the current load in SGLang's words; throughput is the mean over the time with work."""
+        load = self._generator.backend.load()
+        is_paused = self._generator.backend.is_paused
+        throughput = load.generated_tokens / load.busy_s if load.busy_s else 0.0
+        capacity = load.kv_capacity_tokens
+        return {
+            "num_running_reqs": load.running,
+            "num_waiting_reqs": load.queued,
+            "num_used_tokens": load.kv_tokens,
+            "max_total_num_tokens": capacity,
+            "token_usage": load.kv_tokens / capacity if capacity else 0.0,
+            "gen_throughput": throughput,
+            "last_gen_throughput": throughput,
+            "queues": {
+                "waiting": load.queued,
+                "paused": load.running if is_paused else 0,
+                "retracted": 0,
+            },
+        }
+
+    async def aclose(self) -> None:
+        """Leave every group."""
+        await self.updates.aclose()
+
+    def _read(self, body: GenerateBody) -> SGLangSamples:
+        return read_body(body, self._generator.tokenizer, self._generator.backend.limits)
+
+    def _renderer(self) -> Renderer:
+        return Renderer(
+            self.updates.labels.label,
+            self._generator.tokenizer,
+            self._generator.version,
+            time.monotonic(),
+        )
+
+    @contextmanager
+    def _claim(self, asked: SGLangSamples) -> Iterator[None]:
+        """Hold the client's ids while its samples are generated."""
+        claimed: dict[str, list[str]] = {}
+        for sample in asked.samples:
+            claimed.setdefault(sample.client_rid, []).append(sample.request.rid)
+        for rid in claimed:
+            if rid in self._rids:
+                raise InvalidField(f"Duplicate request ID detected: {rid}", "rid")
+        self._rids.update(claimed)
+        try:
+            yield
+        finally:
+            for rid in claimed:
+                del self._rids[rid]
+
+
+async def _all_of(generator: LocalGenerator, asked: SGLangSamples) -> list[LLMResponse]:
+    """The responses of all samples; if one fails, the others end too."""
+    tasks = [asyncio.create_task(generator.agenerate(s.request)) for s in asked.samples]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await cancel_and_wait(tasks)
+
+
+async def _merged(
+    generator: LocalGenerator, asked: SGLangSamples
+) -> AsyncGenerator[tuple[SGLangSample, LLMDelta | LLMResponse]]:
+    """The parts of all samples as they come."""
+    news: asyncio.Queue[tuple[SGLangSample, LLMDelta | LLMResponse] | asyncio.Task[None]]
+    news = asyncio.Queue()
+
+    async def follow(sample: SGLangSample) -> None:
+        async with aclosing(stream_of(generator, sample.request)) as parts:
+            async for part in parts:
+                news.put_nowait((sample, part))
+
+    tasks = [asyncio.create_task(follow(sample)) for sample in asked.samples]
+    for task in tasks:
+        task.add_done_callback(news.put_nowait)
+    try:
+        going = len(tasks)
+        while going:
+            item = await news.get()
+            if isinstance(item, asyncio.Task):
+                item.result()  # raises what the sample raised
+                going -= 1
+            else:
+                yield item
+    finally:
+        await cancel_and_wait(tasks)
+
+
+def _architecture(folder: Path) -> ServerInfo:
+    file = folder / "config.json"
+    settings = json.loads(file.read_text()) if file.is_file() else {}
+    return {
+        "model_type": settings.get("model_type"),
+        "architectures": settings.get("architectures"),
+    }
