@@ -212,7 +212,9 @@ def _explain(model: type[BaseModel], problem: dict[str, Any], has_flags: bool) -
         return f"{path}: required, and not set{how}"
     if problem["type"] != "extra_forbidden":
         seen = problem.get("input")
-        shown = f" (got {seen!r})" if not isinstance(seen, Mapping | BaseModel) else ""
+        is_section = isinstance(seen, BaseModel) or not problem["loc"]
+        is_section |= isinstance(seen, Mapping) and bool(_locate(model, [*parents, last])[1])
+        shown = "" if is_section else f" (got {seen!r})"
         return f"{path}: {problem['msg'].removeprefix('Value error, ')}{shown}"
     known = [name for section in sections for name in section.model_fields]
     return f"unknown key {path}; {_nearest_key(path, known, model)}"

@@ -160,6 +160,8 @@ def test_flag_values_are_yaml_scalars_lists_and_mappings():
 
 @given(st.text(max_size=12))
 @example("00")  # YAML reads it as the number 0, which the message shows
+@example("{}")
+@example("{a: 1}")
 def test_any_flag_value_is_read_or_refused(text):
     try:
         grpo("--trainer.num-threads", text)
