@@ -9,8 +9,8 @@ TORCH_VERSION ?= 2.13.0
 # cpu, cu126 or cu130; empty takes what this machine's NVIDIA driver runs.
 TORCH_BUILD ?=
 TORCH_INDEX ?= https://download.pytorch.org/whl
-# Versions of what is installed beside PyTorch; empty takes the newest ones.
-CONSTRAINTS ?= constraints.txt
+# Exact version and hashes of every package beside PyTorch.
+LOCK := requirements/dev.txt
 # Debian packages that the tests use besides Python's.
 DEBIAN_PACKAGES := curl redis-server bubblewrap chromium chromium-driver
 ARGS ?=
@@ -23,8 +23,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help lock quickstart test test-all test-rest test-gpu test-lowest wheel-test gpu-day coverage docs check check-schemas \
-        format install system-packages sglang-cpu test-sglang clean
+.PHONY: help lock quickstart test test-all test-rest test-gpu wheel-test gpu-day coverage docs check check-schemas \
+        check-newest check-lowest format install system-packages sglang-cpu test-sglang clean
 
 help:
 	@echo "make quickstart   set up and train a tiny policy, end to end (ARGS='--steps 50 --sync')"
@@ -37,8 +37,9 @@ help:
 	@echo "make docs         build the documentation's site into build/site; broken links are errors"
 	@echo "make coverage     run all tests and report which lines and branches they run (ARGS=tests/unit: some)"
 	@echo "make wheel-test   build the wheel and try it and each extra in empty environments"
-	@echo "make test-lowest  run the control part's unit tests with the oldest dependencies that we allow"
-	@echo "make lock         take the newest versions of all dependencies into constraints.txt"
+	@echo "make check-newest run 'make test' with the newest release of every dependency; list what is deprecated"
+	@echo "make check-lowest run 'make test' with the oldest dependencies that pyproject.toml allows"
+	@echo "make lock         take the newest versions of all dependencies into requirements/"
 	@echo "make test-sglang  set up a real SGLang on the CPU (1.8 GB) and run its tests"
 
 quickstart: $(VENV)/.installed
@@ -62,8 +63,8 @@ gpu-day: system-packages $(VENV)/.installed
 	$(BIN)/python benchmarks/gpu_day.py $(ARGS)
 
 # A real SGLang in an environment of its own: $$HEADWAY_SGLANG_VENV, or ~/.cache/headway/sglang-cpu.
-sglang-cpu:
-	PYTHON="$(PYTHON)" bash tests/sglang_cpu/install.sh
+sglang-cpu: $(VENV)/.installed
+	PYTHON="$(PYTHON)" UV="$(CURDIR)/$(BIN)/uv" bash tests/sglang_cpu/install.sh
 
 test-sglang: sglang-cpu $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/integration/test_sglang_real.py $(ARGS)
@@ -94,10 +95,11 @@ coverage: system-packages $(VENV)/.installed
 	$(BIN)/coverage report; exit $$status
 
 wheel-test: $(VENV)/.installed
-	PYTHON="$(PYTHON)" UV="$(CURDIR)/$(BIN)/uv" CONSTRAINTS="$(CONSTRAINTS)" bash tests/packaging/wheel.sh
+	PYTHON="$(PYTHON)" UV="$(CURDIR)/$(BIN)/uv" bash tests/packaging/wheel.sh
 
-test-lowest: $(VENV)/.installed
-	PYTHON="$(PYTHON)" UV="$(CURDIR)/$(BIN)/uv" CONSTRAINTS="$(CONSTRAINTS)" bash tests/packaging/lowest.sh $(ARGS)
+# In an environment of its own, with versions that the lock does not name.
+check-newest check-lowest: check-%: system-packages $(VENV)/.installed
+	PYTHON="$(PYTHON)" UV="$(CURDIR)/$(BIN)/uv" TEST_WORKERS=$(TEST_WORKERS) bash tests/packaging/check.sh $* $(ARGS)
 
 format: $(VENV)/.installed
 	$(BIN)/ruff format .
@@ -105,28 +107,28 @@ format: $(VENV)/.installed
 
 install: $(VENV)/.installed
 
-# PyTorch and what comes with it depend on the machine.
 lock: $(VENV)/.installed
-	( echo "# Versions that the tests run with: those of $$(date --utc --iso-8601), for every Python. Made by \`make lock\`."; \
-	  echo "torch==$(TORCH_VERSION)" | $(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 \
-	      --override - --upgrade --quiet --no-header --no-annotate | grep --invert-match --extended-regexp '^(torch|triton|nvidia-|cuda-)' ) \
-	    > constraints.new
-	mv constraints.new constraints.txt
+	bash requirements/lock.sh "$(CURDIR)/$(BIN)/uv" $(TORCH_VERSION)
 
-# torch first, so that no other package pulls in a build that this machine cannot use. PyPI has the one of cu130,
-# without a suffix: === leaves out those with one. At the end a build that nobody named is tried.
-$(VENV)/.installed: pyproject.toml Makefile $(CONSTRAINTS)
-	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
-	$(PYTHON) -m venv $(VENV)
-	build=$(TORCH_BUILD); test -n "$$build" || build=$$($(PYTHON) headway/runtime/gpus.py); \
+# pip brings the lock's uv, then PyTorch: uv does not read pip's configuration, where machines name a copy of it. PyPI
+# has the build of cu130 without a suffix: === leaves out those with one. At the end a build that nobody named is tried.
+$(VENV)/.installed: pyproject.toml Makefile $(LOCK)
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
+	@build=$(TORCH_BUILD); test -n "$$build" || build=$$($(PYTHON) headway/runtime/gpus.py); \
+	echo "installing into $(VENV): PyTorch $(TORCH_VERSION) ($$build), the versions of $(LOCK)"; \
+	$(PYTHON) -m venv $(VENV); \
+	pip() { $(BIN)/pip install -qq --no-compile "$$@"; }; \
+	uv() { $(BIN)/uv pip install --quiet --python $(BIN)/python "$$@"; }; \
+	pip --requirement <(awk '/^[^ ]/ { keep = /^uv==/ } keep' $(LOCK)); \
+	uv --no-deps --requirement $(LOCK); \
 	if [ "$$build" = cu130 ]; then \
-	    $(BIN)/pip install --quiet "torch===$(TORCH_VERSION)"; \
+	    pip "torch===$(TORCH_VERSION)"; \
 	else \
-	    $(BIN)/pip install --quiet "torch==$(TORCH_VERSION)+$$build" 2> /dev/null \
-	    || $(BIN)/pip install --quiet --extra-index-url "$(TORCH_INDEX)/$$build" "torch==$(TORCH_VERSION)+$$build"; \
+	    pip "torch==$(TORCH_VERSION)+$$build" 2> /dev/null \
+	    || pip --extra-index-url "$(TORCH_INDEX)/$$build" "torch==$(TORCH_VERSION)+$$build"; \
 	fi; \
-	$(BIN)/pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[dev]"; \
-	if [ -z "$(TORCH_BUILD)" ] && [ "$$build" != cpu ]; then $(BIN)/python -c 'from weight_sync.device import choose_device; choose_device("cuda")'; fi
+	uv --no-build-isolation --editable ".[dev]"; \
+	if [ -z "$(TORCH_BUILD)" ] && [ "$$build" != cpu ]; then $(BIN)/python -c 'from weight_sync.device import choose_device; choose_device("cuda")'; fi; \
 	touch $@
 
 system-packages:
@@ -137,7 +139,7 @@ system-packages:
 	if [ $${#missing[@]} -eq 0 ]; then exit 0; fi; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
 	    echo "installing Debian packages: $${missing[*]}"; \
-	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$${missing[@]}" > /dev/null; \
+	    dpkg --configure -a && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$${missing[@]}" > /dev/null; \
 	else \
 	    echo "not installed: $${missing[*]}; tests that need them are skipped and say so"; \
 	fi

@@ -36,10 +36,6 @@ T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.25
-KEEP_ALIVE_S = 2.0
-"""Seconds that idle connections are kept: an engine's uvicorn closes them after 5 s, maybe while we
-write a request.
-"""
 STOP_GRACE_S = 15.0
 """Seconds from SIGTERM to SIGKILL."""
 
@@ -131,7 +127,9 @@ class EngineProcess:
         """
         self._failed = asyncio.get_running_loop().create_future()
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            # A connection for each request. An engine closes kept ones when it will: after an error, or
+            # when it was too busy to read the next request in time, which is then lost.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._config.health_timeout_s),
             read_bufsize=1 << 20,
         )

@@ -63,7 +63,8 @@ FOREIGN |= {
 }
 """Programs of others, whose arguments are not ours to check."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+RULES = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+TARGETS = {target for rule in RULES for target in rule.split()}
 ENTRIES = {"inference_server": "serve", "trainer": "train"}
 """`python -m` of these is a command of `headway`."""
 

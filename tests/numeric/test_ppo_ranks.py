@@ -25,15 +25,16 @@ pytestmark = pytest.mark.filterwarnings(
 )
 STEPS = 3
 LOOSE = {
-    "grad_norm": 1e-5,
+    "grad_norm": 4e-5,
     "explained_variance": 2e-6,
     "kl": 2e-6,
     "behaviour_weight": 2e-6,
     "ratio": 2e-6,
 }
 """Bounds in float32, where they are above 1e-6. All models learn, and second mini-batches start from
-weights that have moved. One process alone (`grpo`, second step) has a gradient norm 3.5e-6 or 5.3e-6 off
-that of float64, depending on its micro-batches; ranks were up to 6.6e-6 off one process."""
+weights that have moved. Rounding depends on the processor. One process alone (`grpo`, second step) has a
+gradient norm 3.5e-6 or 5.3e-6 off that of float64, depending on its micro-batches. Four ranks were 6.6e-6
+off one process with AVX-512, and 1.4e-5 with AVX2. In float64 ranks are held to 1e-11 below."""
 FULL: dict[str, Any] = {
     "algorithm": {
         "kl_in": "reward",

@@ -3,7 +3,7 @@
 set -euo pipefail
 here=$(dirname "$(readlink -f "$0")")
 source "$here/source.sh"
-[ -z "${CONSTRAINTS:-}" ] || export UV_CONSTRAINT=$root/$CONSTRAINTS
+export OMP_NUM_THREADS=1 UV_CONSTRAINT=$lock  # hashes are checked, too
 build_wheel
 cd "$WORK"  # not the checkout: what is imported is what was installed
 

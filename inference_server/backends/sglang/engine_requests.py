@@ -229,7 +229,7 @@ class EngineRequests:
         async with self._engine.stream("/generate", body) as lines:
             if isinstance(lines, EngineResponse):
                 return wire.parse_output(lines.content, lines.status)
-            async for line in lines:  # to the end, so that the connection serves again
+            async for line in lines:
                 event = wire.parse_line(line)
                 if event is not None:
                     self._take(call, event)

@@ -201,3 +201,24 @@ async def test_long_lines_stream_whole():
                 return [line async for line in lines]
 
         assert [len(line) for line in await engine.guard(read())] == [2_000_002]
+
+
+@asynccontextmanager
+async def closing_engine():
+    """An engine that keeps a connection after its response, and closes it as the next request comes."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: keep-alive\r\n\r\n{}")
+        await reader.read(1)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        yield f"http://{host}:{port}"
+
+
+async def test_no_request_is_lost_on_a_connection_that_the_engine_closes():
+    async with closing_engine() as url, running({"url": url}) as engine:
+        for _ in range(3):
+            assert (await engine.post("/generate", {})).is_ok
