@@ -112,13 +112,14 @@ lock: $(VENV)/.installed
 
 # pip brings the lock's uv, then PyTorch: uv does not read pip's configuration, where machines name a copy of it. PyPI
 # has the build of cu130 without a suffix: === leaves out those with one. At the end a build that nobody named is tried.
+# The lock names versions and hashes, so it does not matter which of a machine's indexes has a package.
 $(VENV)/.installed: pyproject.toml Makefile $(LOCK)
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
 	@build=$(TORCH_BUILD); test -n "$$build" || build=$$($(PYTHON) headway/runtime/gpus.py); \
 	echo "installing into $(VENV): PyTorch $(TORCH_VERSION) ($$build), the versions of $(LOCK)"; \
 	$(PYTHON) -m venv $(VENV); \
 	pip() { $(BIN)/pip install -qq --no-compile "$$@"; }; \
-	uv() { $(BIN)/uv pip install --quiet --python $(BIN)/python "$$@"; }; \
+	uv() { $(BIN)/uv pip install --quiet --index-strategy unsafe-best-match --python $(BIN)/python "$$@"; }; \
 	pip --requirement <(awk '/^[^ ]/ { keep = /^uv==/ } keep' $(LOCK)); \
 	uv --no-deps --requirement $(LOCK); \
 	if [ "$$build" = cu130 ]; then \

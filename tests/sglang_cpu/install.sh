@@ -14,7 +14,8 @@ if [ -e "$stamp" ]; then exit 0; fi
 
 rm -rf "$venv"
 "${PYTHON:-python3}" -m venv "$venv"
-"${UV:-uv}" pip install --quiet --python "$venv/bin/python" --no-deps --requirement "$lock"
+"${UV:-uv}" pip install --quiet --index-strategy unsafe-best-match \
+    --python "$venv/bin/python" --no-deps --requirement "$lock"
 # pip, which reads where this machine may have a copy.
 "$venv/bin/pip" install -qq --no-compile "torch==$torch_version+cpu" 2> /dev/null \
     || "$venv/bin/pip" install -qq --no-compile --extra-index-url https://download.pytorch.org/whl/cpu "torch==$torch_version+cpu"
