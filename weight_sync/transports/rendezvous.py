@@ -25,7 +25,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -41,6 +41,10 @@ from weight_sync.transports.nccl import Build
 from weight_sync.transports.process_group import GroupBackend
 
 CONNECT_S = 5.0
+LOOKUP_S = 10.0
+"""Seconds more for a new connection: torch asks DNS for the name of the other end and waits for it.
+A query that is lost takes 5 s, and there are two.
+"""
 LOOK_S = 0.02
 """Seconds after which a busy thread checks again whether the epoch is over."""
 
@@ -183,14 +187,7 @@ class RendezvousStore:
         listening = _listen(host, port)
         bound: int = listening.getsockname()[1]
         with asking():
-            self._store = TCPStore(
-                host,
-                bound,
-                is_master=True,
-                timeout=timedelta(seconds=CONNECT_S),
-                wait_for_workers=False,
-                master_listen_fd=listening.detach(),
-            )
+            self._store = _open(host, bound, is_master=True, master_listen_fd=listening.detach())
         self._announced: str | None = None
         self._epochs: list[TransferEpoch] = []
         self.host = host
@@ -267,9 +264,8 @@ def connect(host: str, port: int) -> Store:
     try:
         # Torch would try for as long as its time-out lasts.
         socket.create_connection((host, port), CONNECT_S).close()
-        limit = timedelta(seconds=CONNECT_S)
         with held_at_exit():
-            return TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+            return _open(host, port, is_master=False)
     except (OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise SyncError(f"there is no trainer at {host}:{port}: {reason}") from error
@@ -300,6 +296,13 @@ def parse(kind: type[M], text: bytes | str) -> M:
     except ValidationError as error:
         first = error.errors()[0]["msg"]
         raise SyncError(f"the rendezvous holds no {kind.__name__.strip('_')}: {first}") from error
+
+
+def _open(host: str, port: int, **options: Any) -> TCPStore:
+    limit = timedelta(seconds=CONNECT_S + LOOKUP_S)
+    store = TCPStore(host, port, timeout=limit, wait_for_workers=False, **options)
+    store.set_timeout(timedelta(seconds=CONNECT_S))
+    return store
 
 
 def _listen(host: str, port: int) -> socket.socket:

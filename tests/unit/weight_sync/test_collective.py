@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -377,7 +379,7 @@ def test_an_address_without_a_trainer_is_told_at_once() -> None:
 CONNECTING = """
 import sys
 from weight_sync.transports import daemon_calls, rendezvous
-rendezvous.CONNECT_S = 1.0
+daemon_calls.EXIT_S = 1.0
 daemon_calls.start_detached(lambda: rendezvous.connect("127.0.0.1", int(sys.argv[1])))
 while not daemon_calls._unfinished: pass
 """
@@ -389,6 +391,29 @@ def test_a_process_that_ends_while_it_connects_to_a_stopped_trainer_ends_well() 
         done = subprocess.run(
             [sys.executable, "-c", CONNECTING, port], capture_output=True, timeout=LIMIT_S
         )
+    assert done.returncode == 0, done.stderr.decode()
+
+
+MEETING = """
+import socket
+from weight_sync.transports import rendezvous
+silent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+silent.bind(("127.0.0.1", 53))
+rendezvous.CONNECT_S = 0.5
+store = rendezvous.RendezvousStore("127.0.0.1", 0)
+assert rendezvous.connect("127.0.0.1", store.port).timeout.total_seconds() == 0.5
+"""
+
+
+@pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed")
+def test_names_of_addresses_that_cannot_be_looked_up_do_not_matter(tmp_path: Path) -> None:
+    resolver = tmp_path / "resolv.conf"
+    resolver.write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
+    alone = ["bwrap", "--dev-bind", "/", "/", "--unshare-net", "--cap-add", "CAP_NET_BIND_SERVICE"]
+    mounts = ["--ro-bind", str(resolver), os.path.realpath("/etc/resolv.conf")]
+    done = subprocess.run(
+        [*alone, *mounts, sys.executable, "-c", MEETING], capture_output=True, timeout=LIMIT_S
+    )
     assert done.returncode == 0, done.stderr.decode()
 
 
