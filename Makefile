@@ -18,6 +18,8 @@ ARGS ?=
 TEST_WORKERS ?= 2
 
 export HF_HUB_OFFLINE := 1
+# PyTorch looks up the name of each address that it connects to: a lost query shall cost a second, not five.
+export RES_OPTIONS := timeout:1 attempts:3
 # Tests start hundreds of processes: none of them need compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
