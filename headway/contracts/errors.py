@@ -19,6 +19,7 @@ ServiceError
 ├── RolloutsFailed       rollouts waited for by id ended without a result  409
 ├── BackendError         a generation server failed or went away           503  retryable
 │   └── Draining         it is shutting down and takes nothing new         503  retryable
+├── ServiceAway          a service of a user's was away for too long        503
 ├── LethalRequest        servers died while they worked on it              500
 ├── WorkflowError        a workflow raised                                 500
 │   └── ErrorBudgetExceeded  too many rollouts failed; the run must stop   500
@@ -194,6 +195,13 @@ class LethalRequest(ServiceError):
 
     code = "lethal_request"
     http_status = 500
+
+
+class ServiceAway(ServiceError):
+    """A service that a workflow or reward calls was waited for in vain."""
+
+    code = "service_away"
+    http_status = 503
 
 
 class WorkflowError(ServiceError):

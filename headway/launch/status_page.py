@@ -15,7 +15,7 @@ from rich.text import Text
 from headway.contracts.errors import NotFound, ServiceError
 from headway.contracts.http.ledger import LedgerAudit, LedgerCounts
 from headway.contracts.http.servers import ServerStatus
-from headway.contracts.http.status import StatusResponse
+from headway.contracts.http.status import AwayService, StatusResponse
 from headway.contracts.http.weights import WeightStatus
 from headway.runtime.inference_client import RemoteInferenceEngine
 
@@ -94,6 +94,9 @@ def status_page(
     ]
     if audit is not None:
         parts += ["", _proof(audit)]
+    if status.services_away:
+        parts += ["", Text("services away", "bold")]
+        parts += [Text(f"  {_away(service)}", "yellow") for service in status.services_away]
     if status.last_failures:
         parts += ["", Text("last failures", "bold")]
         parts += [Text(f"  {reason}", "red") for reason in status.last_failures]
@@ -150,6 +153,10 @@ def _servers(servers: Sequence[ServerStatus]) -> RenderableType:
             f"{server.generated_tokens:,}",
         )
     return table
+
+
+def _away(service: AwayService) -> str:
+    return f"{service.url} for {service.away_s:.0f} s, {service.waiting} calls wait"
 
 
 def _states(counts: LedgerCounts) -> Table:

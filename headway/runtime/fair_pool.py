@@ -36,7 +36,8 @@ async def time_limit(seconds: float) -> AsyncIterator[None]:
 
 
 @contextmanager
-def _clock_stopped() -> Iterator[None]:
+def clock_stopped() -> Iterator[None]:
+    """Stop the clock of the `time_limit` around this block."""
     limit, loop = _LIMIT.get(), asyncio.get_running_loop()
     until = None if limit is None else limit.when()
     if limit is None or until is None:  # none, or one that another task has stopped
@@ -87,7 +88,7 @@ class FairPool(Generic[T]):
         if turn.done():
             return turn.result()
         try:
-            with _clock_stopped():
+            with clock_stopped():
                 return await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():

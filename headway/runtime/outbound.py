@@ -5,6 +5,7 @@ looked up once per connection, and the connection is made to the address that wa
 cannot point elsewhere in between. Addresses that are not public are refused unless `allow_private`;
 those that answer for a cloud's metadata always are. No redirect is followed, no proxy of the environment
 is used, no cookie is kept, and an answer is bounded in bytes and seconds, and read without a stand-still.
+Calls wait for a service that is away (`outages`).
 
 Not covered: what an allowed service does with a call.
 """
@@ -16,6 +17,7 @@ import re
 import reprlib
 import socket
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from typing import Any
 
@@ -26,9 +28,13 @@ from yarl import URL
 from headway.contracts.config.gateway import OutboundConfig
 from headway.contracts.errors import BackendError, ConfigError, DataError, Forbidden
 from headway.runtime.large_json import parse_json
+from headway.runtime.outages import NotThere, Outages
 
 KEEP_ALIVE_S = 2.0
 """Shorter than the five seconds after which uvicorn closes a connection, by default."""
+CONNECT_S = 5.0
+AWAY_STATUSES = (502, 503, 504)
+"""What a proxy answers when the service behind it is away, and what one answers that has just started."""
 SHOWN_BYTES = 200
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = SHOWN_BYTES
@@ -77,6 +83,7 @@ class HttpOutbound:
         self._allowed = [_read_prefix(text) for text in config.allow]
         self._resolver = resolver
         self._session: aiohttp.ClientSession | None = None
+        self.outages = Outages(config.service_wait_s)
 
     async def post(self, url: str, body: Any, timeout_s: float) -> Any:
         """See `Outbound`; `timeout_s` is cut to `outbound.timeout_s`.
@@ -84,11 +91,22 @@ class HttpOutbound:
         Raises:
             Forbidden: the config does not allow this URL, or the address behind it.
             DataError: the body has no JSON form.
+            ServiceAway: the service was away for too long.
             BackendError: there was no answer in time, or with something other than JSON and status 200.
+        """
+        return await self.outages.wait_out(url, partial(self.post_once, url, body, timeout_s))
+
+    async def post_once(self, url: str, body: Any, timeout_s: float) -> Any:
+        """See `Outbound`.
+
+        Raises:
+            NotThere: the service is away.
+            ServiceError: as `post`.
         """
         target = self._check(url)
         data = _encode(body)
-        timeout = aiohttp.ClientTimeout(total=min(timeout_s, self._config.timeout_s))
+        total_s = min(timeout_s, self._config.timeout_s)
+        timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=CONNECT_S)
         try:
             async with self._open().post(
                 target,
@@ -97,9 +115,23 @@ class HttpOutbound:
                 allow_redirects=False,
                 timeout=timeout,
             ) as answer:
-                return await _decode(url, answer.status, await self._read(url, answer))
+                if answer.status in AWAY_STATUSES:
+                    raise NotThere(f"{url} answered {answer.status}")
+                content = await self._read(url, answer)
+                self.outages.end(url)
+                return await _decode(url, answer.status, content)
+        except aiohttp.ConnectionTimeoutError as error:
+            raise NotThere(f"no connection to {url} within {CONNECT_S:g} s") from error
         except TimeoutError as error:
-            raise BackendError(f"{url} did not answer within {timeout.total:g} s") from error
+            raise BackendError(f"{url} did not answer within {total_s:g} s") from error
+        except aiohttp.ClientSSLError as error:
+            raise BackendError(f"{url} failed: {type(error).__name__}: {error}") from error
+        except (
+            aiohttp.ClientConnectionError,
+            aiohttp.ClientPayloadError,
+            ConnectionError,
+        ) as error:
+            raise NotThere(f"{url} failed: {type(error).__name__}: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise BackendError(f"{url} failed: {type(error).__name__}: {error}") from error
 

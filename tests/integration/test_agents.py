@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from headway.contracts.errors import BackendError
 from headway.contracts.types import Trajectory
+from headway.runtime.outages import Outages
 from tests.integration.agent_bench import Bench, Place, open_bench
 from tests.unit.rollout.games import check_row, said
 
@@ -263,7 +264,9 @@ async def test_an_agent_that_the_gateway_calls_plays_each_sample(tmp_path: Path)
     class Agents:
         """Fails its first call, as services do; then plays, and lets the second sample take its time."""
 
-        async def post(self, url: str, body: Any, timeout_s: float) -> Any:
+        outages = Outages(1.0)
+
+        async def post_once(self, url: str, body: Any, timeout_s: float) -> Any:
             calls.append(body)
             if len(calls) == 1:
                 raise BackendError(f"{url} is restarting")

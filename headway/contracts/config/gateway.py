@@ -206,6 +206,9 @@ class OutboundConfig(Config):
     """Also addresses of private networks, loopback and link-local."""
     timeout_s: float = Field(60.0, gt=0.0)
     """Maximum seconds of one call."""
+    service_wait_s: float = Field(300.0, gt=0.0)
+    """Calls wait this long for a service that is away (no connection, 502, 503, 504) before their
+    rollouts fail."""
     max_response_bytes: int = Field(1 << 20, ge=1024)
     """Largest answer that is read."""
     max_connections: int = Field(256, ge=1)

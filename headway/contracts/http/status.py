@@ -11,6 +11,16 @@ from headway.contracts.http.weights import WeightStatus
 from headway.contracts.types import PolicyVersion
 
 
+class AwayService(Config):
+    """A service of a user's that does not answer."""
+
+    url: str
+    away_s: float
+    """Seconds since the first call that it did not answer."""
+    waiting: int
+    """Calls that wait for it, at most one per trajectory."""
+
+
 class StatusResponse(Config):
     """`GET /v1/status`."""
 
@@ -36,6 +46,8 @@ class StatusResponse(Config):
     """Committed updates during which at least one sequence was being generated."""
     generated_tokens: int = 0
     last_failures: list[str] = []
+    services_away: list[AwayService] = []
+    """Services that workflows and rewards call, and that this gateway waits for."""
     longest_stall_s: float = 0.0
     """Longest stand-still of this process's event loop since it serves, without time in which it waited
     for a CPU."""

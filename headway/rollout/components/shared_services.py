@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from headway.contracts.config.gateway import OutboundConfig
 from headway.contracts.errors import ConfigError, Forbidden
+from headway.runtime.outages import Outages
 
 ProgramStatus = Literal["ok", "runtime_error", "compile_error", "timeout", "memory", "output_limit"]
 
@@ -63,12 +65,22 @@ class Sandbox(Protocol):
 class Outbound(Protocol):
     """Calls to services that the gateway's config allows."""
 
+    outages: Outages
+
     async def post(self, url: str, body: Any, timeout_s: float) -> Any:
-        """POST a JSON body; the JSON that came back.
+        """POST a JSON body; the JSON that came back. It is sent again while the service is away.
 
         Raises:
             Forbidden: the config does not allow this URL.
+            ServiceAway: the service was away for too long.
             BackendError: there was no answer in time, or with something other than JSON and status 200.
+        """
+
+    async def post_once(self, url: str, body: Any, timeout_s: float) -> Any:
+        """As `post`, for a body that must not be sent again; see `Outages.wait_out`.
+
+        Raises:
+            NotThere: the service is away.
         """
 
 
@@ -119,5 +131,10 @@ class NoSandbox:
 class NoOutbound:
     """Allows no call."""
 
+    def __init__(self) -> None:
+        self.outages = Outages(OutboundConfig().service_wait_s)
+
     async def post(self, url: str, body: Any, timeout_s: float) -> Any:
         raise Forbidden(f"{url} may not be called: `outbound.allow` of the config names nothing")
+
+    post_once = post

@@ -329,6 +329,7 @@ class RolloutService:
             generated_tokens=self.generator.generated_tokens,
             last_failures=self.executor.last_failures[-5:],
         )
+            services_away=self._services.outbound.outages.away(),
 
     async def headroom(self) -> int:
         """Trajectories of the attached consumer that may start now; may be negative."""

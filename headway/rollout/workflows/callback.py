@@ -35,7 +35,8 @@ What is answered, with status 200:
             "details": {"type": "object", "description": "for viewers"}},
          "required": ["action"], "additionalProperties": false}]}
 
-No answer, another status or no JSON is an outage: the same body is sent again, with the same `turn_id`,
+The same body, with the same `turn_id`, is sent again while the service is away, for up to
+`outbound.service_wait_s`. No answer in time, another status or no JSON is an outage: it is sent again,
 and after `attempts` of them the rollout is run again. An answer of another form fails the rollout.
 """
 

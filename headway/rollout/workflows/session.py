@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field, ValidationError
 
 from headway.contracts.config.base import Config
 from headway.contracts.config.sampling import SamplingConfig
-from headway.contracts.errors import ConfigError, WorkflowError
+from headway.contracts.errors import BackendError, ConfigError, WorkflowError
 from headway.contracts.http.sessions import SessionEndRequest, SessionResponse
 from headway.contracts.types import Message, RewardResult, Trajectory
 from headway.rollout.components.shared_services import Outbound
@@ -24,8 +25,9 @@ from headway.rollout.rewards.base import Answer
 from headway.rollout.sessions.chat import Chat
 from headway.rollout.sessions.session import Session
 from headway.rollout.trajectories.sample import Sample
-from headway.rollout.workflows.base import RolloutContext
+from headway.rollout.workflows.base import RolloutContext, SessionOpener
 from headway.runtime.offload import offload
+from headway.runtime.outages import NotThere
 from headway.text.tokenizer import TextTokenizer
 
 
@@ -72,12 +74,25 @@ class SessionWorkflow:
     async def run(self, sample: Sample, context: RolloutContext) -> Sequence[Trajectory]:
         if context.sessions is None:
             raise ConfigError("this service keeps no sessions; submit to a gateway")
+        play = partial(self._play, sample, context, context.sessions)
+        if self._args.agent_url is None:
+            return await play()
+        return await context.services.outbound.outages.wait_out(self._args.agent_url, play)
+
+    async def _play(
+        self, sample: Sample, context: RolloutContext, sessions: SessionOpener
+    ) -> Sequence[Trajectory]:
+        """Open a session of its own for each call of the agent: one that was lost may still run.
+
+        Raises:
+            NotThere: the agent is away.
+        """
         chat = Chat(self._tokenizer, self._gconfig, context.generate)
-        async with context.sessions.open(sample, chat) as session:
+        async with sessions.open(sample, chat) as session:
             if self._args.agent_url is None:
                 end = await session.until_end()
             else:
-                url, call = self._args.agent_url, context.sessions.describe(session)
+                url, call = self._args.agent_url, sessions.describe(session)
                 end = await self._call(session, url, call, context.services.outbound)
             if end.failed is not None:
                 raise WorkflowError(f"the agent failed: {end.failed}")
@@ -86,7 +101,12 @@ class SessionWorkflow:
     async def _call(
         self, session: Session, url: str, place: SessionResponse, outbound: Outbound
     ) -> SessionEndRequest:
-        """Call the agent; it may end the session itself before it answers."""
+        """Call the agent; it may end the session itself before it answers.
+
+        Raises:
+            NotThere: it is away.
+            BackendError: it was lost after its first turn, maybe because of what it was told.
+        """
         prompt = session.sample.prompt
         call = AgentCall(
             session=place,
@@ -96,7 +116,7 @@ class SessionWorkflow:
             data=prompt.data,
         )
         body = call.model_dump(mode="json")
-        calling = asyncio.ensure_future(outbound.post(url, body, self._args.agent_timeout_s))
+        calling = asyncio.ensure_future(outbound.post_once(url, body, self._args.agent_timeout_s))
         ending = asyncio.ensure_future(session.until_end())
         try:
             await asyncio.wait((calling, ending), return_when=asyncio.FIRST_COMPLETED)
@@ -105,6 +125,10 @@ class SessionWorkflow:
                 if not answer.goes_on:
                     session.end(SessionEndRequest(**answer.model_dump(exclude={"goes_on"})))
             return await ending
+        except NotThere as error:
+            if session.history.nodes:
+                raise BackendError(f"the agent was lost in mid-session: {error}") from error
+            raise
         finally:
             calling.cancel()
             ending.cancel()

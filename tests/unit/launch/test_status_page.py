@@ -45,7 +45,10 @@ def test_the_page_tells_versions_servers_and_states():
 
 def test_the_page_tells_failures_as_they_are_and_the_proof_if_it_was_asked_for():
     audit = LedgerAudit(counts=LedgerCounts(), lost=1, duplicated=0, max_staleness=2, requeues=3)
-    page = shown(status(last_failures=["[bold]not markup[/bold]"]), None, audit=audit)
+    away = {"url": "http://agent/play", "away_s": 61.4, "waiting": 16}
+    failures = ["[bold]not markup[/bold]"]
+    page = shown(status(last_failures=failures, services_away=[away]), None, audit=audit)
+    assert "http://agent/play for 61 s, 16 calls wait" in page
     assert "[bold]not markup[/bold]" in page
     assert "1 lost, 0 consumed twice, 3 requeued, staleness at most 2" in page
     assert "no generation server has reported itself" in page

@@ -153,8 +153,8 @@ async def test_a_service_that_fails_is_told_of_the_same_turn_again(tokenizer):
 
 
 async def test_a_service_that_goes_on_failing_is_an_outage(tokenizer):
-    service = Service(503, 503, 503)
-    with pytest.raises(BackendError, match="answered 503"):
+    service = Service(500, 500, 500)
+    with pytest.raises(BackendError, match="answered 500"):
         await play(tokenizer, service, [said("3")], attempts=2)
     assert len(service.calls) == 2
 

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import RedirectResponse, StreamingResponse
 
 from headway.contracts.config.gateway import OutboundConfig
-from headway.contracts.errors import BackendError, ConfigError, DataError, Forbidden
+from headway.contracts.errors import BackendError, ConfigError, DataError, Forbidden, ServiceAway
 from headway.runtime.outbound import HttpOutbound
 from tests.unit.rollout.app_server import served
 
@@ -50,6 +50,11 @@ def make_app() -> FastAPI:
                 await asyncio.sleep(0)
 
         return StreamingResponse(drip())
+
+    @app.post("/v1/restarting")
+    async def restarting():
+        statuses = app.state.statuses
+        return Response("{}", status_code=statuses.pop() if statuses else 200)
 
     @app.post("/v1/never")
     async def never():
@@ -289,13 +294,47 @@ async def test_a_service_that_never_answers_meets_a_limit(port, own):
             await out.post(base + "never", {}, 0.05 if own else 60.0)
 
 
-async def test_a_service_that_is_away_is_an_outage():
+@pytest.mark.parametrize("status", [502, 503, 504])
+async def test_a_service_that_is_away_is_waited_for(app, port, status):
+    base = f"http://127.0.0.1:{port}/v1/"
+    app.state.statuses = [status, status]
+    async with outbound(base, allow_private=True) as out:
+        assert await out.post(base + "restarting", {}, 5.0) == {}
+    assert app.state.statuses == []
+
+
+async def test_a_call_that_is_lost_is_made_again():
+    answers = [
+        b"",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",
+    ]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answers.pop(0))
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        base = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        async with outbound(base, allow_private=True) as out:
+            assert await out.post(base, {}, 5.0) == {}
+    assert answers == []
+
+
+async def test_a_service_that_stays_away_is_named():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     base = f"http://127.0.0.1:{port}/"
-    async with outbound(base, allow_private=True) as out:
-        with pytest.raises(BackendError, match="failed: ClientConnectorError"):
-            await out.post(base, {}, 5.0)
+    async with outbound(base, allow_private=True, service_wait_s=0.05) as out:
+        for _ in range(2):
+            with pytest.raises(
+                ServiceAway, match=r"away for 0\.\d s, outbound\.service_wait_s=0\.05"
+            ):
+                await out.post(base + "?key=secret", {}, 5.0)
+        (away,) = out.outages.away()
+    assert (away.url, away.waiting) == (base, 0)
 
 
 async def test_no_cookie_is_kept(port):

@@ -30,6 +30,7 @@ from headway.rollout.sessions.sessions import Sessions
 from headway.rollout.trajectories.sample import Sample
 from headway.rollout.workflows.base import RolloutContext
 from headway.rollout.workflows.session import SessionArgs, SessionWorkflow
+from headway.runtime.outages import Outages
 from tests.unit.rollout.games import NOTHING, Judge, ScriptedPolicy, byte_tokenizer, said
 
 SAMPLE = Sample("r", Prompt(group_id="g", text="2+2", data={"answer": "4"}), 0)
@@ -120,8 +121,9 @@ class Agent:
         self._answer = answer
         self._turns = turns
         self.calls: list[Any] = []
+        self.outages = Outages(1.0)
 
-    async def post(self, url: str, body: Any, timeout_s: float) -> Any:
+    async def post_once(self, url: str, body: Any, timeout_s: float) -> Any:
         self.calls.append((url, body, timeout_s))
         told = body["session"]
         session = self._house.find(told["session_id"], told["api_key"])

@@ -9,11 +9,11 @@ from headway.contracts.config.base import ComponentConfig, WorkflowRef
 from headway.contracts.config.gateway import OutboundConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import (
-    BackendError,
     ConfigError,
     DataError,
     Forbidden,
     RewardOutage,
+    ServiceAway,
     UnknownName,
 )
 from headway.contracts.types import Prompt, RewardResult
@@ -302,11 +302,11 @@ async def test_a_service_that_is_not_allowed_fails_the_rollout(tokenizer):
         await play(tokenizer, [said(WEATHER)], args)
 
 
-async def test_a_service_that_is_away_is_an_outage(tokenizer):
+async def test_a_tool_that_stays_away_fails_the_rollout(tokenizer):
     url = "http://127.0.0.1:9/"
-    outbound = HttpOutbound(OutboundConfig(allow=(url,), allow_private=True))
+    outbound = HttpOutbound(OutboundConfig(allow=(url,), allow_private=True, service_wait_s=0.05))
     args = {**UNTOLD, "tools": [weather_tool(url)]}
-    with pytest.raises(BackendError):
+    with pytest.raises(ServiceAway):
         await play(tokenizer, [said(WEATHER)], args, services=SharedServices(NoSandbox(), outbound))
     await outbound.aclose()
 
