@@ -32,6 +32,7 @@ from headway.rollout.ledger.base import WorkQueue
 from headway.rollout.ledger.observer import Attempt, AttemptOutcome, LedgerObserver
 from headway.rollout.ledger.records import Capacity, Lease
 from headway.runtime.tasks import Signal, cancel_and_wait
+from headway.runtime.user_frames import user_frames
 
 log = logging.getLogger(__name__)
 
@@ -236,11 +237,12 @@ class RolloutExecutor:
             except TimeoutError as error:
                 await self._fail(lease, str(error))
             except ServiceError as error:
-                await self._fail(lease, f"{type(error).__name__}: {error}")
+                await self._fail(lease, f"{type(error).__name__}: {_full(error)}")
             except Exception as error:
                 extra = {"rollout_id": lease.rollout_id}
                 log.warning("workflow raised", exc_info=error, extra=extra)
-                await self._fail(lease, f"workflow raised {type(error).__name__}: {error}")
+                said = f"{type(error).__name__}: {_full(error)}\n{user_frames(error)}"
+                await self._fail(lease, f"workflow raised {said}")
         return False
 
     async def _run_in_time(self, lease: Lease) -> RolloutOutcome:
@@ -272,7 +274,7 @@ class RolloutExecutor:
 
     async def _retry_or_fail(self, lease: Lease, error: ServiceError) -> None:
         if lease.attempt >= self._config.max_attempts:
-            await self._fail(lease, f"{lease.attempt} attempts; last: {error}")
+            await self._fail(lease, f"{lease.attempt} attempts; last: {_full(error)}")
             return
         log.info(
             "rollout goes back to the queue",
@@ -284,9 +286,14 @@ class RolloutExecutor:
         await self._report(lease, "requeued", partial(self._ledger.requeue, lease, reason))
 
     async def _fail(self, lease: Lease, reason: str) -> None:
-        extra = {"rollout_id": lease.rollout_id, "reason": reason}
+        reason = reason.encode(errors="replace").decode()  # no store takes half a character
+        group_id = lease.request.prompt.group_id
+        extra = {"rollout_id": lease.rollout_id, "group_id": group_id, "reason": reason}
         log.warning("rollout failed", extra=extra)
-        self._budgets.failed(lease.request.consumer, reason)
+        # Anyone may read this one: no completion and no traceback.
+        first = reason.partition("\n")[0]
+        brief = f"rollout {lease.rollout_id!r} of group {group_id!r}: {first}"
+        self._budgets.failed(lease.request.consumer, brief)
         await self._report(lease, "failed", partial(self._ledger.fail, lease, reason))
 
     async def _report(
@@ -310,6 +317,11 @@ class RolloutExecutor:
                 extra = {"rollout_id": lease.rollout_id, "reason": str(error)}
                 log.warning("the ledger does not answer", extra=extra)
                 await asyncio.sleep(OUTAGE_PAUSE_S)
+
+
+def _full(error: Exception) -> str:
+    """What an error says, with its notes."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def _is_among(keys: set[str], lease: Lease) -> bool:

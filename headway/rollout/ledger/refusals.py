@@ -8,7 +8,7 @@ from headway.contracts.errors import Conflict, NotFound, QueueFull, RolloutsFail
 
 MAX_NAMED = 16
 """Number of rollouts that one refusal names; the others are counted."""
-MAX_REASON_CHARS = 500
+MAX_REASON_CHARS = 4000
 
 
 def other_content(rollout_id: str) -> Conflict:

@@ -19,7 +19,10 @@ from headway.contracts.registry import Registry
 from headway.contracts.types import RewardResult, Verdict
 from headway.rollout.components.arguments import args_model
 from headway.rollout.components.shared_services import SharedServices
+from headway.runtime.user_frames import user_frames
 
+MAX_ERROR_CHARS = 1000
+"""Maximum characters that are kept of what a reward raised."""
 MAX_DETAILS_CHARS = 1 << 18
 """Maximum characters of a reward's details, as JSON: they are stored with the trajectory."""
 
@@ -120,6 +123,12 @@ def reward_factory(name: str) -> Callable[..., Reward]:
 def reward_schema(name: str) -> dict[str, Any]:
     """JSON schema of a reward's arguments."""
     return args_model(reward_factory(name)).model_json_schema()
+
+
+def reward_raised(name: str, error: BaseException) -> RewardError:
+    """Return the error of a reward that raised, with the user's part of its traceback."""
+    said = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+    return RewardError(f"reward {name!r} raised {said}\n{user_frames(error)}")
 
 
 def as_result(name: str, returned: Any) -> RewardResult:

@@ -28,7 +28,14 @@ from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.errors import ConfigError, RewardError, RewardOutage, ServiceError
 from headway.contracts.types import RewardResult, Verdict
 from headway.rollout.components.shared_services import SharedServices
-from headway.rollout.rewards.base import Answer, AsyncReward, Reward, as_result, reward_factory
+from headway.rollout.rewards.base import (
+    Answer,
+    AsyncReward,
+    Reward,
+    as_result,
+    reward_factory,
+    reward_raised,
+)
 from headway.rollout.rewards.functions import build_reward
 from headway.rollout.rewards.pool import RewardJob, WorkerPool, WorkerTaskPool, WorkerTimeout
 from headway.runtime.fair_pool import time_limit
@@ -38,6 +45,8 @@ MAX_MADE = 256
 CHECK_S = 1.0
 """Seconds to check the arguments of one reward, in a process."""
 BACKOFF_S = 0.1
+SHOWN_CHARS = 500
+"""Characters kept of the beginning and of the end of a completion that could not be scored."""
 BUSY_SHARE = 0.5
 """A verifier that had less of the CPU while its time ran was starved, not hung by an answer."""
 
@@ -103,11 +112,19 @@ class Scorer:
         """Return the score of one answer.
 
         Raises:
-            RewardError: the verifier raised, hung, or returned no finite number.
+            RewardError: the verifier raised, hung, or returned no finite number; a note has the
+                completion.
             RewardOutage: it could not be scored, after `reward_attempts` attempts.
             ServiceError: the verifier raised one of our own errors, for example on a bad row.
         """
-        made = self._make(reward)
+        try:
+            return await self._score(self._make(reward), answer)
+        except RewardError as error:
+            text = answer.completion
+            error.add_note(f"the completion, of {len(text)} characters:\n{_ends(text)}")
+            raise
+
+    async def _score(self, made: Made, answer: Answer) -> RewardResult:
         if made.quick is not None:
             settled = _own_errors(made.name, made.quick, answer)
             if settled is not None:
@@ -155,7 +172,7 @@ class Scorer:
                 raise RewardOutage(f"reward {name!r} was let down: {error.message}") from error
             raise
         except Exception as error:
-            raise _raised(name, error) from error
+            raise reward_raised(name, error) from error
         return as_result(name, returned)
 
     def _make(self, part: ComponentConfig) -> Made:
@@ -213,8 +230,11 @@ def _own_errors(name: str, call: Callable[[Answer], Any], answer: Answer) -> Any
     except ServiceError:
         raise
     except Exception as error:
-        raise _raised(name, error) from error
+        raise reward_raised(name, error) from error
 
 
-def _raised(name: str, error: BaseException) -> RewardError:
-    return RewardError(f"reward {name!r} raised {type(error).__name__}: {error}")
+def _ends(text: str) -> str:
+    """A text, or its beginning and its end."""
+    if len(text) <= 2 * SHOWN_CHARS:
+        return text
+    return f"{text[:SHOWN_CHARS]}\n[...]\n{text[-SHOWN_CHARS:]}"

@@ -15,9 +15,9 @@ import time
 from functools import lru_cache
 from typing import IO, Any
 
-from headway.contracts.errors import RewardError, ServiceError
+from headway.contracts.errors import ServiceError
 from headway.rollout.components.arguments import build_component
-from headway.rollout.rewards.base import Answer, Reward, as_result
+from headway.rollout.rewards.base import Answer, Reward, as_result, reward_raised
 
 READY = b"ready"
 
@@ -66,8 +66,7 @@ def _reply(frame: bytes) -> dict[str, Any]:
     except ServiceError as error:
         return {"error": error.to_body().model_dump()}
     except BaseException as error:  # noqa: BLE001 - sys.exit() in a verifier is no way out
-        problem = RewardError(f"reward {name!r} raised {type(error).__name__}: {error}")
-        return {"error": problem.to_body().model_dump()}
+        return {"error": reward_raised(name, error).to_body().model_dump()}
     return {"score": result.score, "details": result.details, "verdict": result.verdict}
 
 

@@ -236,7 +236,19 @@ async def test_a_verifier_that_breaks_is_an_error_and_its_process_goes_on(scorer
     with pytest.raises(RewardError, match=f"test/fails.*{message}") as caught:
         await score(scorer, "fails", how=how)
     assert not caught.value.retryable
+    assert "sample_rewards.py" in caught.value.message
     assert await worker_pid(scorer) == before
+
+
+async def test_the_error_has_the_users_frames_and_the_completion(scorer):
+    with pytest.raises(RewardError) as caught:
+        await score(scorer, "fails", how="raises")
+    first, *frames = caught.value.message.splitlines()
+    assert first == "reward 'test/fails' raised ZeroDivisionError: of no use"
+    assert all("sample_rewards.py" in frame for frame in frames if "File" in frame)
+    assert frames[-1].strip() == "raise error"
+    (note,) = caught.value.__notes__
+    assert note.startswith("the completion, of ")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,21 @@
+"""Where a function of a user's raised."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from itertools import dropwhile
+from pathlib import Path
+
+import headway
+
+MAX_FRAMES = 16
+MAX_CHARS = 2000
+_OURS = f"{Path(headway.__file__).parent}{os.sep}"
+
+
+def user_frames(error: BaseException) -> str:
+    """The end of an error's traceback, from the first frame that is not this package's."""
+    frames = traceback.extract_tb(error.__traceback__, -MAX_FRAMES)
+    own = list(dropwhile(lambda frame: frame.filename.startswith(_OURS), frames))
+    return "".join(traceback.format_list(own or frames[-1:]))[-MAX_CHARS:].rstrip()
