@@ -26,6 +26,9 @@ from headway.contracts.sampling_mask import SamplingMask
 PolicyVersion = Annotated[int, Field(lt=2**31)]
 """+1 per publication of weights; 0 is the model that a run starts from."""
 
+DEFAULT_CONSUMER = "default"
+"""Consumer of the rollouts that name none."""
+
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopReason = Literal["stop", "length", "interrupt"]
 
@@ -108,7 +111,7 @@ class RolloutRequest(Config):
     """One prompt group to run, idempotent by `rollout_id`."""
 
     rollout_id: Identifier
-    consumer: Identifier = "default"
+    consumer: Identifier = DEFAULT_CONSUMER
     """Name of the consumer that will `wait` for it; the attached consumer's rollouts are bounded in
     staleness."""
     prompt: Prompt

@@ -59,6 +59,7 @@ from headway.contracts.http.weights import (
     WeightUpdateResponse,
 )
 from headway.contracts.types import (
+    DEFAULT_CONSUMER,
     ConsumerSpec,
     FinetuneSpec,
     LLMRequest,
@@ -82,7 +83,6 @@ SUBMIT_CHUNK = 256
 SCORE_CHUNK = 64
 """Maximum answers of one request: they are scored again when it breaks off."""
 SCORE_CHUNK_BYTES = 8 << 20
-DEFAULT_CONSUMER = "default"
 MAX_REASON_CHARS = 4096
 
 

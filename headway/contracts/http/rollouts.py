@@ -8,7 +8,13 @@ from pydantic import Field
 
 from headway.contracts.config.base import MAX_COUNT, Config, Identifier
 from headway.contracts.sampling_mask import SamplingMask
-from headway.contracts.types import PolicyVersion, RolloutRequest, StopReason, Verdict
+from headway.contracts.types import (
+    DEFAULT_CONSUMER,
+    PolicyVersion,
+    RolloutRequest,
+    StopReason,
+    Verdict,
+)
 
 RolloutState = Literal[
     "queued",
@@ -42,7 +48,7 @@ class WaitRequest(Config):
     """The same id is answered with the same groups, so a lost answer can be asked for again."""
     count: int = Field(ge=1, le=65536)
     timeout_s: float = Field(20.0, ge=0.0, le=60.0)
-    consumer: Identifier = "default"
+    consumer: Identifier = DEFAULT_CONSUMER
     """Take this consumer's oldest submissions."""
     rollout_ids: tuple[Identifier, ...] | None = Field(None, max_length=65536)
     """Wait for exactly these instead, whoever submitted them."""

@@ -7,7 +7,7 @@ from pydantic import Field, FiniteFloat
 from headway.contracts.config.base import ComponentConfig, Config, Identifier, JsonObject
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.http.rollouts import RolloutState
-from headway.contracts.types import VersionBounds
+from headway.contracts.types import DEFAULT_CONSUMER, VersionBounds
 
 
 class SessionRequest(Config):
@@ -18,7 +18,7 @@ class SessionRequest(Config):
     """
 
     rollout_id: Identifier
-    consumer: Identifier = "default"
+    consumer: Identifier = DEFAULT_CONSUMER
     group_id: Identifier | None = None
     """Siblings of one task share it; None takes the rollout id."""
     data: JsonObject = {}

@@ -10,8 +10,10 @@ from collections.abc import Iterable
 
 from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.errors import ErrorBudgetExceeded
+from headway.contracts.types import DEFAULT_CONSUMER
 
 MAX_CONSUMERS = 1024
+OF_ALL = "; name a consumer of your own: everyone who names none shares this one"
 
 
 class ErrorBudgets:
@@ -51,7 +53,10 @@ class ErrorBudgets:
         if len(failures) > self._config.error_budget:
             raise ErrorBudgetExceeded(
                 f"{len(failures)} of the last {len(outcomes)} rollouts of {consumer!r} failed, "
-                f"executor.error_budget={self._config.error_budget}; latest: {failures[-1]}"
+                f"executor.error_budget={self._config.error_budget}; latest: {failures[-1]}. "
+                "Mend the cause; then new rollouts that work, or attaching again, restore the budget. "
+                "Rollouts that are waited for by id are still given out"
+                + (OF_ALL if consumer == DEFAULT_CONSUMER else "")
             )
 
     def _of(self, consumer: str) -> deque[str | None]:

@@ -19,6 +19,7 @@ from headway.contracts.http.consumers import ConsumerRequest
 from headway.contracts.http.rewards import AnswerToScore
 from headway.contracts.http.rollouts import WaitRequest
 from headway.contracts.types import (
+    DEFAULT_CONSUMER,
     ConsumerSpec,
     FinetuneSpec,
     LLMRequest,
@@ -34,7 +35,7 @@ from headway.rollout.consumers.consumers import Publisher
 from headway.rollout.service.app import OpenService
 from headway.rollout.service.service import RolloutService
 from headway.rollout.service.views import score_view
-from headway.runtime.inference_client import DEFAULT_CONSUMER, POLL_S, settle_score
+from headway.runtime.inference_client import POLL_S, settle_score
 
 T = TypeVar("T")
 

@@ -174,7 +174,7 @@ class RolloutService:
 
         Raises:
             Fenced: a newer incarnation of the consumer has attached.
-            ErrorBudgetExceeded: too many rollouts failed.
+            ErrorBudgetExceeded: too many rollouts of the consumer failed.
             NotEnoughWork: the attached consumer has fewer groups outstanding than it waits for.
             Forbidden: the consumer is another token's.
         """
@@ -183,7 +183,8 @@ class RolloutService:
         deadline = now() + request.timeout_s
         count = request.count if request.rollout_ids is None else len(request.rollout_ids)
         while True:
-            self.executor.check_budget(request.consumer)
+            if request.rollout_ids is None:  # those that are waited for by id tell of their own end
+                self.executor.check_budget(request.consumer)
             others, kept = self._num_other_changes, self.executor.num_kept
             payloads, num_ready = await self._deliver(request)
             left = deadline - now()
@@ -328,8 +329,8 @@ class RolloutService:
             updates_in_flight=self.generator.updates_in_flight,
             generated_tokens=self.generator.generated_tokens,
             last_failures=self.executor.last_failures[-5:],
-        )
             services_away=self._services.outbound.outages.away(),
+        )
 
     async def headroom(self) -> int:
         """Trajectories of the attached consumer that may start now; may be negative."""

@@ -144,6 +144,10 @@ class Fails:
         return _FAILURES[self.how]()
 
 
+async def raises_over_a_completion(answer, services):
+    raise AssertionError("neither\nof \udce9")
+
+
 def _raise(error):
     raise error
 

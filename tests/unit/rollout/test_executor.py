@@ -16,6 +16,8 @@ from headway.contracts.errors import (
     UnknownName,
 )
 from headway.contracts.types import Prompt
+from headway.rollout.rewards.base import register_reward
+from tests.unit.rollout import sample_rewards
 from tests.unit.rollout.generators import fails, never
 
 EXACT_X = ComponentConfig(name="exact")
@@ -48,13 +50,47 @@ async def test_an_always_raising_workflow_spends_the_budget_and_never_becomes_a_
     assert status.running == 0
 
 
-async def test_failures_within_the_budget_are_recorded_and_the_rest_goes_on(open_service):
-    async def odd_ones_fail(req, attempt):
-        if req.rid.startswith("bad"):
-            raise DataError("no good")
-        return [7]
+async def bad_ones_fail(req, attempt):
+    if req.rid.startswith("bad"):
+        raise DataError("no good")
+    return [7]
 
-    bench = await open_service(odd_ones_fail, error_budget=2, error_window=4)
+
+async def test_nobody_waits_for_anothers_failures(open_service):
+    bench = await open_service(bad_ones_fail, error_budget=0)
+    await bench.submit("bad1", "good1", consumer="default")
+    await bench.submit("good2", consumer="careful")
+    await bench.until_counts(failed=1, ready=2)
+    assert len(await bench.wait(1, "d1", consumer="careful")) == 1
+    told = "'bad1' of group 'g-bad1': DataError: no good.*name a consumer of your own"
+    with pytest.raises(ErrorBudgetExceeded, match=told):
+        await bench.wait(1, "d2", consumer="default")
+    (group,) = await bench.wait(1, "d3", consumer="default", rollout_ids=("good1",))
+    assert group.rollout_id == "good1"
+
+
+async def test_a_failed_rollout_keeps_the_traceback_and_the_completion(open_service, caplog):
+    register_reward("executor/raises", sample_rewards.raises_over_a_completion)
+    bench = await open_service(error_budget=0)
+    prompt = Prompt(group_id="g", text="hello", data={"answer": "secret"})
+    await bench.submit("a", prompt=prompt, reward=ComponentConfig(name="executor/raises"))
+    with pytest.raises(RolloutsFailed) as caught:
+        await bench.wait(1, rollout_ids=("a",))
+    reason = (await bench.ledger.get("a")).reason
+    (line,) = [record for record in caplog.records if record.message == "rollout failed"]
+    assert (line.rollout_id, line.group_id, line.reason) == ("a", "g", reason)
+    assert reason in caught.value.message
+    first, frame = "'executor/raises' raised AssertionError: neither\nof ?\n", "sample_rewards.py"
+    for text in (first, frame, "the completion, of 5 characters:\nworld"):
+        assert text in reason
+    assert "headway/rollout" not in reason and "secret" not in reason
+    (brief,) = (await bench.service.status()).last_failures
+    assert brief.startswith("rollout 'a' of group 'g': RewardError")
+    assert "world" not in brief and "\n" not in brief
+
+
+async def test_failures_within_the_budget_are_recorded_and_the_rest_goes_on(open_service):
+    bench = await open_service(bad_ones_fail, error_budget=2, error_window=4)
     await bench.submit("bad1", "good1", "bad2", "good2", "good3", "good4")
     assert len(await bench.wait(4)) == 4
     with pytest.raises(RolloutsFailed, match="'bad1' is failed: DataError: no good"):
@@ -62,11 +98,6 @@ async def test_failures_within_the_budget_are_recorded_and_the_rest_goes_on(open
 
 
 async def test_old_failures_leave_the_window(open_service):
-    async def bad_ones_fail(req, attempt):
-        if req.rid.startswith("bad"):
-            raise DataError("no good")
-        return [7]
-
     bench = await open_service(bad_ones_fail, error_budget=1, error_window=3)
     await bench.submit("bad1", "bad2")
     with pytest.raises(ErrorBudgetExceeded):
@@ -200,12 +231,12 @@ async def test_names_and_arguments_are_checked_before_anything_is_stored(open_se
 
 
 async def test_failures_of_one_consumer_do_not_end_another_ones_wait(open_service):
-    async def odd_ones_fail(req, attempt):
+    async def bad_ones_fail(req, attempt):
         if req.rid.startswith("bad"):
             raise DataError("no good")
         return [7]
 
-    bench = await open_service(odd_ones_fail, error_budget=0)
+    bench = await open_service(bad_ones_fail, error_budget=0)
     await bench.submit("bad", consumer="one")
     with pytest.raises(ErrorBudgetExceeded, match="rollouts of 'one' failed"):
         await bench.wait(1, consumer="one")
