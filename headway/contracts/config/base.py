@@ -58,6 +58,16 @@ class Config(Record):
         allow_inf_nan=False,
     )
 
+    @classmethod
+    def from_answer(cls, content: bytes) -> Self:
+        """Read what another process answered; unknown keys are ignored at every depth, since that
+        process may be newer. Requests and files are read by `model_validate`, which refuses them.
+
+        Raises:
+            ValidationError: it is something else.
+        """
+        return cls.model_validate_json(content, extra="ignore")
+
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """Itself: nobody changes it. Every default is copied when it is taken."""
         return self

@@ -7,8 +7,9 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from headway.contracts.config.base import Config
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import BackendError, Fenced, SyncError
@@ -27,7 +28,7 @@ from headway.contracts.types import PolicyVersion
 from headway.rollout.fleet.member import Member
 from headway.rollout.fleet.members import Members
 
-Answer = TypeVar("Answer", bound=BaseModel)
+Answer = TypeVar("Answer", bound=Config)
 
 GROUP_SCHEMES = ("gloo://", "nccl://", "ipc://")
 MAX_PEERS = 3
@@ -148,6 +149,6 @@ class WeightOrders:
 
 def _parsed(model: type[Answer], content: bytes) -> Answer:
     try:
-        return model.model_validate_json(content)
+        return model.from_answer(content)
     except ValidationError as error:
         raise BackendError(f"it answered with no {model.__name__}: {content[:200]!r}") from error

@@ -41,10 +41,12 @@ def echo_app(access: Access | None = None) -> FastAPI:
 @contextmanager
 def served(config: ServiceConfig, app: FastAPI | None = None) -> Iterator[int]:
     """The port of a service with the limits and the TLS of a config."""
+    app = app or echo_app()
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        app.state.url = "http://{}:{}".format(*listener.getsockname())
         server = uvicorn.Server(
             uvicorn.Config(
-                app or echo_app(),
+                app,
                 http=limited_protocol(config),
                 ws="none",
                 log_config=None,
