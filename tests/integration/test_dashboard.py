@@ -101,6 +101,59 @@ def test_the_overview_shows_fleet_versions_counts_and_curves(
     assert browser.errors() == []
 
 
+def test_what_is_lost_idle_or_failed_is_told_as_such(browser: Browser, stage: Stage) -> None:
+    go(browser, stage, "rollouts")
+    browser.find(".listing tbody tr")
+    shown = browser.driver.execute_async_script(
+        """
+        const [done] = arguments;
+        (async () => {
+          const { overview } = await import("/ui/overview.js");
+          const real = window.fetch;
+          window.fetch = async (url, options) => {
+            const answer = await real(url, options);
+            const told = await answer.json();
+            if (told.status) {
+              const [alive, lost] = told.status.servers;
+              Object.assign(lost, { state: "lost", running: 64, max_running: 128 });
+              const point = told.history.at(-1);
+              const at = (i) => point.at - 2 * (80 - i);
+              told.history = Array.from({ length: 80 }, (_, i) => {
+                const busy = i < 20 || i >= 60;
+                const rewards = { num_rewards: busy ? 1 : 0, mean_reward: busy ? 0.5 : null };
+                return { ...point, at: at(i), ...rewards };
+              });
+            } else if (String(url).includes("state=failed")) {
+              told.rollouts = [0, 1].map((i) => ({ rollout_id: `f${i}`, reason: `why ${i}` }));
+            }
+            return { ok: true, json: async () => told };
+          };
+          const view = overview();
+          document.getElementById("page").append(view.element);
+          await view.refresh();
+          window.fetch = real;
+          const all = (selector) => [...view.element.querySelectorAll(selector)];
+          const text = (selector) => all(selector).map((one) => one.textContent);
+          const found = {
+            readouts: text(".readout"),
+            lost: text(".fleet tr:has(.is-lost) td.number"),
+            line: view.element.querySelector("path.line.reward").getAttribute("d"),
+            failures: text(".failures li"),
+          };
+          view.element.remove();
+          done(found);
+        })().catch((error) => done({ error: String(error) }));
+        """
+    )
+    assert "error" not in shown, shown
+    (servers,) = (one for one in shown["readouts"] if one.startswith("Servers ready"))
+    assert servers.startswith("Servers ready1 / 11 lost")
+    assert set(shown["lost"]) == {"\u2013"}
+    assert shown["line"].count("M") == 2
+    assert shown["failures"] == ["f0 why 0", "f1 why 1"]
+    assert browser.errors() == []
+
+
 def test_the_list_is_filtered_by_state_and_consumer(browser: Browser, stage: Stage) -> None:
     go(browser, stage, "rollouts")
     browser.find("tbody tr", "train-00000")

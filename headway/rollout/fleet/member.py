@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from headway.contracts.http.servers import ServerReport, ServerState
+from headway.contracts.http.servers import ServerReport, ServerState, ServerStatus
 from headway.contracts.http.weights import WeightRecord
 from headway.rollout.fleet.health import Health
 
@@ -69,6 +69,12 @@ class Member:
         """State, as it is reported to others."""
         is_ill = self.is_serving and self.health.is_quarantined
         return "quarantined" if is_ill else self.state
+
+    @property
+    def status(self) -> ServerStatus:
+        """Its last report, and its state; nothing runs at one that is lost."""
+        idle = {"running": 0, "queued": 0, "kv_usage": 0.0} if self.state == "lost" else {}
+        return ServerStatus(**{**self.report.model_dump(), **idle, "state": self.shown_state})
 
     def is_free(self, now: float) -> bool:
         """True if a request may be sent to it."""

@@ -100,10 +100,7 @@ class Members:
 
     def statuses(self) -> list[ServerStatus]:
         """Every server that was seen lately."""
-        return [
-            ServerStatus(**member.report.model_dump(), state=member.shown_state)
-            for member in self._members.values()
-        ]
+        return [member.status for member in self._members.values()]
 
     def context_limits(self) -> ContextLimits:
         """Return the limits of every server that was seen lately: one that drains or was lost may

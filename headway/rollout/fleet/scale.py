@@ -55,7 +55,7 @@ def wanted_servers(
     for_queue = _for_queue(len(ready), demand, target_wait_s)
     wanted, reason = max(
         (for_queue, f"{demand.startable} trajectories wait for servers"),
-        (held, f"what is running fills {held}"),
+        (held, f"running trajectories keep {held} busy"),
         (1, "one server waits for work"),
         key=lambda choice: choice[0],
     )

@@ -141,7 +141,7 @@ class Fleet:
             await self._end_running(member)
         else:
             self.weights.review(member)
-        return ServerStatus(**member.report.model_dump(), state=member.shown_state)
+        return member.status
 
     async def _end_running(self, member: Member) -> None:
         """Every sequence there is answered with its tokens so far."""

@@ -198,8 +198,10 @@ async def test_a_refused_connection_costs_no_attempt():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         gone.url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     async with opened(gone, free) as fleet:
+        fleet.report(report(0, gone, running=64))
         assert (await fleet.agenerate(REQUEST)).output_tokens == [7]
         assert states(fleet) == {"s0": "lost", "s1": "ready"}
+        assert fleet.statuses()[0].running == 0
 
 
 async def test_a_failure_of_a_server_is_the_caller_s():

@@ -77,12 +77,12 @@ function drawSeries(points, series, { x }, top) {
   const y = (value) => FLOOR - (value / highest) * (FLOOR - TOP);
   const shapes = series.map((one, number) => {
     const [lower, upper] = stacks[number];
-    const known = points.map((point, i) => [x(point.at), upper[i]]).filter(([, value]) => value !== null);
-    const path = known.map(([px, value]) => `${px.toFixed(1)} ${y(value).toFixed(1)}`);
-    if (one.kind === "dots") return known.map(([px, value]) => svg("circle", { class: one.tone, cx: px.toFixed(1), cy: y(value).toFixed(1), r: 1.6 }));
-    if (one.kind === "line") return path.length > 1 ? svg("path", { class: `line ${one.tone}`, d: `M${path.join("L")}` }) : [];
+    const places = points.map((point, i) => (upper[i] === null ? null : [x(point.at).toFixed(1), y(upper[i]).toFixed(1)]));
+    if (one.kind === "dots") return places.filter(Boolean).map(([cx, cy]) => svg("circle", { class: one.tone, cx, cy, r: 1.6 }));
+    const path = places.map((place, i) => (place ? `${places[i - 1] ? "L" : "M"}${place.join(" ")}` : "")).join("");
+    if (one.kind === "line") return svg("path", { class: `line ${one.tone}`, d: path });
     const back = points.map((point, i) => `${x(point.at).toFixed(1)} ${y(lower[i]).toFixed(1)}`).reverse();
-    return svg("path", { class: `area ${one.tone}`, d: `M${path.join("L")}L${back.join("L")}Z` });
+    return svg("path", { class: `area ${one.tone}`, d: `${path}L${back.join("L")}Z` });
   });
   return { highest, shapes: shapes.flat() };
 }

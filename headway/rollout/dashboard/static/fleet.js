@@ -41,7 +41,17 @@ function rates(known) {
   };
 }
 
+// What a lost server did when it was last heard of says nothing of now.
+function lostRow(server) {
+  return h("tr", { "data-server": server.server_id },
+    h("th", { scope: "row", title: server.url }, server.server_id),
+    h("td", {}, stateChip(server.state)),
+    h("td", {}, versionChip(server.version)),
+    COLUMNS.slice(3).map(() => h("td", { class: "number" }, NONE)));
+}
+
 function row(server, { speed, busy }) {
+  if (server.state === "lost") return lostRow(server);
   const running = server.max_running ? `${count(server.running)} / ${count(server.max_running)}` : count(server.running);
   return h("tr", { "data-server": server.server_id },
     h("th", { scope: "row", title: server.url }, server.server_id),

@@ -37,18 +37,20 @@ export function listing(query) {
 
 export function rolloutTable(rollouts, now) {
   if (!rollouts.length) return h("p", { class: "none" }, "no rollouts");
+  const hasReasons = rollouts.some((one) => one.reason);
+  const columns = hasReasons ? [...COLUMNS, ["Reason"]] : COLUMNS;
   return h("table", { class: "wide rollouts" },
-    h("thead", {}, h("tr", {}, COLUMNS.map(([name, kind]) => h("th", { scope: "col", class: kind }, name)))),
-    h("tbody", {}, rollouts.map((one) => row(one, now))));
+    h("thead", {}, h("tr", {}, columns.map(([name, kind]) => h("th", { scope: "col", class: kind }, name)))),
+    h("tbody", {}, rollouts.map((one) => row(one, now, hasReasons))));
 }
 
-function row(one, now) {
+function row(one, now, hasReasons) {
   const id = one.rollout_id;
   return h("tr", { "data-rollout": id },
     h("th", { scope: "row" },
       h("a", { href: `#/rollouts/${encodeURIComponent(id)}`, "data-key": `to-${id}` }, id),
       one.group_size > 1 ? h("span", { class: "times" }, ` \u00d7 ${one.group_size}`) : null),
-    h("td", { title: one.reason }, stateChip(one.state)),
+    h("td", {}, stateChip(one.state)),
     h("td", {}, one.workflow),
     h("td", {}, one.reward),
     h("td", { class: "number" }, decimal(one.mean_reward, 3)),
@@ -56,5 +58,6 @@ function row(one, now) {
     h("td", { class: "number" }, one.staleness ?? NONE),
     h("td", { class: "number" }, one.step ?? NONE),
     h("td", { class: "number" }, count(one.attempt)),
-    h("td", { class: "number" }, `${duration(Math.max(0, now - one.submitted_at))} ago`));
+    h("td", { class: "number" }, `${duration(Math.max(0, now - one.submitted_at))} ago`),
+    hasReasons ? h("td", { class: "reason", title: one.reason }, one.reason ?? NONE) : null);
 }

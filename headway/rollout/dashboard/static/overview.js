@@ -31,21 +31,21 @@ export function overview() {
       h("section", { class: "newest" }, newestTitle, newest)),
     h("div", {},
       h("section", { class: "states" }, h("h2", {}, "Trajectories by state"), h("table", {}, states)),
-      h("section", {}, h("h2", {}, "Last failures"), failures)));
+      h("section", {}, h("h2", {}, "Newest failed rollouts"), failures)));
   let history = [];
 
   const refresh = async (signal) => {
     const told = await getDashboard(history.at(-1)?.at ?? 0, signal);
     const state = TOLD_OF.find((one) => told.status.counts[one]) ?? "";
     const listed = await getRollouts({ limit: NEWEST, state }, signal);
+    const failed = await getRollouts({ limit: NEWEST, state: "failed" }, signal);
     history = [...history, ...told.history].slice(-KEPT);
     const points = derive(history);
     fill(readouts, makeReadouts(told, points));
     for (const chart of charts) chart.update(points, told);
     fleet.update(told.status.servers);
     fill(states, STATES.map((state) => stateRow(state, told.status.counts)));
-    const reasons = told.status.last_failures.toReversed();
-    fill(failures, reasons.length ? reasons.map((reason) => h("li", {}, reason)) : h("li", { class: "none" }, "none lately"));
+    fill(failures, failed.rollouts.length ? failed.rollouts.map(failure) : h("li", { class: "none" }, "none"));
     fill(newestTitle, `Newest ${state} rollouts`, h("a", { href: "#/rollouts", "data-key": "all" }, "all rollouts"));
     fill(newest, rolloutTable(listed.rollouts, told.now));
   };
@@ -71,13 +71,14 @@ function derive(history) {
 
 function makeReadouts({ status, weights, scale, sessions_open, history }, points) {
   const last = points.at(-1);
-  const ready = status.servers.filter((server) => server.state === "ready").length;
+  const numIn = (state) => status.servers.filter((server) => server.state === state).length;
+  const [ready, lost] = [numIn("ready"), numIn("lost")];
   const publishing = weights.publishing === null ? "" : `publishing v${weights.publishing}`;
   const pinned = weights.pinned === null ? "" : "pinned";
   const newest = `newest v${status.head}`;
   return [
     readout("Policy version", versionChip(status.version), [newest, pinned, publishing].filter(Boolean).join(" \u00b7 ")),
-    readout("Servers ready", `${ready} / ${status.servers.length}`, `${scale.wanted} wanted: ${scale.reason}`),
+    readout("Servers ready", `${ready} / ${status.servers.length - lost}`, `${lost ? `${lost} lost \u00b7 ` : ""}${scale.wanted} wanted: ${scale.reason}`),
     readout("In play", count(status.running), status.max_staleness === null ? `no staleness bound` : `staleness \u2264\u00a0${status.max_staleness}, ${count(status.capacity)} more may start`),
     readout("Waiting", count(status.counts.queued), scale.queue_wait_s ? `started within ${duration(scale.queue_wait_s)}` : `${count(status.counts.ready)} ready to train on`),
     readout("Tokens per second", last ? count(last.speed) : NONE, `${count(status.generated_tokens)} in all`),
@@ -132,6 +133,10 @@ function drawStaleness(chart, points, bound) {
   const mean = [...counts].reduce((sum, [versions, one]) => sum + versions * one, 0) / number;
   const limit = bound === null ? "" : `, bound ${bound}`;
   chart.draw(counts, bound, number ? `mean ${decimal(mean)}${limit}` : "none delivered");
+}
+
+function failure({ rollout_id, reason }) {
+  return h("li", {}, h("a", { href: `#/rollouts/${encodeURIComponent(rollout_id)}`, "data-key": `failed-${rollout_id}` }, rollout_id), ` ${reason}`);
 }
 
 function stateRow(state, counts) {
