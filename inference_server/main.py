@@ -39,7 +39,7 @@ ANY_HOST = ("0.0.0.0", "::")
 def main(argv: Sequence[str]) -> None:
     """Load the model, serve it, and register with the gateway if there is one."""
     config = load_config(ServerConfig, argv)
-    configure_logging("inference_server")
+    configure_logging("inference_server", config.service.log_format)
     if config.gateways and not config.advertise_url and config.service.host in ANY_HOST:
         raise ConfigError(
             f"service.host={config.service.host} cannot be called by the gateway; set advertise_url"
@@ -99,6 +99,7 @@ def make_app(
         access=access,
         hosts=AllowedHosts(config.service.allowed_hosts, [config.advertise_url]),
         metrics=generator.metrics.registry,
+        about=lambda url: {"backend": config.backend.type, "model": config.model.path},
     )
     app.state.peer_store = PeerStore(generator.gate.receiver.held if config.weights.peers else None)
     return app

@@ -22,7 +22,7 @@ LAST_BYTES = 1 << 16
 LAST_LINES = 15
 SAID = re.compile(r"^error(?P<code> \[\w+\])?: ")
 RANK = re.compile(r"^\[rank\d+\]:\s?")
-FOREIGN = re.compile(r"^(\{|Traceback |[EWI]\d{4} |=====|-----)")
+FOREIGN = re.compile(r"^(\{|\d\d:\d\d:\d\d |Traceback |[EWI]\d{4} |=====|-----)")
 """Log lines, tracebacks, and what torchrun adds: the words of a process end there."""
 TRACEBACK = "Traceback (most recent call last)"
 OF_TORCHRUN = "ChildFailedError"

@@ -21,6 +21,7 @@ MAX_VALUES = 1 << 18
 """Maximum number of values in a `JsonObject`: this many are checked in 20 ms."""
 Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:@+-]{1,128}$")]
 """Names a rollout, a group, a consumer, a server."""
+LogFormat = Literal["auto", "text", "json"]
 SEQUENCES = ("list", "tuple", "set", "frozenset")
 
 

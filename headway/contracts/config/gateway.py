@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, StringConstraints, field_validator, model_validator
 
-from headway.contracts.config.base import Config, Identifier
+from headway.contracts.config.base import Config, Identifier, LogFormat
 from headway.contracts.errors import ConfigError
 
 EnvironmentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -92,6 +92,9 @@ class ServiceConfig(Config):
     drain_timeout_s: float = Field(5.0, ge=0.0)
     """After SIGTERM, seconds in which requests may end; what a generation server still generates
     then is answered with the tokens so far."""
+    log_format: LogFormat = "auto"
+    """Form of the log on standard error: lines of `text` for people, or of `json`. `auto` writes text on
+    a terminal, JSON elsewhere."""
 
     @field_validator("tokens")
     @classmethod

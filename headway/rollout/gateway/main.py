@@ -9,10 +9,12 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from headway.contracts.config.gateway import GatewayConfig
+from headway.contracts.http import paths
 from headway.rollout.dashboard.history import ServiceHistory
 from headway.rollout.dashboard.routes import dashboard_routes
 from headway.rollout.gateway.opening import open_gateway
 from headway.rollout.gateway.routes import fleet_routes, fleet_view
+from headway.rollout.ledger.on_redis.address import parse_address
 from headway.rollout.service.app import create_app
 from headway.rollout.service.service import RolloutService
 from headway.rollout.sessions.routes import session_routes
@@ -41,6 +43,11 @@ def make_gateway(
             config, fleet_token, metrics, lambda: getattr(app.state, "url", None), history
         )
 
+    def about(url: str) -> dict[str, str]:
+        ledger = config.ledger
+        page = {"dashboard": url + paths.UI} if config.dashboard else {}
+        return {**page, "ledger": parse_address(ledger).shown if "://" in ledger else ledger}
+
     app = create_app(
         "Headway gateway",
         open_service,
@@ -51,6 +58,7 @@ def make_gateway(
         access=access,
         hosts=AllowedHosts(config.service.allowed_hosts, [config.sessions.public_url]),
         metrics=metrics,
+        about=about,
     )
     return app
 
@@ -58,7 +66,7 @@ def make_gateway(
 def main(argv: Sequence[str]) -> None:
     """Run a gateway until SIGTERM or SIGINT."""
     config = load_config(GatewayConfig, argv)
-    configure_logging("gateway")
+    configure_logging("gateway", config.service.log_format)
     TextTokenizer(config.tokenizer)  # a wrong directory fails before the port is taken
     access = Access.from_config(config.service)
     app = make_gateway(config, read_token(config.fleet.token_env), access)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from prometheus_client import CollectorRegistry
 
+from headway import __version__
 from headway.contracts.http import paths
 from headway.contracts.http.consumers import (
     ConsumerRequest,
@@ -36,6 +38,8 @@ from headway.runtime.listener import told_to
 from headway.runtime.metrics import METRICS_TYPE, render_metrics
 from headway.runtime.stalls import StallWatch
 
+log = logging.getLogger(__name__)
+
 OpenService = Callable[[], AbstractAsyncContextManager[RolloutService]]
 
 
@@ -47,6 +51,7 @@ def create_app(
     access: Access | None = None,
     hosts: AllowedHosts | None = None,
     metrics: CollectorRegistry | None = None,
+    about: Callable[[str], Mapping[str, str]] | None = None,
 ) -> FastAPI:
     """An app that opens a service, serves it, and closes it on shutdown.
 
@@ -58,6 +63,7 @@ def create_app(
         access: who may call what; None asks for no token.
         hosts: what it is called by, besides the names that every service has.
         metrics: what this kind of process measures, besides the common metrics.
+        about: what the log says, besides URL and release, once it is up at a URL.
     """
 
     @asynccontextmanager
@@ -66,6 +72,9 @@ def create_app(
             with told_to(app):
                 app.state.service = await stack.enter_async_context(open_service())
             with StallWatch() as app.state.stalls:
+                if (url := getattr(app.state, "url", None)) is not None:
+                    more = about(url) if about else {}
+                    log.info("%s is up", title, extra={"url": url, "release": __version__, **more})
                 yield
 
     app = create_service(title, lifespan, max_body_bytes, access, hosts)

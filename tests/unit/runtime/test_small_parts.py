@@ -1,17 +1,20 @@
 """Command edge, metrics journal, log lines and the metrics page."""
 
+import io
 import json
 import logging
+import sys
 
 import pytest
 
+from headway.contracts.config.base import LogFormat
 from headway.contracts.errors import BackendError, ConfigError, DataError, StateError, UnknownName
 from headway.contracts.http.ledger import LedgerCounts
 from headway.contracts.http.servers import ServerStatus
 from headway.contracts.http.status import StatusResponse
 from headway.runtime.command import run_command
 from headway.runtime.journal import MetricsJournal, read_steps
-from headway.runtime.logging import JsonFormatter
+from headway.runtime.logging import JsonFormatter, TextFormatter, configure_logging
 from headway.runtime.metrics import render_metrics
 
 
@@ -93,6 +96,42 @@ def test_log_lines_are_json_with_role_and_extras():
     assert (line["role"], line["level"], line["message"]) == ("gateway", "warning", "lost s1")
     assert (line["server"], line["where"]) == ("s1", str(object))
     assert line["time"].endswith("Z")
+
+
+def test_log_lines_on_a_terminal_are_readable_and_cannot_steer_it():
+    record = logging.LogRecord("headway.x", logging.WARNING, "f", 1, "%s\x1b[2J", ("lost",), None)
+    record.server, record.reason = "http://h:1", "no answer\nforged line"
+    line = TextFormatter("gateway", is_coloured=False).format(record)
+    assert line.partition(" ")[2] == (
+        r'warning gateway: lost\u001b[2J server=http://h:1 reason="no answer\nforged line"'
+    )
+    coloured = TextFormatter("gateway", is_coloured=True).format(record)
+    assert "\x1b[33mwarning\x1b[0m gateway: " in coloured
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "log_format", "no_color", "wanted"),
+    [
+        (False, "auto", "", '{"time": '),
+        (True, "json", "", '{"time": '),
+        (True, "auto", "", "\x1b[31merror  \x1b[0m gateway: gone\n"),
+        (True, "auto", "1", " error   gateway: gone\n"),
+        (False, "text", "", " error   gateway: gone\n"),
+    ],
+)
+def test_logs_are_text_on_a_terminal_and_json_elsewhere(
+    monkeypatch, is_terminal: bool, log_format: LogFormat, no_color: str, wanted: str
+):
+    stderr = io.StringIO()
+    monkeypatch.setattr(stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setenv("NO_COLOR", no_color)
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    configure_logging("gateway", log_format)
+    logging.getLogger("headway.x").error("gone")
+    root.handlers[:], root.level = before
+    assert wanted in stderr.getvalue()
 
 
 def test_the_metrics_page_shows_states_and_servers():
