@@ -9,6 +9,7 @@ caller's event loop.
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections import deque
@@ -76,6 +77,8 @@ from headway.runtime.secret import authorization
 from headway.runtime.server_calls import post_generate
 from headway.runtime.service_calls import CONNECT_S, KEEP_ALIVE_S, ServiceCalls
 from headway.runtime.tls import client_context
+
+log = logging.getLogger(__name__)
 
 POLL_S = 20.0
 MAX_CONNECTIONS = 100
@@ -352,6 +355,7 @@ class RemoteInferenceEngine:
     ) -> TrajectoryBatch:
         deadline = time.monotonic() + timeout
         delivery_id = uuid.uuid4().hex
+        tell_s = POLL_S
         while True:
             left = deadline - time.monotonic()
             request = WaitRequest(
@@ -365,10 +369,16 @@ class RemoteInferenceEngine:
             answer = self._calls.call("POST", paths.ROLLOUTS_WAIT, request)
             if answer.status == 200:
                 return TrajectoryBatch(decode_groups(answer.content))
-            if time.monotonic() >= deadline:
-                ready = answer.headers.get(paths.READY_HEADER.lower().encode(), b"0")
+            ready = answer.headers.get(paths.READY_HEADER.lower().encode(), b"0").decode()
+            if (left := deadline - time.monotonic()) <= 0:
                 raise WaitTimeout(
-                    f"{ready.decode()} of {count} prompt groups were ready after {timeout:g} s"
+                    f"{ready} of {count} prompt groups were ready after {timeout:g} s"
+                )
+            if (waited_s := timeout - left) >= tell_s:
+                tell_s = 2 * waited_s
+                log.info(
+                    "waiting at %s, %.0f s: %s of %d prompt groups are ready",
+                    *(self._calls.url, waited_s, ready, count),
                 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -26,11 +27,15 @@ from headway.runtime.secret import authorization
 from headway.runtime.server_calls import error_of
 from headway.runtime.tls import client_context
 
+log = logging.getLogger(__name__)
+
 KEEP_ALIVE_S = 15.0
 CONNECT_S = 5.0
 SHORTEST_S = 0.05
 WORKED_ON_S = 10.0
 """An attempt that lasted longer than it takes to connect had reached the service."""
+TELL_S = 5.0
+"""The log names a service that was out of reach for this long, then after twice as long each time."""
 
 
 class ServiceCalls:
@@ -79,7 +84,8 @@ class ServiceCalls:
         retrying = Retrying(
             retry=retry_if_exception(_is_retryable),
             wait=wait_random_exponential(multiplier=0.1, max=2.0),
-            stop=_Outage(self._connect_timeout_s, deadline) | stop_when_event_set(self._is_over),
+            stop=_Outage(self._connect_timeout_s, deadline, self.url)
+            | stop_when_event_set(self._is_over),
             sleep=sleep_using_event(self._is_over),
             reraise=True,
         )
@@ -119,22 +125,34 @@ class ServiceCalls:
 
 
 class _Outage(stop_base):
-    """Ends retries after `timeout_s`, or once a deadline has passed; one that broke off a long request
-    starts over."""
+    """Ends retries after `timeout_s`, or once a deadline has passed, and says in the log that it waits;
+    one that broke off a long request starts over."""
 
-    def __init__(self, timeout_s: float, deadline: float | None = None) -> None:
+    def __init__(
+        self, timeout_s: float, deadline: float | None = None, url: str = "the service"
+    ) -> None:
+        self._url = url
         self._timeout_s = timeout_s
+        self._tell_s = TELL_S
         self._deadline = deadline
         self._attempt_began = self._since = time.monotonic()
 
     def __call__(self, retry_state: RetryCallState) -> bool:
         now = time.monotonic()
         if now - self._attempt_began > WORKED_ON_S:
-            self._since = now
+            self._since, self._tell_s = now, TELL_S
         # The next attempt begins after a pause, which is short beside WORKED_ON_S.
         self._attempt_began = now
         is_late = self._deadline is not None and now >= self._deadline
-        return is_late or now - self._since > self._timeout_s
+        waited_s = now - self._since
+        is_over = is_late or waited_s > self._timeout_s
+        if waited_s >= self._tell_s and not is_over:
+            self._tell_s = 2 * waited_s
+            reason = retry_state.outcome and retry_state.outcome.exception()
+            log.warning(
+                "waiting for %s, %.0f s", self._url, waited_s, extra={"reason": str(reason)}
+            )
+        return is_over
 
 
 def _is_retryable(error: BaseException) -> bool:
