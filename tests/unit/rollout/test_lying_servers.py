@@ -43,7 +43,7 @@ LIARS = {
     "a logprob that is no number": Liar([7], output_logprobs=[None]),
     "versions of more tokens": Liar([7], version_runs=[[0, 0, 20_000_000]]),
     "another request's answer": Liar([7], rid="another"),
-    "no generation": Liar([7], unasked=1),
+    "no generation": Liar([7], stop_reason="unheard-of"),
 }
 
 

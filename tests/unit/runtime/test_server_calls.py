@@ -110,7 +110,7 @@ async def test_a_token_that_the_model_has_not_is_the_server_s_fault():
 
 async def test_what_is_no_generation_is_told_in_few_words():
     with pytest.raises(BackendError, match="answered with no generation") as caught:
-        await ask(**{"x" * 100_000: 1})
+        await ask(stop_reason="x" * 100_000)
     assert isinstance(caught.value.__cause__, InvalidGeneration)
     assert len(caught.value.message) <= MAX_MESSAGE
 
