@@ -8,7 +8,6 @@ with its full path and the nearest name; that is why this is not pydantic-settin
 
 from __future__ import annotations
 
-import difflib
 import re
 import types
 from collections.abc import Mapping, Sequence
@@ -21,12 +20,11 @@ from pydantic import BaseModel, ValidationError
 
 from headway.contracts.errors import ConfigError
 from headway.runtime.model_settings import list_settings, section_models
+from headway.runtime.problems import Place, by_weight, explain_unknown, explain_values
 from headway.runtime.settings import FILLED_IN, required
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 CONFIG = "config"
-MAX_ELSEWHERE = 3
-"""Keys of other sections that a wrong one is compared with; more of them say nothing."""
 _FLAG = re.compile(r"--[A-Za-z]")
 RESOLVED_NAME = "config.resolved.yaml"
 
@@ -62,10 +60,7 @@ def validate_config(
     try:
         return model.model_validate(_settle_flags(tree, [model]))
     except ValidationError as error:
-        # Unknown keys first: what is missing may be what they were meant for.
-        problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-        lines = [_explain(model, dict(problem), has_flags) for problem in problems]
-        raise ConfigError("\n".join(lines)) from error
+        raise ConfigError("\n".join(_explain(model, error, has_flags))) from error
 
 
 def write_resolved(config: BaseModel, folder: Path) -> Path:
@@ -203,66 +198,31 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
     return tree
 
 
-def _explain(model: type[BaseModel], problem: dict[str, Any], has_flags: bool) -> str:
-    *parents, last = problem["loc"] or ("(whole)",)
-    keys, sections = _locate(model, parents)
-    path = ".".join([*keys, str(last)])
-    if problem["type"] == "missing":
-        how = f"; {_how_to_set(path, model, [*parents, last])}" if has_flags else ""
-        return f"{path}: required, and not set{how}"
-    if problem["type"] != "extra_forbidden":
-        seen = problem.get("input")
-        is_section = isinstance(seen, BaseModel) or not problem["loc"]
-        is_section |= isinstance(seen, Mapping) and bool(_locate(model, [*parents, last])[1])
-        shown = "" if is_section else f" (got {seen!r})"
-        return f"{path}: {problem['msg'].removeprefix('Value error, ')}{shown}"
-    known = [name for section in sections for name in section.model_fields]
-    return f"unknown key {path}; {_nearest_key(path, known, model)}"
+def _explain(model: type[BaseModel], error: ValidationError, has_flags: bool) -> list[str]:
+    problems = by_weight(error.errors())
+    settings = [setting.path for setting in list_settings(model)]
+    flags = (f"--{CONFIG}",) if has_flags else ()
+    unknown = [
+        explain_unknown(model, problem["loc"], settings, flags)
+        for problem in problems
+        if problem["type"] == "extra_forbidden"
+    ]
+    wrong = [each for each in problems if each["type"] not in ("extra_forbidden", "missing")]
+    missing = [Place(model, each["loc"]) for each in problems if each["type"] == "missing"]
+    return [
+        *unknown,
+        *explain_values(model, wrong),
+        *(
+            f"{place.path}: required, and not set{_how_to_set(place) if has_flags else ''}"
+            for place in missing
+        ),
+    ]
 
 
-def _nearest_key(path: str, known: Sequence[str], model: type[BaseModel]) -> str:
-    """Return a guess: a key of the same section, or the same key of another section."""
-    parents, _, name = path.rpartition(".")
-    near = difflib.get_close_matches(name, [*known, *([] if parents else [CONFIG])], n=1)
-    if near:
-        return f"did you mean {'--config' if near[0] == CONFIG else repr(near[0])}?"
-    elsewhere = dict.fromkeys(
-        setting.path for setting in list_settings(model) if setting.path.split(".")[-1] == name
-    )
-    if path in elsewhere:
-        return f"it belongs to another `{parents}.type`; known here: {', '.join(sorted(known))}"
-    if elsewhere and len(elsewhere) <= MAX_ELSEWHERE:
-        return f"did you mean {' or '.join(map(repr, elsewhere))}?"
-    return f"known here: {', '.join(sorted(known))}"
-
-
-def _how_to_set(path: str, model: type[BaseModel], location: Sequence[Any]) -> str:
+def _how_to_set(place: Place) -> str:
     """Flags of a setting that is missing; of a section that is missing, of all that it needs."""
-    _, sections = _locate(model, location)
-    inner = required(list_settings(sections[0])) if sections else []
-    wanted = dict.fromkeys(f"{path}.{setting.path}" for setting in inner)
-    names = [name for name in wanted if name not in FILLED_IN] or [path]
+    inner = required(list_settings(place.sections[0])) if place.sections else []
+    wanted = dict.fromkeys(f"{place.path}.{setting.path}" for setting in inner)
+    names = [name for name in wanted if name not in FILLED_IN] or [place.path]
     flags = " ".join(f"--{name} VALUE".replace("_", "-") for name in names)
-    return f"give {flags}, or {', '.join(names)} in a file of --config"
-
-
-def _locate(
-    model: type[BaseModel], location: Sequence[Any]
-) -> tuple[list[str], list[type[BaseModel]]]:
-    """A location as it was written, without the tags of unions, and the sections it ends in."""
-    keys: list[str] = []
-    sections = [model]
-    for part in location:
-        arms = [arm for arm in sections if len(sections) > 1 and _tag(arm) == part]
-        if arms:
-            sections = arms
-            continue
-        keys.append(str(part))
-        fields = [here.model_fields[part] for here in sections if part in here.model_fields]
-        sections = [section for field in fields for section in section_models(field.annotation)]
-    return keys, sections
-
-
-def _tag(section: type[BaseModel]) -> Any:
-    field = section.model_fields.get("type")
-    return None if field is None else field.default
+    return f"; give {flags}, or {', '.join(names)} in a file of --config"

@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException as PlainHTTPException
 from starlette.requests import ClientDisconnect
@@ -26,6 +27,7 @@ from headway.runtime.access import ANYONE, TOKEN, Access, AccessDecision, note_a
 from headway.runtime.allowed_hosts import AllowedHosts, Refusal, repeated
 from headway.runtime.json_route import JsonRoute
 from headway.runtime.logging import note_request, open_request
+from headway.runtime.problems import Place, Problem, by_weight, explain_unknown, explain_values
 from headway.runtime.secret import SCHEME
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,8 @@ CLIENT_GONE = 499
 """Status for the log; there is no reader of the answer."""
 MAX_SHOWN = 256
 """Characters of a path in the log."""
+MAX_PROBLEMS = 8
+"""Of one request that are told."""
 FAILURES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody},
     "5XX": {"model": ErrorBody},
@@ -231,15 +235,25 @@ async def _answer_nobody(request: Request, error: Exception) -> Response:
 async def _answer_validation_error(request: Request, error: Exception) -> JSONResponse:
     if not isinstance(error, RequestValidationError):
         raise TypeError(f"handler of RequestValidationError called with {type(error)}")
-    problems = [
-        "body: " + e["ctx"]["error"]
-        if e["type"] == "json_invalid"
-        else f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}"
-        for e in error.errors()[:8]
-    ]
-    return _json(
-        ErrorBody(code="invalid_request", message="; ".join(problems), retryable=False), 422
-    )
+    route = request.scope.get("route")
+    model = route.body_model() if isinstance(route, JsonRoute) else None
+    problems = by_weight(error.errors())[:MAX_PROBLEMS]
+    message = "; ".join(_explain(model or BaseModel, problem) for problem in problems)
+    return _json(ErrorBody(code="invalid_request", message=message, retryable=False), 422)
+
+
+def _explain(model: type[BaseModel], problem: Problem) -> str:
+    """Return a line about a field; one of the body is named as it stands there."""
+    place, *field = problem["loc"]
+    if problem["type"] == "json_invalid":
+        return f"body: {problem['ctx']['error']}"
+    location = field if place == "body" else problem["loc"]
+    if problem["type"] == "extra_forbidden":
+        return explain_unknown(model, location)
+    if problem["type"] == "missing":
+        return f"{Place(model, location).path or place}: required"
+    (line,) = explain_values(model, [{**problem, "loc": location}], whole="body")
+    return line
 
 
 async def _answer_crash(request: Request, error: Exception) -> JSONResponse:

@@ -60,7 +60,7 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
-        model = self._body_model()
+        model = self.body_model()
 
         async def handle_json(request: Request) -> Response:
             self.admit(request)
@@ -73,7 +73,7 @@ class JsonRoute(APIRoute):
 
         return handle_json
 
-    def _body_model(self) -> type[BaseModel] | None:
+    def body_model(self) -> type[BaseModel] | None:
         """Return the model that FastAPI makes of the body; it is taken as it is if it was made
         already."""
         if self.body_field is None or self._embed_body_fields:

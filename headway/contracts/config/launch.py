@@ -67,6 +67,19 @@ class LaunchConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
+    def _share_memory(cls, tree: Any) -> Any:
+        trainer = tree.get("trainer") if isinstance(tree, dict) else None
+        if not isinstance(trainer, dict):
+            return tree
+        given = trainer.get("weight_sync") or {}
+        if not isinstance(given, dict) or not given.keys().isdisjoint({"type", "root"}):
+            return tree
+        run_dir = trainer.get("run_dir") or ExperimentConfig.model_fields["run_dir"].default
+        chosen = {"type": "shared_memory", "root": shared_root(str(run_dir)), "keep": 1}
+        return {**tree, "trainer": {**trainer, "weight_sync": {**chosen, **given}}}
+
+    @model_validator(mode="before")
+    @classmethod
     def _share_model(cls, tree: Any) -> Any:
         if not isinstance(tree, dict) or not isinstance(tree.get("model"), str):
             return tree
@@ -85,16 +98,3 @@ class LaunchConfig(Config):
                     merged["model"] = {**path, **own}
                 tree = {**tree, name: merged}
         return tree
-
-    @model_validator(mode="before")
-    @classmethod
-    def _share_memory(cls, tree: Any) -> Any:
-        trainer = tree.get("trainer") if isinstance(tree, dict) else None
-        if not isinstance(trainer, dict):
-            return tree
-        given = trainer.get("weight_sync") or {}
-        if not isinstance(given, dict) or not given.keys().isdisjoint({"type", "root"}):
-            return tree
-        run_dir = trainer.get("run_dir") or ExperimentConfig.model_fields["run_dir"].default
-        chosen = {"type": "shared_memory", "root": shared_root(str(run_dir)), "keep": 1}
-        return {**tree, "trainer": {**trainer, "weight_sync": {**chosen, **given}}}

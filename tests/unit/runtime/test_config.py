@@ -84,8 +84,24 @@ def test_a_key_of_another_type_is_named_as_such(write):
     file = write("a.yaml", "model: {path: m}\nbackend: {type: sglang, max_sequences: 3}\n")
     message = refusal(ServerConfig, ["--config", file])
     assert message.startswith(
-        "unknown key backend.max_sequences; it belongs to another `backend.type`; known here: args, "
+        "unknown key backend.max_sequences; it belongs to embedded_torch, not to sglang; known here: "
     )
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "wanted"),
+    [
+        (
+            "rollout.url",
+            "h:80",
+            "http://HOST:PORT is wanted or a list [...] is wanted (got 'h:80')",
+        ),
+        ("optimizer", "adam", "a mapping {...} is wanted (got 'adam')"),
+        ("rollout.max_staleness", "x", "a whole number is wanted (got 'x')"),
+    ],
+)
+def test_a_wrong_value_is_told_in_words_of_yaml(flag, value, wanted):
+    assert refusal(GRPOExperiment, [*MINIMAL, f"--{flag}", value]) == f"{flag}: {wanted}"
 
 
 def test_a_wrong_value_inside_a_union_is_named_as_it_was_written():
