@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -136,11 +137,12 @@ def _context(status: StatusResponse) -> str:
 def _servers(servers: Sequence[ServerStatus]) -> RenderableType:
     if not servers:
         return Text("no generation server has reported itself", "yellow")
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
-    for name in ("server", "state", "version"):
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("server", overflow="fold")  # alone gives way on a narrow terminal
+    for name in ("state", "version"):
         table.add_column(name, no_wrap=True)
     for name in ("running", "queued", "cache", "tokens"):
-        table.add_column(name, justify="right")
+        table.add_column(name, no_wrap=True, justify="right")
     for server in servers:
         places = f" / {server.max_running}" if server.max_running else ""
         table.add_row(
@@ -159,13 +161,13 @@ def _away(service: AwayService) -> str:
     return f"{service.url} for {service.away_s:.0f} s, {service.waiting} calls wait"
 
 
-def _states(counts: LedgerCounts) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
-    shown = counts.model_dump()
-    for state in shown:
-        table.add_column(state, justify="right")
-    table.add_row(*(f"{count:,}" for count in shown.values()))
-    return table
+def _states(counts: LedgerCounts) -> Columns:
+    """Return states with their counts, as many beside one another as there is room for."""
+    shown = [
+        Text.assemble((f"{state} ", "dim"), f"{count:,}")
+        for state, count in counts.model_dump().items()
+    ]
+    return Columns(shown, padding=(0, 3), equal=True)
 
 
 def _proof(audit: LedgerAudit) -> Text:

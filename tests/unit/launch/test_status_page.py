@@ -13,8 +13,8 @@ from headway.contracts.http.weights import WeightRecord, WeightStatus
 from headway.launch.status_page import status_page
 
 
-def shown(*args, **fields) -> str:
-    console = Console(width=120, record=True, file=StringIO())
+def shown(*args, width: int = 120, **fields) -> str:
+    console = Console(width=width, record=True, file=StringIO())
     console.print(status_page(*args, **fields))
     return console.export_text()
 
@@ -53,3 +53,25 @@ def test_the_page_tells_failures_as_they_are_and_the_proof_if_it_was_asked_for()
     assert "1 lost, 0 consumed twice, 3 requeued, staleness at most 2" in page
     assert "no generation server has reported itself" in page
     assert "ledger:" not in shown(status(), None)
+
+
+def test_nothing_is_cut_on_a_terminal_of_80_columns():
+    server = ServerStatus(
+        server_id="trainer-node-17-1234567-a1b2c3",
+        url="http://h:1",
+        version=123,
+        running=128,
+        max_running=1024,
+        queued=12345,
+        generated_tokens=123_456_789,
+        state="quarantined",
+    )
+    page = shown(status(servers=[server]), None, width=80)
+    words = page.split()
+    for word in (
+        *LedgerCounts.model_fields,
+        *ServerStatus.model_fields.keys() & {"running", "queued"},
+    ):
+        assert word in words
+    assert {"123,456,789", "quarantined", "5,200"} <= {*words}
+    assert "…" not in page
