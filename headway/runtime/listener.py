@@ -6,13 +6,14 @@ import asyncio
 import errno
 import gc
 import json
+import logging
 import math
 import os
 import resource
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
@@ -22,11 +23,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from headway.contracts.config.gateway import ServiceConfig
-from headway.contracts.errors import ConfigError, ServiceError
+from headway.contracts.errors import ConfigError
 from headway.runtime.limits import limited_protocol
 from headway.runtime.tasks import cancel_and_wait
 from headway.runtime.tls import server_options
 
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[Any]]
 Drain = Callable[[], Coroutine[Any, Any, None]]
 KEEP_ALIVE_S = 75
 FLUSH_S = 1
@@ -42,6 +44,8 @@ leaves behind is one, and the default of 700 objects looks several times per req
 CPU)."""
 OTHER_FILES = 1024
 """File descriptors for everything but incoming connections."""
+SILENT = logging.getLogger(f"{__name__}.silent")
+SILENT.disabled = True
 
 
 def serve(app: FastAPI, config: ServiceConfig, drain: Drain | None = None) -> None:
@@ -52,7 +56,7 @@ def serve(app: FastAPI, config: ServiceConfig, drain: Drain | None = None) -> No
     Raises:
         ConfigError: the port is in use, or the address is not this machine's, or the whole network would
             be let in without a token.
-        ServiceError: the app could not start (`told_to`).
+        Exception: whatever kept the app from starting.
     """
     check_exposure(config)
     tls = server_options(config.tls)
@@ -60,6 +64,8 @@ def serve(app: FastAPI, config: ServiceConfig, drain: Drain | None = None) -> No
     _allow_files(config.max_connections + OTHER_FILES)
     host, port = listener.getsockname()[:2]
     scheme = "https" if tls else "http"
+    starting = _Starting(app.router.lifespan_context)
+    app.router.lifespan_context = starting.lifespan
     server = _AnnouncingServer(
         uvicorn.Config(
             app,
@@ -77,6 +83,7 @@ def serve(app: FastAPI, config: ServiceConfig, drain: Drain | None = None) -> No
         url=f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}",
         ready_file=Path(config.ready_file) if config.ready_file else None,
         drain=drain,
+        starting=starting,
     )
     app.state.url = server.url
     gc.set_threshold(*GARBAGE)
@@ -85,24 +92,10 @@ def serve(app: FastAPI, config: ServiceConfig, drain: Drain | None = None) -> No
     with listener:
         try:
             server.run(sockets=[listener])
-        except SystemExit:
-            if (failure := getattr(app.state, "failure", None)) is not None:
-                raise failure from None
-            raise
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
             raise _port_taken(config) from error  # by who started at the same time
-
-
-@contextmanager
-def told_to(app: FastAPI) -> Iterator[None]:
-    """Have `serve` raise what an app raises while it starts: uvicorn only says that it failed."""
-    try:
-        yield
-    except ServiceError as error:
-        app.state.failure = error
-        raise
 
 
 def check_exposure(config: ServiceConfig) -> None:
@@ -128,25 +121,55 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+class _Starting:
+    """Keeps what an app raises while it starts: uvicorn would log its traceback, and say no more."""
+
+    def __init__(self, lifespan: Lifespan) -> None:
+        self._lifespan = lifespan
+        self.failure: Exception | None = None
+
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[Any]:
+        """The app's own."""
+        async with AsyncExitStack() as stack:
+            try:
+                state = await stack.enter_async_context(self._lifespan(app))
+            except Exception as error:
+                self.failure = error
+                raise
+            yield state
+
+
 class _AnnouncingServer(uvicorn.Server):
     def __init__(
-        self, config: uvicorn.Config, url: str, ready_file: Path | None, drain: Drain | None
+        self,
+        config: uvicorn.Config,
+        url: str,
+        ready_file: Path | None,
+        drain: Drain | None,
+        starting: _Starting,
     ) -> None:
         super().__init__(config)
         self.url = url
         self._ready_file = ready_file
         self._drain = drain
+        self._starting = starting
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         giving_up = asyncio.create_task(self._give_up(asyncio.current_task()), name="give up")
+        logger, self.lifespan.logger = self.lifespan.logger, SILENT
         try:
             await super().startup(sockets)
         except SystemExit:
-            if not self.should_exit:
+            if not (self.should_exit or self._starting.failure):
                 raise
-            return  # it was told to end, and what it had opened is closed
         finally:
             giving_up.cancel()
+            self.lifespan.logger = logger
+        if self.should_exit:
+            return  # it was told to end, and what it had opened is closed
+        if self._starting.failure:
+            raise self._starting.failure
         if any(
             listener.fileno() < 0 for listener in sockets or ()
         ):  # all that uvloop lets one know

@@ -20,12 +20,13 @@ from tenacity import (
 )
 from tenacity.stop import stop_base
 
-from headway.contracts.errors import BackendError, ServiceError
+from headway.contracts.errors import BackendError, ConfigError, ServiceError
 from headway.runtime.blocking import BlockingConnections, Timeouts
 from headway.runtime.connections import HttpResponse
 from headway.runtime.secret import authorization
 from headway.runtime.server_calls import error_of
 from headway.runtime.tls import client_context
+from headway.runtime.wait_notice import WaitNotice
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,9 @@ class ServiceCalls:
         request_timeout_s: float,
         token: str | None = None,
     ) -> None:
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(f"{url!r} is no URL of a service; http://HOST:PORT is wanted")
         self.urls = deque(url.rstrip("/") for url in urls)
         """The one that is asked comes first."""
         self.request_timeout_s = request_timeout_s
@@ -81,7 +85,11 @@ class ServiceCalls:
             BackendError: no gateway answered.
             ServiceError: whatever the service raised.
         """
+        notice = WaitNotice(self.url)
         retrying = Retrying(
+            before_sleep=lambda state: notice.tell(
+                str(state.outcome.exception()) if state.outcome else ""
+            ),
             retry=retry_if_exception(_is_retryable),
             wait=wait_random_exponential(multiplier=0.1, max=2.0),
             stop=_Outage(self._connect_timeout_s, deadline, self.url)

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from headway.contracts.config.server import EngineProcessConfig
 from headway.contracts.errors import BackendError, ConfigError
 from headway.runtime.process import Process, ProcessSpec
 from headway.runtime.tasks import cancel_and_wait
+from headway.runtime.wait_notice import WaitNotice
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,8 @@ LOOPBACK = "127.0.0.1"
 POLL_S = 0.25
 STOP_GRACE_S = 15.0
 """Seconds from SIGTERM to SIGKILL."""
+START_GRACE_S = 0.5
+"""The same for an engine that is not up: it has nothing to put in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,7 @@ class EngineProcess:
         """Start or reach the engine; returns once it answers.
 
         Raises:
-            ConfigError: the flags cannot be passed on.
+            ConfigError: the flags cannot be passed on, or the engine is not installed.
             BackendError: it ended, or did not answer in `start_timeout_s`; nothing is left running.
         """
         self._failed = asyncio.get_running_loop().create_future()
@@ -148,7 +152,8 @@ class EngineProcess:
         self._unwatch_exit()
         self.fail("the backend was closed")
         if self._process is not None:
-            await asyncio.to_thread(self._process.stop, STOP_GRACE_S)
+            grace_s = START_GRACE_S if self._watch is None else STOP_GRACE_S
+            await asyncio.to_thread(self._process.stop, grace_s)
         if self._session is not None:
             await self._session.close()
 
@@ -234,8 +239,9 @@ class EngineProcess:
         try:
             self._process = Process(spec)
         except OSError as error:
-            raise BackendError(
-                f"cannot start {argv[0]}: {error.strerror}; set backend.python"
+            raise ConfigError(
+                f"cannot start {argv[0]}: {error.strerror}; set backend.python to an interpreter that "
+                f"has {self._command.name}"
             ) from error
         pid = self._process.pid  # and not its flags, which may hold secrets
         log.info(
@@ -259,6 +265,14 @@ class EngineProcess:
         if not isinstance(port, int):
             raise ConfigError(f"backend.args: --port is {port!r}, needs a number")
         python = self._config.python or sys.executable
+        package = self._command.module.partition(".")[0]
+        has_path = "PYTHONPATH" in {**self._command.env, **self._config.env}
+        if python == sys.executable and not has_path and find_spec(package) is None:
+            raise ConfigError(
+                f"{self._command.name} is not installed in {python} (no module {package}); pip install "
+                f"'headway-rl[{package}]', set backend.python to an interpreter that has it, or "
+                "backend.url to an engine that runs"
+            )
         return [python, "-m", self._command.module, *command_flags(args)], port
 
     def _on_exit(self) -> None:
@@ -282,11 +296,11 @@ class EngineProcess:
 
     async def _until_ready(self) -> None:
         timeout_s = self._config.start_timeout_s
+        notice = WaitNotice(f"the engine, {self._command.name} at {self.url}")
         try:
             async with asyncio.timeout(timeout_s):
-                while not await self._answers(  # noqa: ASYNC110 - the engine sends no event
-                    self._command.ready_path, timeout_s
-                ):
+                while not await self._answers(self._command.ready_path, timeout_s):
+                    notice.tell()
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             raise BackendError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -35,9 +34,8 @@ from headway.runtime.clock import monotonic
 from headway.runtime.modules import import_modules
 from headway.runtime.outbound import HttpOutbound
 from headway.runtime.tasks import cancel_and_wait
+from headway.runtime.wait_notice import WaitNotice
 from headway.text.tokenizer import TextTokenizer
-
-log = logging.getLogger(__name__)
 
 STORE_WAIT_S = 60.0
 """Seconds to wait for a store that is not there yet: a restart would wait longer."""
@@ -168,7 +166,7 @@ async def _until_there(work: Callable[[], Awaitable[None]]) -> None:
         StateError: it did not answer for `STORE_WAIT_S`.
     """
     deadline = monotonic() + STORE_WAIT_S
-    is_told = False
+    notice = WaitNotice("the store", first_s=0.0)
     while True:
         try:
             return await work()
@@ -177,7 +175,5 @@ async def _until_there(work: Callable[[], Awaitable[None]]) -> None:
         except StateError as error:
             if monotonic() > deadline:
                 raise
-            if not is_told:
-                log.warning("waiting for the store", extra={"reason": str(error)})
-                is_told = True
+            notice.tell(str(error))
         await asyncio.sleep(STORE_LOOK_S)

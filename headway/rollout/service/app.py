@@ -34,7 +34,6 @@ from headway.runtime.allowed_hosts import AllowedHosts
 from headway.runtime.disconnect import unless_disconnected
 from headway.runtime.http_service import create_service
 from headway.runtime.json_route import JsonRoute
-from headway.runtime.listener import told_to
 from headway.runtime.metrics import METRICS_TYPE, render_metrics
 from headway.runtime.stalls import StallWatch
 
@@ -69,8 +68,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            with told_to(app):
-                app.state.service = await stack.enter_async_context(open_service())
+            app.state.service = await stack.enter_async_context(open_service())
             with StallWatch() as app.state.stalls:
                 if (url := getattr(app.state, "url", None)) is not None:
                     more = about(url) if about else {}

@@ -117,7 +117,7 @@ async def test_child_that_dies_while_starting_is_told_with_its_last_lines(tmp_pa
 
 
 async def test_interpreter_that_is_missing_is_told():
-    with pytest.raises(BackendError, match=r"set backend\.python"):
+    with pytest.raises(ConfigError, match=r"set backend\.python"):
         await engine_of({"python": "/nowhere/python"}).start()
 
 

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from headway.contracts.config.gateway import ServiceConfig
 from headway.contracts.errors import ConfigError, StoreUnusable
-from headway.runtime.listener import serve, told_to
+from headway.runtime.listener import serve
 
 
 def test_connections_are_refused_until_the_app_is_up():
@@ -30,26 +30,25 @@ def test_connections_are_refused_until_the_app_is_up():
         raise RuntimeError("enough was seen")
         yield
 
-    with pytest.raises(SystemExit):
+    with pytest.raises(RuntimeError):
         serve(FastAPI(lifespan=starting), ServiceConfig())
     assert seen
 
 
-def test_what_keeps_an_app_from_starting_is_said():
-    app = FastAPI()
-
+@pytest.mark.parametrize("failure", [StoreUnusable("no ledger"), ZeroDivisionError("a bug")])
+def test_what_keeps_an_app_from_starting_is_raised_and_not_logged(failure, caplog):
     @asynccontextmanager
-    async def starting(_: FastAPI) -> AsyncIterator[None]:
-        with told_to(app):
-            raise StoreUnusable("no ledger")
+    async def starting(app: FastAPI) -> AsyncIterator[None]:
+        raise failure
         yield
 
-    app.router.lifespan_context = starting
-    with pytest.raises(StoreUnusable, match="no ledger"):
-        serve(app, ServiceConfig())
+    with pytest.raises(type(failure), match=str(failure)) as raised:
+        serve(FastAPI(lifespan=starting), ServiceConfig())
+    assert raised.value is failure
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_a_signal_ends_an_app_that_is_still_starting():
+def test_a_signal_ends_an_app_that_is_still_starting(caplog):
     """It waits for a store, or for an engine: what it had opened is closed, and nothing is served."""
     closed = []
 
@@ -65,6 +64,7 @@ def test_a_signal_ends_an_app_that_is_still_starting():
     with suppress(KeyboardInterrupt):
         serve(FastAPI(title="starting", lifespan=starting), ServiceConfig())
     assert closed == ["starting"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_of_two_that_start_on_a_port_at_once_the_second_is_told():

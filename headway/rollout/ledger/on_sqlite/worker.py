@@ -30,6 +30,9 @@ Kind = Literal["read", "write", "note"]
 MAX_CALLS = 512
 PRIMARY_CODE = 0xFF
 """Mask of SQLite's primary error code; the other bits say where the error happened."""
+OPEN_TRY_S = 0.5
+"""Seconds that one try to open the file waits for the lock of another process."""
+PAUSE_S = 0.02
 BUSY_S = 5.0
 """Seconds that another process may hold the file."""
 
@@ -58,6 +61,7 @@ class SqliteThread:
         self._turns: dict[asyncio.AbstractEventLoop, list[_WorkerCall]] = {}
         self._calls: queue.SimpleQueue[list[_WorkerCall] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._ending = threading.Event()
         self.owner = ""
         self.lease_s = 0.0
 
@@ -65,6 +69,7 @@ class SqliteThread:
         """Open the file and bring its tables up to date."""
         if self._thread is not None:
             raise StateError(f"ledger {self._path} is open already")
+        self._ending.clear()
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._thread.start()
         try:
@@ -77,6 +82,7 @@ class SqliteThread:
         """Work off what waits, close the file, end the thread, and refuse what came meanwhile."""
         if self._thread is None:
             return
+        self._ending.set()
         self._calls.put(None)
         self._thread.join()
         self._thread = None
@@ -148,9 +154,21 @@ class SqliteThread:
         return calls or None
 
     def _connect(self) -> sqlite3.Connection:
+        """Open the file; one that another process has locked is tried until `stop`."""
+        deadline = time.monotonic() + BUSY_S
+        while True:
+            try:
+                return self._open()
+            except sqlite3.OperationalError as error:
+                is_locked = error.sqlite_errorcode & PRIMARY_CODE == sqlite3.SQLITE_BUSY
+                is_over = time.monotonic() > deadline or self._ending.wait(PAUSE_S)
+                if not is_locked or is_over:
+                    raise
+
+    def _open(self) -> sqlite3.Connection:
         if self._path != ":memory:":
             Path(self._path).parent.mkdir(parents=True, exist_ok=True)
-        db = sqlite3.connect(self._path, isolation_level=None, timeout=BUSY_S)
+        db = sqlite3.connect(self._path, isolation_level=None, timeout=OPEN_TRY_S)
         try:
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = FULL")
@@ -158,6 +176,7 @@ class SqliteThread:
             prepare(db, self._path)
             db.execute("COMMIT")
             db.execute("PRAGMA synchronous = NORMAL")
+            db.execute(f"PRAGMA busy_timeout = {BUSY_S * 1000:.0f}")
         except BaseException:
             db.close()
             raise
