@@ -59,6 +59,7 @@ class Registry(Generic[T]):
 
         Raises:
             UnknownName: with the known names and the nearest one.
+            ConfigError: its module or attribute does not exist.
         """
         self._load_group()
         if name not in self._targets:
@@ -70,7 +71,17 @@ class Registry(Generic[T]):
         target = self._targets[name]
         if isinstance(target, str):
             module, _, attribute = target.partition(":")
-            part = cast("T", getattr(import_module(module), attribute))
+            try:
+                part = cast("T | None", getattr(import_module(module), attribute, None))
+            except ModuleNotFoundError as error:
+                if not f"{module}.".startswith(f"{error.name}."):
+                    raise  # what it needs is missing
+                part = None
+            if part is None:
+                raise ConfigError(
+                    f"{self.kind} {name!r} is registered as {target}, which does not exist; correct the "
+                    "entry point of its package, and install that again"
+                )
             self._targets[name] = part
             return part
         return target

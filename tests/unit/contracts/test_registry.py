@@ -50,3 +50,10 @@ def test_names_of_installed_packages_join_through_their_entry_points(tmp_path, m
     registry: Registry[str] = Registry("colour", {"red": "x:y"}, entry_point_group="test.colours")
     assert registry.names() == ["red", "teal"]
     assert registry.get("teal") == "teal"
+
+
+@pytest.mark.parametrize("target", ["nowhere.mod:PART", "json:nowhere"])
+def test_a_target_that_does_not_exist_is_told(target: str):
+    registry: Registry[object] = Registry("part", {"mine": target})
+    with pytest.raises(ConfigError, match=f"part 'mine' is registered as {target}, which does not"):
+        registry.get("mine")
