@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -28,15 +27,11 @@ from headway.runtime.server_calls import error_of
 from headway.runtime.tls import client_context
 from headway.runtime.wait_notice import WaitNotice
 
-log = logging.getLogger(__name__)
-
 KEEP_ALIVE_S = 15.0
 CONNECT_S = 5.0
 SHORTEST_S = 0.05
 WORKED_ON_S = 10.0
 """An attempt that lasted longer than it takes to connect had reached the service."""
-TELL_S = 5.0
-"""The log names a service that was out of reach for this long, then after twice as long each time."""
 
 
 class ServiceCalls:
@@ -85,11 +80,7 @@ class ServiceCalls:
             BackendError: no gateway answered.
             ServiceError: whatever the service raised.
         """
-        notice = WaitNotice(self.url)
         retrying = Retrying(
-            before_sleep=lambda state: notice.tell(
-                str(state.outcome.exception()) if state.outcome else ""
-            ),
             retry=retry_if_exception(_is_retryable),
             wait=wait_random_exponential(multiplier=0.1, max=2.0),
             stop=_Outage(self._connect_timeout_s, deadline, self.url)
@@ -141,25 +132,24 @@ class _Outage(stop_base):
     ) -> None:
         self._url = url
         self._timeout_s = timeout_s
-        self._tell_s = TELL_S
         self._deadline = deadline
-        self._attempt_began = self._since = time.monotonic()
+        self._attempt_began = time.monotonic()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._since = time.monotonic()
+        self._notice = WaitNotice(self._url)
 
     def __call__(self, retry_state: RetryCallState) -> bool:
         now = time.monotonic()
         if now - self._attempt_began > WORKED_ON_S:
-            self._since, self._tell_s = now, TELL_S
+            self._begin()
         # The next attempt begins after a pause, which is short beside WORKED_ON_S.
         self._attempt_began = now
         is_late = self._deadline is not None and now >= self._deadline
-        waited_s = now - self._since
-        is_over = is_late or waited_s > self._timeout_s
-        if waited_s >= self._tell_s and not is_over:
-            self._tell_s = 2 * waited_s
-            reason = retry_state.outcome and retry_state.outcome.exception()
-            log.warning(
-                "waiting for %s, %.0f s", self._url, waited_s, extra={"reason": str(reason)}
-            )
+        is_over = is_late or now - self._since > self._timeout_s
+        if not is_over:
+            self._notice.tell(str(retry_state.outcome and retry_state.outcome.exception()))
         return is_over
 
 
