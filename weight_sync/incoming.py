@@ -21,7 +21,7 @@ from weight_sync.codecs import check_stored_size, decode
 from weight_sync.deadline import Deadline
 from weight_sync.device_copy import beside_serving, for_serving
 from weight_sync.manifest import Base, Manifest, TensorEntry, content_digest, has_checksum
-from weight_sync.tensors import check_fit
+from weight_sync.tensors import check_finite, check_fit
 
 Shapes = Mapping[str, torch.Size]
 ReadTensor = Callable[[str], torch.Tensor]
@@ -143,6 +143,7 @@ class IncomingVersion:
         verified = payload if entry.codec == "raw" else tensor  # of raw they are the same bytes
         if not has_checksum(verified, entry.checksum):
             raise SyncError(f"{entry.name} in {self._meta.path}/{entry.blob} has a wrong checksum")
+        check_finite([(entry.name, tensor)], self._meta.path)
         return tensor
 
     def _decoded(self, entry: TensorEntry, payload: torch.Tensor) -> torch.Tensor:

@@ -47,6 +47,7 @@ from weight_sync.manifest import (
 )
 from weight_sync.published_tensors import Bucket, buckets, outgoing
 from weight_sync.store import ANNOUNCEMENT_NAME, Announcement, Store, versions_in, with_bases
+from weight_sync.tensors import check_finite
 
 WRITERS = 2
 """Buckets that are encoded and written at a time, while the next one is gathered."""
@@ -134,6 +135,7 @@ class StoredPublisher:
         self._check_base(version, base)
         named = dict(outgoing(model_names(tensors), self._config))
         modules = adapter_pairs(named, adapter)
+        check_finite(list(named.items()), f"version {version}")
         if self._store.text(version, ANNOUNCEMENT_NAME) is None or self._is_complete(version):
             self.announce(version, base)
         with self._whole_or_nothing(version):
@@ -299,6 +301,7 @@ class _Writing:
         return manifest
 
     def _write(self, number: int, bucket: Bucket) -> list[TensorEntry]:
+        check_finite(bucket, f"version {self._version}")
         blob = make_blob(number, [(name, t, self._encode(name, t)) for name, t in bucket])
         entries = blob.entries(self._store.write_blob(self._version, blob.name, blob.pieces))
         self._store.write_text(self._version, part_name(number), write_part(entries))

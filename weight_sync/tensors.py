@@ -1,10 +1,10 @@
-"""Named tensors from elsewhere: check that they fit a model, and compute their digest."""
+"""Named tensors: check that they fit a model and are finite, and compute their digest."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -53,6 +53,28 @@ def check_fit(
         raise SyncError(
             f"{origin} is of another model: missing {missing[:3]}, extra {extra[:3]}, shapes {others[:3]}"
         )
+
+
+def check_finite(tensors: Sequence[tuple[str, torch.Tensor]], origin: str) -> None:
+    """Check that no value is NaN or infinite.
+
+    A sum shows both, in one pass and with one wait for a GPU. It may overflow, so others are looked at.
+
+    Args:
+        origin: for the message.
+
+    Raises:
+        SyncError: a tensor holds such values.
+    """
+    if torch.stack([tensor.sum().float() for _, tensor in tensors]).isfinite().all():
+        return
+    for name, tensor in tensors:
+        num_wrong = int((~tensor.isfinite()).sum())
+        if num_wrong:
+            raise SyncError(
+                f"{origin}: {num_wrong} of {tensor.numel()} values of {name} are NaN or infinite, which "
+                "no server may serve; go back to a checkpoint and look at the loss and learning rate"
+            )
 
 
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:

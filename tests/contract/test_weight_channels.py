@@ -286,8 +286,12 @@ def test_what_is_still_written_is_no_version(channel):
         ({}, "a version needs tensors"),
         ({"ids": torch.ones(2, dtype=torch.int64)}, r"ids is of type torch\.int64"),
         ({"w": torch.ones(2), "ids": torch.ones(1, dtype=torch.bool)}, "ids is of type torch.bool"),
+        (
+            {"w": torch.ones(2), "sick": torch.tensor([1.0, float("nan")])},
+            "version 7: 1 of 2 values of sick are NaN or infinite",
+        ),
     ],
-    ids=["nothing", "integers", "booleans"],
+    ids=["nothing", "integers", "booleans", "not finite"],
 )
 def test_what_is_no_weight_is_not_published(channel, tensors, message):
     publisher, given = channel.publisher(), weights()
@@ -422,3 +426,12 @@ def test_large_version_numbers_keep_their_order(channel):
         publisher.publish(version, {"w": torch.ones(1)}.items())
     assert publisher.latest() == 100_000_000
     assert publisher.collect(100_000_000) == [2, 99_999_999]
+
+
+@every
+def test_a_server_stages_no_value_that_is_not_finite_whoever_published_it(channel, monkeypatch):
+    for publisher in ("weight_sync.publisher", "weight_sync.transports.collective_publisher"):
+        monkeypatch.setattr(f"{publisher}.check_finite", lambda *_: None)
+    given = {"fine": torch.ones(4), "sick": torch.tensor([1.0, float("inf"), float("nan")])}
+    with pytest.raises(SyncError, match=r": 2 of 3 values of sick are NaN or infinite"):
+        channel.transfer(channel.publisher(), VERSION, given.items(), shapes_of(given))

@@ -16,6 +16,7 @@ from weight_sync.deadline import Deadline
 from weight_sync.manifest import TensorEntry, make_manifest
 from weight_sync.published_tensors import buckets, outgoing
 from weight_sync.store import Announcement, version_name
+from weight_sync.tensors import check_finite
 from weight_sync.transports.broadcast import Broadcast, BucketQueue, SendBuffers, pack
 from weight_sync.transports.daemon_calls import start_detached
 from weight_sync.transports.groups import BroadcastGroup
@@ -119,6 +120,7 @@ class CollectivePublisher:
         for number, bucket in enumerate(ready):
             if sending.done():
                 sending.result()
+            check_finite(bucket, f"version {version}")
             packed = pack(number, bucket, self._config.quantization, device)
             entries += packed.entries
             bucket_queue.add(packed)
