@@ -14,9 +14,9 @@ from trainer.evaluation.evaluations import Evaluations
 from trainer.exports import Exports
 from trainer.meter import Meter
 from trainer.models import PolicyModels
-from trainer.publication import Publication
 from trainer.step_metrics import describe_step
 from trainer.tracking.tracker import Tracker
+from weight_sync.publication import Publication
 
 
 def train(

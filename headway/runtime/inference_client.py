@@ -130,7 +130,14 @@ class RemoteInferenceEngine:
     def attach(self, spec: ConsumerSpec) -> None:
         answer = self._calls.call("POST", paths.CONSUMER, ConsumerRequest.of(spec))
         self._consumer = self._publisher = spec.consumer
-        self._term = ConsumerResponse.from_answer(answer.content).term
+        attached = ConsumerResponse.from_answer(answer.content)
+        self._term = attached.term
+        if attached.version > spec.version:
+            log.warning(
+                f"servers have version {attached.version}, newer than version {spec.version} of consumer "
+                f"{spec.consumer!r}, maybe of another run: rollouts come from those weights until it "
+                "publishes its own"
+            )
 
     def detach(self) -> None:
         self.detach_consumer(self._consumer)

@@ -34,10 +34,10 @@ from headway.contracts.types import ConsumerSpec, WeightUpdateMeta
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.traps import Traps
 from tests.processes import FORKS
-from trainer.publication import Publication
 from weight_sync.channel import WeightPublisher
 from weight_sync.manifest import MANIFEST_NAME, content_digest, part_name
 from weight_sync.model_dir import load_model
+from weight_sync.publication import Publication
 from weight_sync.published_tensors import buckets
 from weight_sync.publisher import StoredPublisher
 from weight_sync.transports.base import make_publisher

@@ -39,8 +39,8 @@ from tests.integration.conftest import run_config, with_weight_sync
 from tests.integration.version_model import logprob_of, token_of, weights_of, write_version_model
 from tests.processes import local_run
 from tests.waiting import eventually
-from trainer.publication import Publication
 from weight_sync.channel import WeightPublisher
+from weight_sync.publication import Publication
 from weight_sync.store import version_name
 from weight_sync.transports.base import make_publisher
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,13 +30,15 @@ from trainer.loop import train
 from trainer.meter import Meter
 from trainer.models import PolicyModels
 from trainer.prompt_filter import make_prompt_filter, without_unfit
-from trainer.publication import Publication
 from trainer.run_id import kept_run_id
 from trainer.steps import steps_per_epoch, with_total_steps
 from trainer.topology import Topology
 from trainer.tracking.tracker import open_tracker
 from weight_sync.channel import WeightPublisher
+from weight_sync.publication import Publication, next_version
 from weight_sync.transports.base import make_publisher
+
+log = logging.getLogger(__name__)
 
 LOOK_S = 0.2
 """Seconds between checks for the first server."""
@@ -149,11 +152,18 @@ def _attach(
 ) -> RunState:
     """Attach as the consumer, at a version number that was never used for other weights.
 
-    After a crash the service may hold versions newer than the checkpoint; see `first_version`.
+    That is 0 if nothing was ever published: servers start with these weights. Else it is the next free
+    number, also for restored weights that the service has seen: it may have gone back to older ones, or
+    know them at an address that is gone (another port, a process group), and its servers may have
+    restarted meanwhile.
     """
     version = 0
     if client is not None and publisher is not None:
-        version = first_version(state.version, client.status().head, publisher.latest())
+        version = next_version(publisher, client, state.version)
+        if version == 1:
+            version = 0
+        else:
+            _report_other_weights(client, state, version)
         client.attach(
             ConsumerSpec(
                 consumer=state.run_id,
@@ -170,22 +180,20 @@ def _attach(
     return replace(state, version=version)
 
 
-def first_version(
-    restored: PolicyVersion, head: PolicyVersion, latest: PolicyVersion | None
-) -> PolicyVersion:
-    """The version to begin with: 0 if nothing was ever published, else the next free number.
-
-    The restored weights are published again even if the service has seen them: it may have gone back to
-    older ones, or know them at an address that is gone (another port, a process group), and its servers
-    may have restarted meanwhile.
-
-    Args:
-        restored: of the checkpoint; 0 for the weights that servers start with.
-        head: the highest number that the service has seen.
-        latest: the highest number in the store; None if it is empty, or is none.
-    """
-    newest = max(restored, head, latest or 0)
-    return newest + 1 if newest else 0
+def _report_other_weights(
+    client: RemoteInferenceEngine, state: RunState, version: PolicyVersion
+) -> None:
+    """Say whose weights serve until this run's own are published, before its first rollout."""
+    committed = client.weights().committed
+    log.warning(
+        "servers have weights of before: this run publishes its own first",
+        extra={
+            "serving": 0 if committed is None else committed.version,
+            "path": None if committed is None else committed.path,
+            "restored": state.version,
+            "publishes": version,
+        },
+    )
 
 
 GRPO = Experiment(GRPOExperiment, run, policy_flow)

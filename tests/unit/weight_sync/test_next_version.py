@@ -1,9 +1,11 @@
-"""The number under which a trainer publishes what it starts or resumes with."""
+"""The number that a version gets is above all that were used."""
 
 from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,25 +17,27 @@ from headway.contracts.config.weight_sync import (
     SharedMemorySync,
     WeightSyncConfig,
 )
-from trainer.experiments.policy import first_version
+from weight_sync.publication import next_version
 from weight_sync.transports.base import make_publisher
 
 
 @pytest.mark.parametrize(
     ("restored", "head", "latest", "wanted"),
     [
-        (0, 0, None, 0),  # servers have these very weights
+        (0, 0, None, 1),
         (0, 7, None, 8),  # the service has played another run
         (0, 0, 4, 5),  # the store holds another run
         (5, 5, 5, 6),  # also what the service has seen: its servers may have forgotten it
         (5, 7, 6, 8),  # published after the checkpoint
         (5, 7, None, 8),  # so by a process group
         (5, 0, None, 6),  # the service was set up anew, and so was the store
-        (5, 5, 6, 7),  # it was stored, and never committed
+        (0, 5, 6, 7),  # it was stored and refused
     ],
 )
 def test_a_number_is_used_once(restored: int, head: int, latest: int | None, wanted: int):
-    assert first_version(restored, head, latest) == wanted
+    publisher: Any = SimpleNamespace(latest=lambda: latest)
+    service: Any = SimpleNamespace(status=lambda: SimpleNamespace(head=head))
+    assert next_version(publisher, service, restored) == wanted
 
 
 @pytest.mark.parametrize("kind", [DiskSync, SharedMemorySync, HttpSync])

@@ -1,4 +1,4 @@
-"""Publication of a step's weights as a version: announce, upload, commit on every server."""
+"""Publication of weights as a version: announce, upload, commit on every server."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ import logging
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 from headway.contracts.engines import InferenceEngine
 from headway.contracts.errors import ServiceError
-from headway.contracts.types import PolicyVersion
-from trainer.api import TrainEngine
-from weight_sync.channel import WeightPublisher
+from headway.contracts.types import PolicyVersion, WeightUpdateMeta
+from headway.runtime.inference_client import RemoteInferenceEngine
+from weight_sync.channel import NamedTensors, WeightPublisher
 
 log = logging.getLogger(__name__)
+
+
+class Uploader(Protocol):
+    """Whose weights are published; every `TrainEngine` is one."""
+
+    def upload_weights(self, meta: WeightUpdateMeta | None) -> Future[None] | None:
+        """Publish the weights as they are now; see `TrainEngine.upload_weights`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +44,7 @@ class Publication:
 
     def __init__(
         self,
-        engine: TrainEngine,
+        engine: Uploader,
         publisher: WeightPublisher | None,
         rollouts: InferenceEngine | None,
         pinned: Callable[[], Collection[PolicyVersion]] = tuple,
@@ -114,6 +122,47 @@ class Publication:
             self._rollouts.cancel_update(version, str(failure))
         except ServiceError as error:  # they give it up by themselves, later
             log.warning("a failed upload was not told", extra={"reason": str(error)})
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    """Uploads these tensors."""
+
+    publisher: WeightPublisher
+    tensors: NamedTensors
+
+    def upload_weights(self, meta: WeightUpdateMeta | None) -> None:
+        assert meta is not None
+        self.publisher.publish(meta.version, self.tensors)
+
+
+def next_version(
+    publisher: WeightPublisher, rollouts: RemoteInferenceEngine, after: PolicyVersion = 0
+) -> PolicyVersion:
+    """Return the next free number: above all that the service or the publisher has seen.
+
+    A version that the service refused stays in the publisher's store; its number is not free.
+
+    Args:
+        after: a number that the caller has used.
+    """
+    return max(rollouts.status().head, publisher.latest() or 0, after) + 1
+
+
+def publish_next(
+    publisher: WeightPublisher, rollouts: RemoteInferenceEngine, tensors: NamedTensors
+) -> PolicyVersion:
+    """Publish these weights under the next free number; return it once they serve.
+
+    Raises:
+        SyncError: they cannot be uploaded, or the service refused them; the old version goes on
+            serving, and the next call takes another number.
+    """
+    version = next_version(publisher, rollouts)
+    publication = Publication(_Tensors(publisher, tensors), publisher, rollouts)
+    publication.begin(version)
+    publication.finish()
+    return version
 
 
 def _raise_refusal(commit: Future[PolicyVersion], error: Exception) -> None:

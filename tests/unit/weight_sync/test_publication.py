@@ -10,7 +10,7 @@ import pytest
 
 from headway.contracts.errors import SyncError
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
-from trainer.publication import Publication
+from weight_sync.publication import Publication
 
 
 class Service:
@@ -42,7 +42,7 @@ class Service:
 
 
 class Engine:
-    """Of a `TrainEngine`, what a publication needs."""
+    """An `Uploader` with this result."""
 
     def __init__(self, answer: Future[None] | Exception | None) -> None:
         self.answer = answer
