@@ -109,6 +109,8 @@ class LocalGenerator:
             max_running=load.max_running,
             max_context_tokens=self.backend.limits.max_context or None,
             num_ranks=self.backend.num_ranks,
+            vocab_size=self.backend.limits.vocab_size or None,
+            tokenizer_digest=None if self.tokenizer is None else self.tokenizer.vocabulary.digest,
             draining=self.admission.draining.is_set(),
         )
 

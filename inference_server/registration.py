@@ -81,7 +81,11 @@ class Reporter:
         if answer.state != self._state:
             log.info(
                 "the gateway changed this server's state",
-                extra={"gateway": self._gateways[0], "state": answer.state},
+                extra={
+                    "gateway": self._gateways[0],
+                    "state": answer.state,
+                    "reason": answer.reason,
+                },
             )
             self._state = answer.state
 

@@ -90,6 +90,7 @@ def status_page(
         _summary(status, weights, speed),
         "",
         _servers(status.servers),
+        *(Text(f"  {s.server_id}: {s.reason}", "red") for s in status.servers if s.reason),
         "",
         _states(status.counts),
     ]

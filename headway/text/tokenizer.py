@@ -16,6 +16,7 @@ from headway.contracts.types import Prompt
 from headway.runtime.model_files import check_text, read_object, read_text
 from headway.runtime.offload import SMALL, size_of
 from headway.text.chat_template import ChatTemplate
+from headway.text.vocabulary import Vocabulary, tokenizer_digest
 
 MAX_PROMPT_BYTES = 1 << 20
 NFC_SHRINKS = 3
@@ -47,7 +48,7 @@ class TextTokenizer:
         settings = folder / "tokenizer_config.json"
         self._settings = _object(settings)
         self.model_vocab_size = _vocab_size(_object(folder / "config.json"))
-        """Context length in its `config.json`; None if there is none, or it does not say."""
+        """Vocabulary size in its `config.json`; None if there is none, or it does not say."""
         template = folder / "chat_template.jinja"
         source = self._settings.get("chat_template")
         self._chat_source = (
@@ -98,8 +99,17 @@ class TextTokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """Token ids below it may be the model's: its `config.json` counts more than the tokenizer."""
-        known = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        return max(known, self.model_vocab_size or 0)
+        return max(self._num_tokens, self.model_vocab_size or 0)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What a server's model must agree with."""
+        digest = tokenizer_digest(self._tokenizer)
+        return Vocabulary(self._num_tokens, self.model_vocab_size, digest)
+
+    @cached_property
+    def _num_tokens(self) -> int:
+        return max(self._tokenizer.get_vocab().values(), default=-1) + 1
 
     @cached_property
     def _bytes_per_token(self) -> int:

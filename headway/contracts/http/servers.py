@@ -60,6 +60,10 @@ class ServerReport(Config):
     """Tokens per sequence that it can hold, prompt included; None if that is not known."""
     num_ranks: int = Field(1, ge=1, lt=MAX_COUNT)
     """Seats that this server takes in a process group: its engine's ranks."""
+    vocab_size: int | None = Field(None, ge=1, lt=MAX_COUNT)
+    """Token ids that its model knows are below it; None if that is not known."""
+    tokenizer_digest: str | None = Field(None, max_length=128)
+    """Digest of its tokenizer; None if it has none."""
     draining: bool = False
     """It is shutting down: what runs may end, nothing new is taken."""
 
@@ -68,7 +72,11 @@ class ServerReportResponse(Config):
     state: ServerState
     version: PolicyVersion
     """Committed version of the fleet."""
+    reason: str = ""
+    """See `ServerStatus`."""
 
 
 class ServerStatus(ServerReport):
     state: ServerState
+    reason: str = ""
+    """Why it is fenced, quarantined or lost; else empty."""

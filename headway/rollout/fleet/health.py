@@ -19,6 +19,8 @@ class Health:
     quarantine_s: float
     until: float | None = None
     """Time when the quarantine ends; None while there is none."""
+    reason: str = ""
+    """Why the last quarantine began."""
     _num_failures: int = 0
     _num_quarantines: int = 0
     """Number of quarantines in a row."""
@@ -49,7 +51,9 @@ class Health:
         self._num_failures = self._num_quarantines = 0
         self.until = None
 
-    def fail(self, now: float, is_trial: bool = False, at_once: bool = False) -> bool:
+    def fail(
+        self, now: float, is_trial: bool = False, at_once: bool = False, reason: str = ""
+    ) -> bool:
         """A request failed by the server's fault; whether a quarantine begins by that.
 
         Args:
@@ -64,4 +68,5 @@ class Health:
         doublings = min(self._num_quarantines, MAX_DOUBLINGS)
         self.until = now + self.quarantine_s * 2.0**doublings
         self._num_quarantines += 1
+        self.reason = reason
         return True

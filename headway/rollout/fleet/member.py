@@ -29,6 +29,10 @@ class Member:
     state: ServerState
     last_seen: float
     health: Health
+    reason: str = ""
+    """Why it was fenced or lost the last time."""
+    misfit: str = ""
+    """Why its model does not go with this gateway's tokenizer; empty if it does."""
     lost_at: float = 0.0
     has_died: bool = False
     """It was lost with what it worked on: it broke off the connections, and did not just fall silent."""
@@ -72,9 +76,12 @@ class Member:
 
     @property
     def status(self) -> ServerStatus:
-        """Its last report, and its state; nothing runs at one that is lost."""
+        """Its last report, its state and the reason of that; nothing runs at one that is lost."""
+        state = self.shown_state
+        reasons = {"quarantined": self.health.reason, "fenced": self.reason, "lost": self.reason}
         idle = {"running": 0, "queued": 0, "kv_usage": 0.0} if self.state == "lost" else {}
-        return ServerStatus(**{**self.report.model_dump(), **idle, "state": self.shown_state})
+        seen = {**self.report.model_dump(), **idle}
+        return ServerStatus(**seen, state=state, reason=reasons.get(state, ""))
 
     def is_free(self, now: float) -> bool:
         """True if a request may be sent to it."""

@@ -31,6 +31,7 @@ from headway.runtime.secret import authorization
 from headway.runtime.server_calls import InvalidGeneration, post_generate, post_order
 from headway.runtime.tasks import Signal, cancel_and_wait
 from headway.runtime.tls import client_context
+from headway.text.vocabulary import ANY, Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,11 @@ class Members:
     """The table of servers; used on one event loop."""
 
     def __init__(
-        self, config: FleetConfig, bounds: ResponseValidator, token: str | None = None
+        self,
+        config: FleetConfig,
+        bounds: ResponseValidator,
+        token: str | None = None,
+        vocabulary: Vocabulary = ANY,
     ) -> None:
         self.arrival = Signal()
         """Raised when a server joins, becomes ready or has room again."""
@@ -58,6 +63,7 @@ class Members:
         """True while other gateways cannot be heard: no silence then loses their servers."""
         self._config = config
         self._bounds = bounds
+        self._vocabulary = vocabulary
         self._opened_at = 0.0
         self._lease_s = config.lease_s
         self._token = token
@@ -136,8 +142,10 @@ class Members:
         return member
 
     def present(self) -> list[Member]:
-        """The servers that are here to stay, whatever they serve."""
-        return [member for member in self._members.values() if not member.is_leaving]
+        """The servers that are here to stay, whatever version they serve."""
+        return [
+            member for member in self._members.values() if not (member.is_leaving or member.misfit)
+        ]
 
     async def until_back(self, count: int) -> None:
         """Wait until that many servers are here, as long as the leases of a former process last."""
@@ -180,6 +188,7 @@ class Members:
             member.state = "joining"
             self._forgotten_tokens += member.report.generated_tokens
         member.report = report
+        member.misfit = self._vocabulary.misfit(report)
         if report.draining:
             self.drain(member)
         return member
@@ -263,7 +272,7 @@ class Members:
     def _fail(
         self, member: Member, reason: str, is_trial: bool = True, at_once: bool = False
     ) -> None:
-        if member.health.fail(monotonic(), is_trial, at_once):
+        if member.health.fail(monotonic(), is_trial, at_once, reason):
             self.num_quarantines += 1
             log.warning("server quarantined", extra={"server": member.name, "reason": reason})
 
@@ -302,8 +311,9 @@ class Members:
     def fence(self, member: Member, reason: str) -> None:
         """It takes no traffic until it has caught up."""
         if not member.is_leaving:
-            log.warning("server fenced", extra={"server": member.name, "reason": reason})
-            member.state = "fenced"
+            if (member.state, member.reason) != ("fenced", reason):
+                log.warning("server fenced", extra={"server": member.name, "reason": reason})
+            member.state, member.reason = "fenced", reason
 
     def drain(self, member: Member) -> None:
         """It takes nothing new; what runs there may end."""
@@ -317,7 +327,7 @@ class Members:
             return
         level = logging.INFO if member.state == "draining" else logging.WARNING
         log.log(level, "server lost", extra={"server": member.name, "reason": reason})
-        member.state = "lost"
+        member.state, member.reason = "lost", reason
         member.has_died = has_died
         member.lost_at = monotonic()
         if self._connections is not None:

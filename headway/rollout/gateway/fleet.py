@@ -35,6 +35,7 @@ from headway.rollout.fleet.scale import Scaler
 from headway.rollout.publishing.membership_sync import INTERVAL_S, MembershipSync
 from headway.rollout.publishing.publication import Publications
 from headway.rollout.versions.publication_state import PublicationState
+from headway.text.vocabulary import ANY, Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Fleet:
         metrics: CollectorRegistry | None = None,
         registry: ServerRegistry | None = None,
         place: str = "",
-        vocab_size: int | None = None,
+        vocabulary: Vocabulary = ANY,
     ) -> None:
         """Args:
         state: opened; of the ledger.
@@ -60,11 +61,13 @@ class Fleet:
         metrics: registry of the fleet's metrics.
         registry: opened; what gateways of a shared ledger have in common. None knows of this one only.
         place: of this gateway; see `ledger.owner`.
-        vocab_size: of the model, below which all sampled ids are; None is not known.
+        vocabulary: of the gateway; servers with another one get no traffic.
         """
         metrics = metrics or CollectorRegistry()
         self._state = state
-        self._members = members = Members(config, ResponseValidator(state, vocab_size), token)
+        self._members = members = Members(
+            config, ResponseValidator(state, vocabulary.model_size), token, vocabulary
+        )
         self.weights = Publications(config, members, state, metrics, place)
         """Versions that serve, are published, pinned and reserved."""
         self._roll_call = MembershipSync(
@@ -120,7 +123,8 @@ class Fleet:
     def report(self, report: ServerReport) -> ServerReportResponse:
         """Registration or heartbeat."""
         member = self._roll_call.on_report(report)
-        return ServerReportResponse(state=member.shown_state, version=self.version)
+        shown = member.status
+        return ServerReportResponse(state=shown.state, version=self.version, reason=shown.reason)
 
     async def drain(self, server_id: str, drain: bool = True) -> ServerStatus:
         """Send nothing new to a server, and let what runs there go on elsewhere; or end that.

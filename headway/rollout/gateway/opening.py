@@ -85,7 +85,7 @@ async def open_gateway(
             metrics,
             store.registry,
             place,
-            tokenizer.model_vocab_size,
+            tokenizer.vocabulary,
         )
         bound = _make_bound(config.executor, metrics)
         around = ServiceOptions(

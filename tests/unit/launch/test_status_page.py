@@ -27,7 +27,13 @@ def status(**fields) -> StatusResponse:
 
 def test_the_page_tells_versions_servers_and_states():
     server = ServerStatus(
-        server_id="gpu-1", url="http://h:1", version=7, running=4, max_running=16, state="fenced"
+        server_id="gpu-1",
+        url="http://h:1",
+        version=7,
+        running=4,
+        max_running=16,
+        state="fenced",
+        reason="version 8 was not staged",
     )
     record = WeightRecord(version=7, path="/w/7")
     weights = WeightStatus(committed=record, head=8, epoch=9, pinned=7, publishing=8, kept=[record])
@@ -38,6 +44,7 @@ def test_the_page_tells_versions_servers_and_states():
         "1,234 per second",
     ):
         assert text in page
+    assert "gpu-1: version 8 was not staged" in page
     (line,) = [line for line in page.splitlines() if line.startswith("gpu-1")]
     assert line.split() == ["gpu-1", "fenced", "7", "4", "/", "16", "0", "0%", "0"]
     assert "5,200" in page

@@ -30,6 +30,7 @@ from headway.rollout.fleet import dispatch
 from headway.rollout.gateway.fleet import Fleet
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.versions.publication_state import PublicationState
+from headway.text.vocabulary import ANY, Vocabulary
 from tests.unit.rollout.rollout_builders import make_response
 from tests.waiting import until
 
@@ -101,7 +102,7 @@ async def opened(
     *servers: Server,
     wait_s: float = 5.0,
     state: PublicationState | None = None,
-    vocab_size: int | None = None,
+    vocabulary: Vocabulary = ANY,
     **settings,
 ) -> AsyncIterator[Fleet]:
     """A fleet in which the servers have reported themselves, in this order."""
@@ -109,7 +110,7 @@ async def opened(
     ledger = SqliteLedger(":memory:")
     await ledger.open("gateway", 30.0)
     config = FleetConfig(server_wait_s=wait_s, **settings)
-    fleet = Fleet(config, state or PublicationState(ledger), vocab_size=vocab_size)
+    fleet = Fleet(config, state or PublicationState(ledger), vocabulary=vocabulary)
     runners = []
     await fleet.start()
     for index, server in enumerate(servers):
@@ -477,3 +478,18 @@ async def test_a_server_that_tells_no_limit_is_asked():
         with pytest.raises(RequestTooLong, match="too long"):
             await fleet.agenerate(of_length(10**6))
         assert len(only.rids) == 1
+
+
+async def test_a_server_with_another_tokenizer_gets_nothing_and_says_why():
+    fitting, other = Server(), Server()
+    async with opened(fitting, other, vocabulary=Vocabulary(num_tokens=9, digest="d")) as fleet:
+        answer = fleet.report(report(1, other, vocab_size=7, tokenizer_digest="e"))
+        assert answer.state == "fenced"
+        assert "7 token ids and tokenizer e, the gateway's tokenizer has 9 tokens" in answer.reason
+        (shown,) = [one for one in fleet.statuses() if one.server_id == "s1"]
+        assert shown.reason == answer.reason
+        for _ in range(3):
+            await fleet.agenerate(REQUEST)
+        assert (len(fitting.rids), len(other.rids)) == (3, 0)
+        fleet.report(report(1, other, vocab_size=9, tokenizer_digest="d"))
+        assert states(fleet) == {"s0": "ready", "s1": "ready"}

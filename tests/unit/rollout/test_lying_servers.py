@@ -14,6 +14,7 @@ from headway.contracts.types import LLMRequest
 from headway.rollout.fleet import dispatch
 from headway.rollout.ledger.sqlite import SqliteLedger
 from headway.rollout.versions.publication_state import PublicationState
+from headway.text.vocabulary import Vocabulary
 from tests.unit.rollout.rollout_builders import make_response
 from tests.unit.rollout.test_fleet import REQUEST, Server, opened, report, states
 from tests.waiting import until
@@ -50,10 +51,14 @@ LIARS = {
 @pytest.mark.parametrize("liar", LIARS.values(), ids=LIARS)
 async def test_a_lie_is_charged_to_the_server_and_another_one_answers(liar: Liar):
     honest = Server()
-    async with opened(liar, honest, vocab_size=VOCAB_SIZE, quarantine_s=60.0) as fleet:
+    async with opened(
+        liar, honest, vocabulary=Vocabulary(model_size=VOCAB_SIZE), quarantine_s=60.0
+    ) as fleet:
         for _ in range(4):
             assert (await fleet.agenerate(REQUEST)).output_tokens == [7]
         assert states(fleet) == {"s0": "quarantined", "s1": "ready"}
+        reasons = [status.reason for status in fleet.statuses()]
+        assert liar.url in reasons[0] and not reasons[1]
         assert len(liar.rids) == 1
 
 
