@@ -166,7 +166,9 @@ def publish_next(
 
 
 def _raise_refusal(commit: Future[PolicyVersion], error: Exception) -> None:
-    """Raise the service's error about a version, if that is why its upload failed."""
+    """Raise the service's error about a version, with the upload's: either may be the other's cause."""
     refusal = commit.exception() if commit.done() else None
+    if isinstance(refusal, ServiceError) and str(error) not in str(refusal):
+        refusal = type(refusal)(f"{refusal}; the upload ended: {error}")
     if refusal is not None:
         raise refusal from error
