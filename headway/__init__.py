@@ -56,6 +56,7 @@ _NAMES = {
     "headway.rollout.rewards.base": ("Answer", "AsyncReward", "make_reward", "register_reward"),
     "headway.text.tokenizer": ("TextTokenizer",),
     "headway.rollout.trajectories.sample": ("Sample",),
+    "headway.rollout.trajectories.transcript": ("Transcript",),
     "headway.rollout.tools.base": ("Tool", "ToolError", "register_tool"),
     "headway.rollout.workflows.base": ("RolloutContext", "Workflow", "register_workflow"),
     "headway.rollout.workflows.conversation": ("Conversation",),

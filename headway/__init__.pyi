@@ -52,6 +52,7 @@ from headway.rollout.tools.base import Tool as Tool
 from headway.rollout.tools.base import ToolError as ToolError
 from headway.rollout.tools.base import register_tool as register_tool
 from headway.rollout.trajectories.sample import Sample as Sample
+from headway.rollout.trajectories.transcript import Transcript as Transcript
 from headway.rollout.workflows.base import RolloutContext as RolloutContext
 from headway.rollout.workflows.base import Workflow as Workflow
 from headway.rollout.workflows.base import register_workflow as register_workflow

@@ -1,4 +1,5 @@
-"""The names that other projects import from `headway`: there, light, typed, and in the documentation."""
+"""The names that other projects import from `headway` and, to publish weights, from `weight_sync`: there,
+light until they are used, typed, and in the documentation."""
 
 from __future__ import annotations
 
@@ -8,14 +9,16 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import headway
+import weight_sync
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("headway", "weight_sync", "inference_server", "trainer")
-NAMES = sorted(set(headway.__all__) - {"__version__"})
+NAMES = sorted({*headway.__all__, *weight_sync.__all__} - {"__version__"})
 PAGE = (ROOT / "docs" / "python.md").read_text()
 PARTS = (ROOT / "docs" / "extending.md").read_text()
 REGISTER = """
@@ -24,6 +27,7 @@ register_filter("unanimous", Unanimous)
 register_reward("length", Length)
 register_tool("clock", Clock)
 register_workflow("brief", Brief)
+register_workflow("persistent", Persistent)
 """
 
 USE = """
@@ -37,8 +41,12 @@ for name in headway.__all__:
     assert name in dir(headway), name
     value = getattr(headway, name)
     assert getattr(value, "__name__", name) == name, value
+import weight_sync
 heavy = {"torch", "transformers", "sglang", "vllm", "ray"} & set(sys.modules)
 assert not heavy, heavy
+for name in weight_sync.__all__:
+    assert name in dir(weight_sync), name
+    assert getattr(weight_sync, name).__name__ == name, name
 """
 
 MISTAKES = """
@@ -60,20 +68,23 @@ def test_each_name_is_there_and_light():
     assert done.returncode == 0, done.stderr
 
 
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="module 'headway' has no attribute 'Promt'"):
-        _ = headway.Promt
+@pytest.mark.parametrize("package", [headway, weight_sync], ids=lambda package: package.__name__)
+def test_an_unknown_name_is_an_attribute_error(package: ModuleType):
+    message = f"module '{package.__name__}' has no attribute 'Promt'"
+    with pytest.raises(AttributeError, match=message):
+        _ = package.Promt
 
 
-def test_type_checkers_are_shown_the_same_names():
-    tree = ast.parse((ROOT / "headway" / "__init__.pyi").read_text())
+@pytest.mark.parametrize("package", [headway, weight_sync], ids=lambda package: package.__name__)
+def test_type_checkers_are_shown_the_same_names(package: ModuleType):
+    tree = ast.parse((ROOT / package.__name__ / "__init__.pyi").read_text())
     shown = {
         name.asname: f"{node.module}.{name.name}"
         for node in tree.body
         if isinstance(node, ast.ImportFrom)
         for name in node.names
     }
-    assert shown == {name: f"{module}.{name}" for name, module in headway._MODULES.items()}
+    assert shown == {name: f"{module}.{name}" for name, module in package._MODULES.items()}
 
 
 def test_every_name_is_in_the_table_of_the_page():
@@ -117,6 +128,6 @@ def test_our_own_modules_import_only_the_version_from_here():
     for package in PACKAGES:
         for file in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.ImportFrom) and node.module == "headway":
+                if isinstance(node, ast.ImportFrom) and node.module in ("headway", "weight_sync"):
                     taken = {name.name for name in node.names}
                     assert taken == {"__version__"}, f"{file} imports {taken}"

@@ -19,9 +19,9 @@ MAX_CHAIN = 128
 class DeltaConfig(Config):
     """Publish only what changed since the version before."""
 
-    full_every: int = Field(16, ge=1, le=MAX_CHAIN)
+    full_every: int = Field(default=16, ge=1, le=MAX_CHAIN)
     """Every n-th version is published whole, so that a chain stays short."""
-    level: int = Field(1, ge=1, le=19)
+    level: int = Field(default=1, ge=1, le=19)
     """Effort of zstd: 1 is fastest."""
 
 
@@ -38,14 +38,14 @@ class PublishConfig(Config):
     by the value's prefix. Names that nothing matches stay."""
     skip: tuple[str, ...] = ()
     """Parameters that are not published, for example the second name of a tied weight."""
-    shard_bytes: int = Field(64 << 20, ge=1 << 20)
+    shard_bytes: int = Field(default=64 << 20, ge=1 << 20)
     """Size of one file or one bucket: gathered, checked and sent as a whole."""
 
 
 class StoredSync(PublishConfig):
     """A transport that stores versions."""
 
-    keep: int = Field(3, ge=1)
+    keep: int = Field(default=3, ge=1)
     """Newest versions to keep; older ones are deleted, but never what a kept one is based on."""
     delta: DeltaConfig | None = None
     """Publish differences; None publishes every version whole."""
@@ -91,9 +91,9 @@ class HttpSync(StoredSync):
     """Directory on the trainer's own disk or tmpfs, from which the versions are served."""
     host: str = "127.0.0.1"
     """Address to bind; nothing is encrypted, so bind to a private network only."""
-    port: int = Field(0, ge=0, le=65535)
+    port: int = Field(default=0, ge=0, le=65535)
     """Port to bind; 0 takes a free one."""
-    advertise_url: str | None = Field(None, pattern=r"^https?://[^\s/]+$")
+    advertise_url: str | None = Field(default=None, pattern=r"^https?://[^\s/]+$")
     """URL under which servers reach the trainer; None takes the bound address."""
     token_env: EnvironmentName | None = None
     """Environment variable with the bearer token that servers must bring."""
@@ -116,9 +116,9 @@ class CollectiveSync(PublishConfig):
     handle, CUDA IPC on a GPU that they must see, too, shared memory on the CPU."""
     host: str = "127.0.0.1"
     """Address under which servers reach the trainer's rendezvous."""
-    port: int = Field(0, ge=0, le=65535)
+    port: int = Field(default=0, ge=0, le=65535)
     """Port of the rendezvous; 0 takes a free one."""
-    timeout_s: float = Field(60.0, gt=0.0)
+    timeout_s: float = Field(default=60.0, gt=0.0)
     """Seconds to wait for the members of a group to meet, and for each bucket."""
 
     @property
@@ -166,10 +166,10 @@ class ReceiverConfig(Config):
     as such; None takes one below the system's temporary directory."""
     token_env: EnvironmentName | None = None
     """Environment variable with the bearer token for fetching over HTTP."""
-    num_connections: int = Field(4, ge=1, le=64)
+    num_connections: int = Field(default=4, ge=1, le=64)
     """Connections at once when fetching over HTTP."""
     on_device: bool = True
     """Hold what comes to a GPU over NCCL or handles there, and serve it from there; false brings it to
     the host first. Engines that read files get it by the host always."""
-    stage_timeout_s: float = Field(300.0, gt=0.0)
+    stage_timeout_s: float = Field(default=300.0, gt=0.0)
     """Seconds without any progress after which staging is given up."""

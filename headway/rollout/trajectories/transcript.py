@@ -28,7 +28,10 @@ NOT_SAMPLED = -1
 
 
 class Transcript:
-    """A row that only grows."""
+    """A row that only grows: `observe` what the policy is shown, `sample` what it answers.
+
+    `ids` is the prompt of the next turn. At the end, `trajectory` makes the row that is trained.
+    """
 
     def __init__(self, ids: Sequence[int] = ()) -> None:
         """
@@ -92,7 +95,12 @@ class Transcript:
         return len(self._turns) - 1
 
     def annotate(self, turn: int, reward: float | None = None, **note: Any) -> None:
-        """Say what a turn earned, or more about it: a reward of None and notes not named stay."""
+        """Store a turn's own reward, or notes for viewers; what is not given stays as it was.
+
+        Args:
+            turn: its number; -1 is the last.
+            note: values that JSON can hold.
+        """
         old = self._turns[turn]
         self._turns[turn] = Turn(
             old.start,
@@ -109,9 +117,12 @@ class Transcript:
         branch: int = 0,
         stop_reason: StopReason | None = None,
     ) -> Trajectory:
-        """The row as it is now.
+        """The row as it is now, with the columns that a trainer needs.
 
         Args:
+            sample: what was asked; gives the row its names.
+            result: score of the whole row.
+            branch: number of the history, if the sample has several.
             stop_reason: why the rollout ended, if not for the reason that its last turn did.
         """
         versions = np.array(self._versions, dtype=np.int32)

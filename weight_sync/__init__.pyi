@@ -1,0 +1,10 @@
+# The public names with their types, as `__init__.py` loads them.
+
+from headway.contracts.config.weight_sync import CollectiveSync as CollectiveSync
+from headway.contracts.config.weight_sync import DiskSync as DiskSync
+from headway.contracts.config.weight_sync import HttpSync as HttpSync
+from headway.contracts.config.weight_sync import SharedMemorySync as SharedMemorySync
+from weight_sync.adapter import make_adapter as make_adapter
+from weight_sync.channel import WeightPublisher as WeightPublisher
+from weight_sync.manifest import Base as Base
+from weight_sync.transports.base import make_publisher as make_publisher
