@@ -235,6 +235,15 @@ if __name__ == "__main__":
     )
     batch = engine.rollout([request], timeout=30.0)
     print([round(row.reward, 6) for row in batch.trajectories])
+    again = RolloutRequest(
+        rollout_id="again",
+        prompt=Prompt(group_id="again", text="w1 w2", data={"answer": "none of these"}),
+        workflow=WorkflowRef(name="persistent", args={"max_turns": 2}),
+        reward=ComponentConfig(name="exact"),
+        gconfig=SamplingConfig(max_new_tokens=10),
+    )
+    (row,) = engine.rollout([again], timeout=30.0).trajectories
+    print(len(row.turns), row.turns[0].reward, row.turns[0].note["reply"])
     print(make_tool(ComponentConfig(name="clock")).name)
     engine.destroy()
 """
@@ -265,7 +274,7 @@ def test_parts_of_the_extending_page_run_as_an_installed_package(
         text=True,
         timeout=60,
     )
-    assert done.stdout == "[0.9, 0.9]\nclock\n", done.stderr
+    assert done.stdout == "[0.9, 0.9]\n2 0.0 Wrong. Try again.\nclock\n", done.stderr
 
 
 def test_wrong_input_ends_a_command_with_status_2(tmp_path: Path):
