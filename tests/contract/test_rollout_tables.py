@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, get_args
 
 import pytest
@@ -15,7 +16,14 @@ import yaml
 from headway.contracts.config.gateway import SandboxConfig
 from headway.contracts.http import paths
 from headway.contracts.registry import Registry
-from headway.contracts.types import RolloutRequest, Verdict
+from headway.contracts.types import (
+    RolloutRequest,
+    Trajectory,
+    TrajectoryBatch,
+    TrajectoryGroup,
+    Turn,
+    Verdict,
+)
 from headway.rollout.components.arguments import args_model
 from headway.rollout.filters.base import FILTERS, filter_schema
 from headway.rollout.ledger.transitions import STATES
@@ -35,6 +43,33 @@ REGISTRIES: Mapping[str, Registry[Any]] = {
 
 def test_the_table_of_a_request_names_its_fields():
     assert table_of(set(RolloutRequest.model_fields))
+
+
+@pytest.mark.parametrize("record", [Trajectory, Turn, TrajectoryGroup, TrajectoryBatch])
+def test_the_fields_of_a_record_are_in_a_table_with_their_types(record: type):
+    types = {field.name: field.type for field in fields(record)}
+    types |= {
+        name: value.fget.__annotations__["return"]
+        for name, value in vars(record).items()
+        if isinstance(value, property)
+    }
+    rows = table_of(set(types))
+    for name, (shown, *_) in rows.items():
+        assert _type_of(types[name]) == shown.replace("`", ""), name
+
+
+def _type_of(annotation: str) -> str:
+    """As the tables write it."""
+    if array := re.fullmatch(r"NDArray\[np\.(\w+?)_?\]", annotation):
+        return f"{array[1]} [T]"
+    plain = {
+        "StopReason": "str",
+        "Verdict": "str",
+        "PolicyVersion": "int",
+        "dict[str, Any]": "dict",
+    }
+    annotation = plain.get(annotation, annotation).replace(" | ", " or ")
+    return re.sub(r"(tuple|list)\[(\w+)(, \.\.\.)?\]", r"\1 of \2", annotation)
 
 
 def test_the_routes_are_in_tables_with_the_roles_that_they_ask_for():
