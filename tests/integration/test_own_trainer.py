@@ -1,56 +1,88 @@
-"""A trainer of one's own that publishes by the recipe of docs/weights/your-trainer.md."""
+"""The trainer of examples/own_trainer, stopped with and without warning, goes on where it was."""
 
 from __future__ import annotations
 
+import os
+import runpy
+import signal
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from headway.contracts.config.launch import LaunchConfig
-from headway.contracts.config.model import ModelConfig
-from headway.contracts.errors import SyncError
-from headway.contracts.types import ConsumerSpec
 from headway.launch.launchers.local import LocalRun
-from tests.contract.pages import ROOT, examples_of
-from weight_sync.model_dir import load_model
+from headway.runtime.inference_client import RemoteInferenceEngine
+from tests.processes import FORKS
+from tests.waiting import eventually
 
-PAGE = ROOT / "docs" / "weights" / "your-trainer.md"
+SCRIPT = Path(__file__).parents[2] / "examples" / "own_trainer" / "train.py"
+LIMIT_S = 90.0
+BATCH = 64
+FOREVER = 1000
 
 
-@pytest.mark.timeout(120)
-def test_a_refused_version_does_not_block_the_next_one(
+def train(url: str, model_dir: Path, run_dir: Path, steps: int) -> None:
+    """What the script does, in a process that has imported torch."""
+    torch.set_num_threads(1)
+    script = runpy.run_path(str(SCRIPT))
+    with (run_dir / "output").open("a") as output, redirect_stdout(output):
+        script["train"](RemoteInferenceEngine(url), str(model_dir), run_dir, steps)
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    """The steps that were done, in their order."""
+    return [int(line.split()[1]) for line in (run_dir / "output").read_text().splitlines()]
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(4 * LIMIT_S)
+def test_a_trainer_that_was_stopped_goes_on_with_a_new_version(
     make_config: Callable[..., LaunchConfig],
     start: Callable[[LaunchConfig], LocalRun],
-    model_dir: Path,
+    connect: Callable[[str], RemoteInferenceEngine],
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    run = start(make_config())
-    recipe, _ = [block.text for block in examples_of(PAGE, "python")]
-    recipe = recipe.replace("http://127.0.0.1:8000", run.url)
-    names: dict[str, Any] = {"model": load_model(ModelConfig(path=str(model_dir)))}
-    exec(recipe.replace("/shared/weights", str(tmp_path / "weights")), names)
-    assert names["version"] == 1
+    model_dir: Path,
+):
+    url = start(make_config()).url
+    gateway = connect(url)
 
-    def publish(tensors: Any) -> int:
-        return int(names["publish_next"](names["publisher"], names["servers"], tensors))
+    def begin(steps: int) -> BaseProcess:
+        process = FORKS.Process(target=train, args=(url, model_dir, tmp_path, steps), daemon=True)
+        (tmp_path / "output").touch()
+        process.start()
+        return process
 
-    with pytest.raises(SyncError, match="version 2 was not committed, 1 goes on serving"):
-        publish({"of another model": torch.ones(3)}.items())
-    weights = dict(names["model"].named_parameters())
-    name = next(iter(weights))
-    with pytest.raises(SyncError, match=f"values of {name} are NaN or infinite"):
-        publish({**weights, name: weights[name] * torch.nan}.items())
-    assert publish(weights.items()) == 3
-    servers = names["servers"]
-    assert servers.status().version == 3
-    servers.attach(ConsumerSpec("another-run", 1, 1, -1, 0))
-    assert "servers have version 3, newer than version 0 of consumer 'another-run'" in caplog.text
-    caplog.clear()
-    servers.attach(ConsumerSpec("another-run", 1, 1, -1, 3))  # at once: it crashed, and comes again
-    assert not caplog.text
-    servers.destroy()
-    names["publisher"].close()
+    def until(count: int) -> None:
+        eventually(lambda: len(steps_of(tmp_path)) >= count, LIMIT_S, f"{count} steps are done")
+
+    killed = begin(FOREVER)
+    until(7)
+    killed.kill()
+    killed.join()
+    first = steps_of(tmp_path)
+    assert first == list(range(len(first)))
+    seen = gateway.status().head
+
+    stopped = begin(FOREVER)
+    until(len(first) + 7)
+    os.kill(stopped.pid, signal.SIGINT)
+    stopped.join(LIMIT_S)
+    assert stopped.exitcode is not None
+    second = steps_of(tmp_path)[len(first) :]
+    assert second[0] == len(first) - len(first) % 5  # the step after its checkpoint
+    assert gateway.status().head > seen
+    assert gateway.status().max_staleness is None  # it has detached
+    assert gateway.status().counts.queued == 0
+
+    last = begin(second[-1] + 3)
+    last.join(LIMIT_S)
+    assert last.exitcode == 0
+    assert steps_of(tmp_path)[-1] == second[-1] + 2
+    status, audit = gateway.status(), gateway.audit()
+    assert status.version == status.head
+    assert (audit.lost, audit.duplicated) == (0, 0)
+    assert audit.counts.consumed == (second[-1] + 3) * BATCH
