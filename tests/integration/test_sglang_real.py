@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import runpy
 import shutil
 import signal
 import sys
 import time
+from asyncio.subprocess import PIPE
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 
 import httpx
@@ -55,6 +58,7 @@ from weight_sync.receiver import make_receiver
 from weight_sync.transports.disk import make_local_publisher
 from weight_sync.transports.shared_memory import SharedMemoryStore
 
+ROOT = Path(__file__).parents[2]
 VENV = Path(
     os.environ.get("HEADWAY_SGLANG_VENV", Path.home() / ".cache" / "headway" / "sglang-cpu")
 )
@@ -875,3 +879,36 @@ async def test_a_server_with_sglang_behind_it_serves_updates_and_ends_with_it(po
         assert "the backend died" in (tmp_path / "server.log").read_text()
     finally:
         await asyncio.to_thread(server.stop, 20.0)
+
+
+# A whole run.
+
+
+async def test_the_bundled_file_trains_on_it_with_other_flags_alone(tmp_path: Path):
+    make = runpy.run_path(str(ROOT / "examples" / "gsm8k" / "make_tiny_model.py"))
+    make["make_tiny_model"](None, tmp_path / "model")
+    rows = [{"question": f"{n} + {n} =", "answer": f"#### {n + n}"} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {
+        "--config": ROOT / "examples" / "gsm8k" / "run_sglang.yaml",
+        "--model": tmp_path / "model",
+        "--gateway.ledger": tmp_path / "ledger.sqlite",
+        "--server.backend.python": PYTHON,
+        "--server.backend.args": json.dumps({**ARGS, "--mem-fraction-static": None}),
+        "--server.backend.env": json.dumps(ENV),
+        "--trainer.run-dir": tmp_path / "run",
+        "--trainer.data.path": tmp_path / "rows.jsonl",
+        "--trainer.data.batch-size": 2,
+        "--trainer.rollout.group-size": 2,
+        "--trainer.sampling.max-new-tokens": 8,
+        "--trainer.trainer.total-steps": 3,
+    }
+    command = ["-m", "headway.launch.cli", "run", *map(str, chain(*flags.items()))]
+    started = time.monotonic()
+    run = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=PIPE, stderr=PIPE)
+    output, errors = await run.communicate()
+    assert run.returncode == 0, errors.decode()
+    show(f"a run of three steps took {time.monotonic() - started:.0f} s")
+    summary = json.loads(output.splitlines()[-1])
+    assert (summary["steps"], summary["trajectories"], summary["versions"]) == (3, 12, 3)
+    assert (summary["lost"], summary["duplicated"]) == (0, 0)
