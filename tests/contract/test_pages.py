@@ -51,6 +51,11 @@ def test_every_file_and_link_that_a_page_names_exists(page: Path):
 
 
 @of_every_page
+def test_no_page_installs_headway_from_an_index(page: Path):
+    assert not re.search(r"pip install\W*headway", page.read_text())
+
+
+@of_every_page
 def test_every_heading_that_a_page_links_to_is_there(page: Path):
     for link, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text()):
         if not link.startswith("https://"):

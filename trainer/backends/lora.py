@@ -158,7 +158,7 @@ def add_lora(model: Any, config: LoraConfig, seed: int, trained: tuple[str, ...]
     try:
         import peft  # an extra
     except ImportError as error:
-        raise ConfigError("model.lora needs the package peft; install headway-rl[lora]") from error
+        raise ConfigError("model.lora needs peft; install Headway with the extra 'lora'") from error
     options = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,

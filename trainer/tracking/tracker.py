@@ -95,5 +95,5 @@ def _factory(name: str) -> Callable[[RunDescription], Sink]:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"metrics.sinks names {name}, and the package {error.name} is not installed; "
-            "pip install 'headway-rl[tracking]'"
+            "install Headway with the extra 'tracking'"
         ) from error

@@ -91,7 +91,9 @@ class WorkerGroup:
         try:
             from trainer.workers.ray_actors import RayExecutor  # an extra
         except ImportError as error:
-            raise ConfigError("Ray is not installed; install headway-rl[ray]") from error
+            raise ConfigError(
+                "Ray is not installed; install Headway with the extra 'ray'"
+            ) from error
         executor = RayExecutor(WorkerSpec(worker, args), world_size, **options)
         return WorkerGroup(worker, executor, auto_pad)
 

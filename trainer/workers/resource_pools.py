@@ -138,7 +138,7 @@ def _ray_launcher(workers: WorkerGroupsConfig, stack: ExitStack) -> PoolLauncher
     try:
         from trainer.workers.ray_actors import RayExecutor, join_cluster  # an extra
     except ImportError as error:
-        raise ConfigError("Ray is not installed; install headway-rl[ray]") from error
+        raise ConfigError("Ray is not installed; install Headway with the extra 'ray'") from error
     stack.callback(join_cluster(workers.ray_address))
 
     def start(pool: str, spec: WorkerSpec) -> WorkerExecutor:

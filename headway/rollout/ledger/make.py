@@ -32,6 +32,6 @@ def make_ledger(name: str) -> Ledger:
         if error.name != "redis":
             raise
         raise ConfigError(
-            f"ledger {name!r} needs redis-py: pip install 'headway-rl[redis]'"
+            f"ledger {name!r} needs redis-py; install Headway with the extra 'redis'"
         ) from error
     return RedisLedger(name)

@@ -54,8 +54,8 @@ class Math:
     ) -> None:
         if find_spec("math_verify") is None:
             raise ConfigError(
-                "the reward 'math' needs math-verify, which is not installed here; "
-                "pip install 'headway-rl[rewards]'"
+                "the reward 'math' needs math-verify, which is not installed here; install Headway "
+                "with the extra 'rewards'"
             )
         self._answer_key = answer_key
         self._strict = strict

@@ -91,7 +91,7 @@ async def test_export_of_nothing_is_a_file_without_rows(running, tmp_path):
 
 async def test_a_missing_library_is_named(running, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"pip install 'headway-rl\[export\]'"):
+    with pytest.raises(ConfigError, match=r"the extra 'export'"):
         await running("export", str(tmp_path / "rollouts.parquet"))
     assert list(tmp_path.glob("rollouts*")) == []
 

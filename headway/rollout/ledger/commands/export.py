@@ -103,7 +103,7 @@ class ParquetSheet:
             import pyarrow.parquet
         except ModuleNotFoundError as error:
             raise ConfigError(
-                "Parquet needs pyarrow: pip install 'headway-rl[export]', or name a .jsonl file"
+                "Parquet needs pyarrow; install Headway with the extra 'export', or name a .jsonl file"
             ) from error
         self._table = pyarrow.Table
         self._schema = pyarrow.schema([(name, _type_of(name)) for name in COLUMNS])

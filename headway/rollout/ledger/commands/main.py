@@ -80,7 +80,7 @@ def requeue(ledger: str, rollout_ids: Sequence[str]) -> None:
 def export(ledger: str, file: Path, state: str | None, consumer: str | None) -> None:
     """Write one row per rollout to a file, newest submission first.
 
-    As JSON Lines, or as Parquet if the file is named *.parquet (pip install 'headway-rl[export]').
+    As JSON Lines, or as Parquet if the file is named *.parquet (extra 'export').
     """
     _run(ledger, "export", file, state, consumer)
 
