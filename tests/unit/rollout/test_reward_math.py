@@ -162,7 +162,7 @@ async def test_a_bomb_that_the_alarm_does_not_stop_is_killed():
 
 def test_without_math_verify_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(math_reward, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'headway-rl\[rewards\]'"):
+    with pytest.raises(ConfigError, match=r"the extra 'rewards'"):
         make_reward("math", {})
 
 
