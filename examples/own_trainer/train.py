@@ -60,8 +60,8 @@ def publish(
     committed = servers.update_weights(publisher.announce(version))
     try:
         publisher.publish(version, model.named_parameters())
-    except Exception as error:
-        servers.cancel_update(version, str(error))
+    except BaseException as error:  # Ctrl-C, too: servers would wait for the rest
+        servers.cancel_update(version, repr(error))
         raise
     publisher.collect(committed.result())
 
