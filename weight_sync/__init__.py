@@ -14,6 +14,8 @@ _MODULES = {
     "Base": "weight_sync.manifest",
     "make_adapter": "weight_sync.adapter",
     "make_publisher": "weight_sync.transports.base",
+    "next_version": "weight_sync.publication",
+    "publish_next": "weight_sync.publication",
 }
 
 __all__ = sorted(_MODULES)

@@ -7,4 +7,6 @@ from headway.contracts.config.weight_sync import SharedMemorySync as SharedMemor
 from weight_sync.adapter import make_adapter as make_adapter
 from weight_sync.channel import WeightPublisher as WeightPublisher
 from weight_sync.manifest import Base as Base
+from weight_sync.publication import next_version as next_version
+from weight_sync.publication import publish_next as publish_next
 from weight_sync.transports.base import make_publisher as make_publisher

@@ -81,9 +81,10 @@ class Publication:
         commit.add_done_callback(lambda done: self._stop_uploading(version, done))
         try:
             upload = self._engine.upload_weights(meta)
-        except Exception as error:
-            self._rollouts.cancel_update(version, str(error))
-            _raise_refusal(commit, error)
+        except BaseException as error:  # Ctrl-C, too: servers would wait for the rest
+            self._rollouts.cancel_update(version, str(error) or repr(error))
+            if isinstance(error, Exception):
+                _raise_refusal(commit, error)
             raise
         if upload is not None:
             upload.add_done_callback(lambda done: self._stop_staging(version, done))

@@ -19,7 +19,7 @@ from headway import (
     SamplingConfig,
     TrajectoryBatch,
 )
-from weight_sync import DiskSync, WeightPublisher, make_publisher
+from weight_sync import DiskSync, make_publisher, next_version, publish_next
 
 NAME, GROUPS, GROUP_SIZE, MAX_STALENESS = "own-trainer", 4, 16, 1
 CLIP, LEARNING_RATE, SAVE_EVERY = 0.2, 3e-3, 5
@@ -53,19 +53,6 @@ def loss_of(batch: TrajectoryBatch, model: torch.nn.Module) -> torch.Tensor:
     return -gain[mask[:, 1:]].mean()
 
 
-def publish(
-    version: int, model: torch.nn.Module, publisher: WeightPublisher, servers: RemoteInferenceEngine
-) -> None:
-    """Send the weights to all servers; returns once they sample with them."""
-    committed = servers.update_weights(publisher.announce(version))
-    try:
-        publisher.publish(version, model.named_parameters())
-    except BaseException as error:  # Ctrl-C, too: servers would wait for the rest
-        servers.cancel_update(version, repr(error))
-        raise
-    publisher.collect(committed.result())
-
-
 def train(servers: RemoteInferenceEngine, model_dir: str, run_dir: Path, steps: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -76,11 +63,11 @@ def train(servers: RemoteInferenceEngine, model_dir: str, run_dir: Path, steps: 
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
     publisher = make_publisher(DiskSync(root=str(run_dir / "weights")))
-    version = max(servers.status().head, publisher.latest() or 0) + 1  # a number never used before
+    version = next_version(publisher, servers)
     spec = ConsumerSpec(NAME, GROUPS * GROUP_SIZE, MAX_STALENESS, step=saved, version=version)
     servers.attach(spec)  # what an earlier process had received after its checkpoint comes again
     try:
-        publish(version, model, publisher, servers)
+        version = publish_next(publisher, servers, model.named_parameters())
         batches = 1 + MAX_STALENESS  # the next one is sampled while we train on this one
         for step in range(saved + 1, steps):
             names = [f"{NAME}-{version}-{number}" for number in range(batches * GROUPS)]
@@ -93,8 +80,7 @@ def train(servers: RemoteInferenceEngine, model_dir: str, run_dir: Path, steps: 
             oldest = min(group.oldest_version for group in batch.groups)
             reward = sum(group.mean_reward for group in batch.groups) / GROUPS
             print(f"step {step} reward {reward:.2f} staleness {version - oldest}", flush=True)
-            version += 1
-            publish(version, model, publisher, servers)
+            version = publish_next(publisher, servers, model.named_parameters())
             if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
                 saved = step
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}

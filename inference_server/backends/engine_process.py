@@ -269,9 +269,9 @@ class EngineProcess:
         has_path = "PYTHONPATH" in {**self._command.env, **self._config.env}
         if python == sys.executable and not has_path and find_spec(package) is None:
             raise ConfigError(
-                f"{self._command.name} is not installed in {python} (no module {package}); pip install "
-                f"'headway-rl[{package}]', set backend.python to an interpreter that has it, or "
-                "backend.url to an engine that runs"
+                f"{self._command.name} is not installed in {python} (no module {package}); install it "
+                f"(extra {package}), set backend.python to an interpreter that has it, or backend.url to "
+                "an engine that runs"
             )
         return [python, "-m", self._command.module, *command_flags(args)], port
 
