@@ -66,10 +66,15 @@ def check_finite(tensors: Sequence[tuple[str, torch.Tensor]], origin: str) -> No
     Raises:
         SyncError: a tensor holds such values.
     """
-    if torch.stack([tensor.sum().float() for _, tensor in tensors]).isfinite().all():
+    sums = [
+        # Types of 8 bits have no sum of their own.
+        tensor.sum(dtype=torch.float32 if tensor.element_size() == 1 else None).float()
+        for _, tensor in tensors
+    ]
+    if not sums or torch.stack(sums).isfinite().all():
         return
     for name, tensor in tensors:
-        num_wrong = int((~tensor.isfinite()).sum())
+        num_wrong = int((~tensor.float().isfinite()).sum())
         if num_wrong:
             raise SyncError(
                 f"{origin}: {num_wrong} of {tensor.numel()} values of {name} are NaN or infinite, which "
