@@ -14,8 +14,8 @@ LOCK := requirements/dev.txt
 # Debian packages that the tests use besides Python's.
 DEBIAN_PACKAGES := curl redis-server bubblewrap chromium chromium-driver
 ARGS ?=
-# Test processes; each starts gateways, servers and trainers of its own.
-TEST_WORKERS ?= 2
+# Test processes, one more than cores: each waits for gateways, servers and trainers of its own a third of its time.
+TEST_WORKERS ?= 3
 
 export HF_HUB_OFFLINE := 1
 # PyTorch looks up the name of each address that it connects to: a lost query shall cost a second, not five.

@@ -38,8 +38,16 @@ WANTED = {
 }
 """By the type of pydantic's error."""
 
-_SHORT = Repr()
-_SHORT.maxstring = _SHORT.maxother = MAX_SEEN
+
+class _Short(Repr):
+    """Values, cut where they are long; `Repr` would count the characters of escapes."""
+
+    def repr_str(self, x: str, level: int) -> str:
+        return repr(x if len(x) <= MAX_SEEN else f"{x[:MAX_SEEN]}...")
+
+
+_SHORT = _Short()
+_SHORT.maxother = MAX_SEEN
 
 Problem = Mapping[str, Any]
 """As `ValidationError.errors()` lists them."""

@@ -26,7 +26,7 @@ case "$*" in
 esac
 """
 INDEX = "https://download.pytorch.org/whl"
-UV = "uv pip install --quiet --python python"
+UV = "uv pip install --quiet --index-strategy unsafe-best-match --python python"
 BEFORE = [
     "pip install -qq --no-compile --requirement UV",
     f"{UV} --no-deps --requirement requirements/dev.txt",

@@ -1,7 +1,7 @@
 """What every transport of weights owes: a version, whole or not at all, or an error that says why."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
@@ -433,5 +433,10 @@ def test_a_server_stages_no_value_that_is_not_finite_whoever_published_it(channe
     for publisher in ("weight_sync.publisher", "weight_sync.transports.collective_publisher"):
         monkeypatch.setattr(f"{publisher}.check_finite", lambda *_: None)
     given = {"fine": torch.ones(4), "sick": torch.tensor([1.0, float("inf"), float("nan")])}
+    publisher = channel.publisher()
+    [meta] = channel.seated(publisher.announce(VERSION), 1)
+    staging = channel.start(stage, channel.receiver(), meta, shapes_of(given))
+    with suppress(SyncError):  # the publisher may notice that the server left
+        publisher.publish(VERSION, given.items())
     with pytest.raises(SyncError, match=r": 2 of 3 values of sick are NaN or infinite"):
-        channel.transfer(channel.publisher(), VERSION, given.items(), shapes_of(given))
+        staging.result(LIMIT_S)

@@ -29,5 +29,5 @@ case $which in
         ;;
 esac
 "$PYTHON" .ci/versions.py "$UV" "$python" requirements/dev.txt
-OMP_NUM_THREADS=1 "$python" -m pytest -n "${TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder \
+OMP_NUM_THREADS=1 "$python" -m pytest -n "${TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder \
     -p no:cacheprovider -m "not extended" "${warnings[@]}" "$@"

@@ -52,7 +52,6 @@ class Unreachable:
 def sinks_of_this_file() -> None:
     register_sink("test_full_disk", FullDisk)
     register_sink("test_unreachable", Unreachable)
-    register_sink("test_not_installed", "no_such_package_anywhere.sink:Sink")
 
 
 def test_a_sink_that_fails_is_logged_once_and_counted(tmp_path, caplog):
@@ -77,7 +76,10 @@ def test_a_journal_that_cannot_be_written_ends_the_run():
         tracker.close()
 
 
-def test_a_sink_without_its_package_is_refused_with_what_to_install(tmp_path):
+def test_a_sink_without_its_package_is_refused_with_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "sink_of_a_package.py").write_text("import no_such_package_anywhere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    register_sink("test_not_installed", "sink_of_a_package:Sink")
     with pytest.raises(ConfigError, match=r"no_such_package_anywhere.*the extra 'tracking'"):
         Tracker(MetricsJournal(None), run_description(tmp_path, sinks=("test_not_installed",)))
 
