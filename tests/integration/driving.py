@@ -28,6 +28,12 @@ def until_steps(config: LaunchConfig, count: int) -> None:
     eventually(lambda: len(steps_of(config)) >= count, START_S, f"{count} steps are done")
 
 
+def until_checkpoint(config: LaunchConfig) -> None:
+    """Wait until there is one: it is written while the next step is trained."""
+    folder = Path(config.trainer.run_dir) / "checkpoints"
+    eventually(lambda: any(folder.glob("step-*")), START_S, "there is a checkpoint")
+
+
 def kill(run: LocalRun, name: str) -> None:
     """Kill a process of a run with -9; returns once it is gone."""
     process = run.process(name)

@@ -119,7 +119,7 @@ class Misled(threading.Thread):
         while not self._over.wait(LOOK_S):
             for name in SERVERS:
                 with suppress(httpx.HTTPError):
-                    facts = self._fleet.served(name).model_dump(exclude={"state"})
+                    facts = self._fleet.served(name).model_dump(exclude={"state", "reason"})
                     report = facts | {"server_id": name, "url": self._fleet.url(name)}
                     httpx.post(self._url + SERVERS_PATH, json=report, timeout=5.0)
 

@@ -11,7 +11,7 @@ from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.model import LoraConfig
 from headway.launch.launchers.local import LocalRun
 from headway.runtime.inference_client import RemoteInferenceEngine
-from tests.integration.driving import kill, resume, steps_of, until_steps
+from tests.integration.driving import kill, resume, steps_of, until_checkpoint, until_steps
 from tests.integration.test_transport_runs import check_run, manifests
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
@@ -38,6 +38,7 @@ def test_a_run_publishes_adapters_also_after_its_trainer_was_killed(
     run = start(config)
     run.start_trainer()
     until_steps(config, 3)
+    until_checkpoint(config)  # it knows the base
     kill(run, "trainer")
     resume(run, config)
     check_run(config, connect(run.url), steps=STEPS)
