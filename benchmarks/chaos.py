@@ -53,10 +53,10 @@ from chaos_faults import Faults
 from chaos_world import ETA, History, World
 from measure import report
 
+from gateway.ledger.make import make_ledger
+from gateway.ledger.records import Entry
 from headway.contracts.http.ledger import LedgerCounts
 from headway.contracts.http.status import StatusResponse
-from headway.rollout.ledger.make import make_ledger
-from headway.rollout.ledger.records import Entry
 
 Span = tuple[float, float]
 

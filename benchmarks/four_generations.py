@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
+from gateway.rewards.base import Answer
+from gateway.trajectories.sample import Sample
+from gateway.trajectories.transcript import Transcript
+from gateway.workflows.base import RolloutContext, register_workflow
 from headway.contracts.config.base import Config
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.types import LLMRequest, Trajectory
-from headway.rollout.rewards.base import Answer
-from headway.rollout.trajectories.sample import Sample
-from headway.rollout.trajectories.transcript import Transcript
-from headway.rollout.workflows.base import RolloutContext, register_workflow
 from headway.text.tokenizer import TextTokenizer
 
 GENERATIONS = 4

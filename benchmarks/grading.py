@@ -29,13 +29,13 @@ from pathlib import Path
 import psutil
 from measure import report
 
+from gateway.components.shared_services import NoOutbound, NoSandbox, SharedServices
+from gateway.rewards.base import Answer
+from gateway.rewards.final_answer import plain
+from gateway.rewards.scoring import Scorer
 from headway.contracts.config.base import ComponentConfig
 from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.types import RewardResult
-from headway.rollout.components.shared_services import NoOutbound, NoSandbox, SharedServices
-from headway.rollout.rewards.base import Answer
-from headway.rollout.rewards.final_answer import plain
-from headway.rollout.rewards.scoring import Scorer
 
 BOMBS = (
     r"\boxed{9^{9^{9^{9}}}}",

@@ -21,11 +21,11 @@ from typing import Any
 
 from measure import report
 
+from gateway.components.shared_services import NoOutbound, SharedServices
+from gateway.rewards.base import Answer
+from gateway.rewards.code import CodeReward
+from gateway.sandbox.choice import make_sandbox
 from headway.contracts.config.gateway import SandboxConfig
-from headway.rollout.components.shared_services import NoOutbound, SharedServices
-from headway.rollout.rewards.base import Answer
-from headway.rollout.rewards.code import CodeReward
-from headway.rollout.sandbox.choice import make_sandbox
 
 OWN = [
     {

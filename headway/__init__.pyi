@@ -1,5 +1,26 @@
 # The public names with their types, as `__init__.py` loads them.
 
+from gateway.components.shared_services import Program as Program
+from gateway.components.shared_services import ProgramResult as ProgramResult
+from gateway.components.shared_services import SharedServices as SharedServices
+from gateway.filters.base import Filter as Filter
+from gateway.filters.base import register_filter as register_filter
+from gateway.rewards.base import Answer as Answer
+from gateway.rewards.base import AsyncReward as AsyncReward
+from gateway.rewards.base import make_reward as make_reward
+from gateway.rewards.base import register_reward as register_reward
+from gateway.tools.base import Tool as Tool
+from gateway.tools.base import ToolError as ToolError
+from gateway.tools.base import register_tool as register_tool
+from gateway.trajectories.sample import Sample as Sample
+from gateway.trajectories.transcript import Transcript as Transcript
+from gateway.workflows.base import RolloutContext as RolloutContext
+from gateway.workflows.base import Workflow as Workflow
+from gateway.workflows.base import register_workflow as register_workflow
+from gateway.workflows.conversation import Conversation as Conversation
+from gateway.workflows.single_turn import SingleTurn as SingleTurn
+from gateway.workflows.single_turn import SingleTurnArgs as SingleTurnArgs
+from gateway.workflows.turn_sampler import TurnSampler as TurnSampler
 from headway.contracts.config.base import ComponentConfig as ComponentConfig
 from headway.contracts.config.base import Config as Config
 from headway.contracts.config.base import WorkflowRef as WorkflowRef
@@ -39,27 +60,6 @@ from headway.contracts.types import TrajectoryBatch as TrajectoryBatch
 from headway.contracts.types import TrajectoryGroup as TrajectoryGroup
 from headway.contracts.types import Turn as Turn
 from headway.contracts.types import VersionBounds as VersionBounds
-from headway.rollout.components.shared_services import Program as Program
-from headway.rollout.components.shared_services import ProgramResult as ProgramResult
-from headway.rollout.components.shared_services import SharedServices as SharedServices
-from headway.rollout.filters.base import Filter as Filter
-from headway.rollout.filters.base import register_filter as register_filter
-from headway.rollout.rewards.base import Answer as Answer
-from headway.rollout.rewards.base import AsyncReward as AsyncReward
-from headway.rollout.rewards.base import make_reward as make_reward
-from headway.rollout.rewards.base import register_reward as register_reward
-from headway.rollout.tools.base import Tool as Tool
-from headway.rollout.tools.base import ToolError as ToolError
-from headway.rollout.tools.base import register_tool as register_tool
-from headway.rollout.trajectories.sample import Sample as Sample
-from headway.rollout.trajectories.transcript import Transcript as Transcript
-from headway.rollout.workflows.base import RolloutContext as RolloutContext
-from headway.rollout.workflows.base import Workflow as Workflow
-from headway.rollout.workflows.base import register_workflow as register_workflow
-from headway.rollout.workflows.conversation import Conversation as Conversation
-from headway.rollout.workflows.single_turn import SingleTurn as SingleTurn
-from headway.rollout.workflows.single_turn import SingleTurnArgs as SingleTurnArgs
-from headway.rollout.workflows.turn_sampler import TurnSampler as TurnSampler
 from headway.runtime.inference_client import RemoteInferenceEngine as RemoteInferenceEngine
 from headway.text.tokenizer import TextTokenizer as TextTokenizer
 

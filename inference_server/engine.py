@@ -9,6 +9,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Self
 
+from gateway.ledger.sqlite import SqliteLedger
+from gateway.publishing.orders import is_group
+from gateway.service.in_process import InProcessEngine
+from gateway.service.service import RolloutService
 from headway.contracts.config.server import ServerConfig, UpdatePolicy
 from headway.contracts.errors import Conflict, ServiceError, StaleVersion, VersionMoved
 from headway.contracts.http.servers import ServerReport, ServerState, ServerStatus
@@ -19,10 +23,6 @@ from headway.contracts.http.weights import (
     WeightPrepareRequest,
 )
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
-from headway.rollout.ledger.sqlite import SqliteLedger
-from headway.rollout.publishing.orders import is_group
-from headway.rollout.service.in_process import InProcessEngine
-from headway.rollout.service.service import RolloutService
 from headway.runtime.logging import note_request
 from headway.runtime.modules import import_modules
 from headway.text.tokenizer import TextTokenizer

@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
+from gateway.service.app import create_app
+from gateway.service.service import RolloutService
 from headway.contracts.config.server import ServerConfig
 from headway.contracts.errors import ConfigError
-from headway.rollout.service.app import create_app
-from headway.rollout.service.service import RolloutService
 from headway.runtime.access import Access
 from headway.runtime.allowed_hosts import AllowedHosts
 from headway.runtime.config import load_config

@@ -40,10 +40,10 @@ def what_a_file_registers_goes_with_it() -> Iterator[None]:
 
 
 def _registries() -> list[Registry]:
-    from headway.rollout.filters.base import FILTERS
-    from headway.rollout.rewards.base import REWARDS
-    from headway.rollout.tools.base import TOOLS
-    from headway.rollout.workflows.base import WORKFLOWS
+    from gateway.filters.base import FILTERS
+    from gateway.rewards.base import REWARDS
+    from gateway.tools.base import TOOLS
+    from gateway.workflows.base import WORKFLOWS
     from trainer.tracking.base import SINKS
 
     registries: list[Registry] = [FILTERS, REWARDS, SINKS, TOOLS, WORKFLOWS]

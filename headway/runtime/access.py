@@ -4,7 +4,7 @@
 what is not in the table asks for `admin`. Tokens are kept as keyed digests, and a given one is compared
 with all of them, so that the time it takes reveals nothing.
 
-Not covered: sessions, which have keys of their own (`headway.rollout.sessions.access`).
+Not covered: sessions, which have keys of their own (`gateway.sessions.access`).
 """
 
 from __future__ import annotations

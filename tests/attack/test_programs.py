@@ -8,16 +8,16 @@ import textwrap
 
 import pytest
 
+from gateway.components.shared_services import ProgramResult
+from gateway.rewards.base import Answer
+from gateway.rewards.code import CodeReward
+from gateway.rewards.scoring import Scorer
+from gateway.sandbox.pool import SandboxPool
 from headway.contracts.config.base import ComponentConfig
 from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.types import RewardResult
-from headway.rollout.components.shared_services import ProgramResult
-from headway.rollout.rewards.base import Answer
-from headway.rollout.rewards.code import CodeReward
-from headway.rollout.rewards.scoring import Scorer
-from headway.rollout.sandbox.pool import SandboxPool
 from headway.runtime.fair_pool import CALLER
-from tests.unit.rollout.sandboxes import BACKENDS, facilities_of, open_pool, run
+from tests.unit.gateway.sandboxes import BACKENDS, facilities_of, open_pool, run
 
 pytestmark = pytest.mark.extended
 
@@ -365,7 +365,7 @@ CHEATS = {
         """,
     "rewires the player": """
         import sys
-        player = sys.modules["headway.rollout.sandbox.inside.execute"]
+        player = sys.modules["gateway.sandbox.inside.execute"]
         player.encode = player._evaluate = lambda *_: {"value": True}
         """,
     "takes the frames of its callers": """

@@ -35,7 +35,7 @@ from headway.contracts.http import paths
 from headway.launch.launchers.local import GRACE_S
 from tests.contract.page_services import SHARED, PageServices
 from tests.contract.pages import ROOT, Example
-from tests.unit.rollout.games import byte_tokenizer
+from tests.unit.gateway.games import byte_tokenizer
 from tests.waiting import eventually
 
 PORT = re.compile(r"\b(8[0-9]{3}|9[0-9]{3}|6379)\b")

@@ -14,12 +14,12 @@ import torch
 import yaml
 from pydantic import BaseModel
 
+from gateway.ledger.make import make_ledger
+from gateway.ledger.redis import RedisLedger
 from headway.contracts.config.experiment import GRPOExperiment
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.server import ServerConfig
 from headway.launch.cli import COMMANDS
-from headway.rollout.ledger.make import make_ledger
-from headway.rollout.ledger.redis import RedisLedger
 from headway.runtime.config import load_config
 from headway.runtime.gpus import TORCH_BUILDS
 from headway.runtime.listener import check_exposure

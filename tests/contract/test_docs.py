@@ -21,6 +21,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from gateway.app.main import make_gateway
+from gateway.ledger.transitions import NEXT_STATE
 from headway.contracts.config.experiment import (
     DPOExperiment,
     GRPOExperiment,
@@ -39,8 +41,6 @@ from headway.contracts.http.ledger import LedgerCounts
 from headway.contracts.http.paths import METRICS
 from headway.contracts.http.servers import ServerStatus
 from headway.contracts.http.status import StatusResponse
-from headway.rollout.gateway.main import make_gateway
-from headway.rollout.ledger.transitions import NEXT_STATE
 from headway.runtime.config import load_config
 from headway.runtime.metrics import render_metrics
 from headway.runtime.model_settings import describe
@@ -216,7 +216,7 @@ from headway.contracts.config.ppo_hybrid import PPOHybridExperiment
 from headway.contracts.config.server import FakeBackendConfig, ServerConfig
 from headway.contracts.config.base import WorkflowRef
 from headway.contracts.types import Prompt, RolloutRequest
-from headway.rollout.tools.base import make_tool
+from gateway.tools.base import make_tool
 from inference_server.engine import LocalInferenceEngine
 
 if __name__ == "__main__":

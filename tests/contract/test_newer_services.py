@@ -15,6 +15,7 @@ import pytest
 import torch
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.app.main import make_gateway
 from headway.contracts.codec import MEDIA_TYPE
 from headway.contracts.config.gateway import GatewayConfig, ServiceConfig
 from headway.contracts.config.sampling import SamplingConfig
@@ -26,7 +27,6 @@ from headway.contracts.http.rollouts import SubmitRequest
 from headway.contracts.http.weights import WeightReservation
 from headway.contracts.types import ConsumerSpec, LLMRequest
 from headway.launch.quickstart import task
-from headway.rollout.gateway.main import make_gateway
 from headway.runtime.inference_client import RemoteInferenceEngine
 from inference_server.engine import make_generator
 from inference_server.main import make_app

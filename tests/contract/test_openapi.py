@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from fastapi import FastAPI
 
+from gateway.app.main import make_gateway
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.server import FakeBackendConfig, ServerConfig
 from headway.contracts.http import paths
-from headway.rollout.gateway.main import make_gateway
 from inference_server.engine import make_generator
 from inference_server.main import make_app
 

@@ -30,9 +30,9 @@ from tests.contract.pages import (
     prose_of,
 )
 
-ROOMS = "headway|weight_sync|inference_server|trainer|docker|docs|examples|tests|benchmarks"
+ROOMS = "headway|gateway|weight_sync|inference_server|trainer|docker|docs|examples|tests|benchmarks"
 ROUTE = re.compile(r"`(?:(GET|POST|PUT|DELETE) )?(/v1/[\w/{}-]*)`")
-CODE = ("headway", "weight_sync", "inference_server", "trainer")
+CODE = ("headway", "gateway", "weight_sync", "inference_server", "trainer")
 FILES = {"json", "jsonl", "md", "py", "yaml"}
 of_every_page = pytest.mark.parametrize("page", [*PAGES, CHANGELOG], ids=name_of)
 

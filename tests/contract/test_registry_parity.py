@@ -7,6 +7,8 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
+from gateway.rewards.base import REWARDS
+from gateway.workflows.base import WORKFLOWS
 from headway.contracts.config import (
     advantages,
     base,
@@ -24,8 +26,6 @@ from headway.contracts.config.rollout import RolloutConfig
 from headway.contracts.config.trainer import TrainerConfig
 from headway.contracts.registry import Registry
 from headway.contracts.types import RolloutRequest
-from headway.rollout.rewards.base import REWARDS
-from headway.rollout.workflows.base import WORKFLOWS
 from inference_server.backends.base import BACKENDS as GENERATION_BACKENDS
 from trainer.algorithms.advantage_registry import ADVANTAGE_ESTIMATORS
 from trainer.algorithms.policy_loss_registry import POLICY_LOSSES
@@ -34,7 +34,7 @@ from trainer.experiments.base import EXPERIMENTS
 from weight_sync.transports.base import SCHEMES, TRANSPORTS, scheme_of
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("headway", "weight_sync", "inference_server", "trainer")
+PACKAGES = ("headway", "gateway", "weight_sync", "inference_server", "trainer")
 UNION_REGISTRIES: dict[type[Config], Registry | None] = {
     server.EmbeddedTorchConfig: GENERATION_BACKENDS,
     server.SGLangConfig: GENERATION_BACKENDS,
@@ -211,8 +211,8 @@ def test_an_experiment_is_configured_by_its_own_type(name):
 def test_the_search_finds_the_registries():
     found = {param.values for param in registries()}
     assert {
-        ("headway.rollout.rewards.base", "REWARDS"),
-        ("headway.rollout.workflows.base", "WORKFLOWS"),
+        ("gateway.rewards.base", "REWARDS"),
+        ("gateway.workflows.base", "WORKFLOWS"),
         ("inference_server.backends.base", "BACKENDS"),
         ("trainer.backends.base", "BACKENDS"),
         ("trainer.experiments.base", "EXPERIMENTS"),

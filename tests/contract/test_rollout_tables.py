@@ -13,6 +13,12 @@ from typing import Any, get_args
 import pytest
 import yaml
 
+from gateway.components.arguments import args_model
+from gateway.filters.base import FILTERS, filter_schema
+from gateway.ledger.transitions import STATES
+from gateway.rewards.base import REWARDS, reward_schema
+from gateway.tools.base import TOOLS
+from gateway.workflows.base import WORKFLOWS, get_workflow
 from headway.contracts.config.gateway import SandboxConfig
 from headway.contracts.http import paths
 from headway.contracts.registry import Registry
@@ -24,12 +30,6 @@ from headway.contracts.types import (
     Turn,
     Verdict,
 )
-from headway.rollout.components.arguments import args_model
-from headway.rollout.filters.base import FILTERS, filter_schema
-from headway.rollout.ledger.transitions import STATES
-from headway.rollout.rewards.base import REWARDS, reward_schema
-from headway.rollout.tools.base import TOOLS
-from headway.rollout.workflows.base import WORKFLOWS, get_workflow
 from tests.contract.pages import PAGES, Table, examples_of, table_of, tables
 
 NO_DEFAULT = "\u2013"

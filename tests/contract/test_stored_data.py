@@ -20,6 +20,12 @@ import torch
 from redis.asyncio import Redis
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from gateway.consumers.consumers import Consumers
+from gateway.ledger.base import Ledger
+from gateway.ledger.make import make_ledger
+from gateway.sessions.session_directory import SessionDirectory
+from gateway.versions.publication_lock import PublicationLock
+from gateway.versions.publication_state import PublicationState
 from headway.contracts.codec import decode_groups
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.recovery import RecoveryConfig
@@ -27,15 +33,9 @@ from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import ConfigError
 from headway.contracts.http.weights import WeightRecord
 from headway.contracts.types import WeightUpdateMeta
-from headway.rollout.consumers.consumers import Consumers
-from headway.rollout.ledger.base import Ledger
-from headway.rollout.ledger.make import make_ledger
-from headway.rollout.sessions.session_directory import SessionDirectory
-from headway.rollout.versions.publication_lock import PublicationLock
-from headway.rollout.versions.publication_state import PublicationState
 from headway.runtime.config import load_config
 from tests.numeric.engines import open_engine, parameters_of
-from tests.unit.rollout.ledger_suite import Play, RedisServer
+from tests.unit.gateway.ledger_suite import Play, RedisServer
 from trainer.checkpoint import CheckpointContents, Checkpoints, RunState
 from trainer.topology import Topology
 from weight_sync.deadline import Deadline

@@ -17,7 +17,7 @@ import headway
 import weight_sync
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("headway", "weight_sync", "inference_server", "trainer")
+PACKAGES = ("headway", "gateway", "weight_sync", "inference_server", "trainer")
 NAMES = sorted({*headway.__all__, *weight_sync.__all__} - {"__version__"})
 PAGE = (ROOT / "docs" / "python.md").read_text()
 PARTS = (ROOT / "docs" / "extending.md").read_text()

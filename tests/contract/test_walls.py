@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("headway", "weight_sync", "inference_server", "trainer")
+PACKAGES = ("headway", "gateway", "weight_sync", "inference_server", "trainer")
 HEAVY = ("torch", "transformers", "sglang", "vllm", "ray", "megatron")
 
 
@@ -28,7 +28,7 @@ LIGHT = [
     *modules_below("headway/runtime"),
     *modules_below("headway/text"),
     *modules_below("headway/dialects"),
-    *modules_below("headway/rollout"),
+    *modules_below("gateway"),
     "headway.launch.cli",
 ]
 
@@ -64,7 +64,7 @@ def test_the_light_rooms_never_load_torch():
 
 @pytest.mark.parametrize(
     "module",
-    ["headway.rollout.gateway.main", "headway.launch.cli", "headway.runtime.inference_client"],
+    ["gateway.app.main", "headway.launch.cli", "headway.runtime.inference_client"],
 )
 def test_each_light_process_starts_without_torch(module):
     done = subprocess.run(
@@ -95,7 +95,7 @@ UNTIED = (
     "headway.contracts",
     "headway.dialects",
     "headway.launch",
-    "headway.rollout",
+    "gateway",
     "headway.runtime",
     "headway.text",
     "inference_server",

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from gateway.components.shared_services import NoSandbox, SharedServices
+from gateway.rewards.base import make_reward
+from gateway.trajectories.sample import Sample
+from gateway.workflows.base import WORKFLOWS, RolloutContext, make_workflow
 from headway.contracts.config.base import WorkflowRef
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.http.rollouts import SubmitRequest, WaitRequest
 from headway.contracts.types import RewardResult, RolloutRequest
-from headway.rollout.components.shared_services import NoSandbox, SharedServices
-from headway.rollout.rewards.base import make_reward
-from headway.rollout.trajectories.sample import Sample
-from headway.rollout.workflows.base import WORKFLOWS, RolloutContext, make_workflow
 from headway.runtime.config import load_config
 from headway.runtime.outbound import HttpOutbound
-from tests.unit.rollout.app_server import served
-from tests.unit.rollout.games import (
+from tests.unit.gateway.app_server import served
+from tests.unit.gateway.games import (
     NOTHING,
     Judge,
     ScriptedPolicy,

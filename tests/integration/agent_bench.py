@@ -16,25 +16,25 @@ from anthropic import AsyncAnthropic
 from anthropic import DefaultAsyncHttpxClient as AnthropicHttpxClient
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from headway.contracts.codec import decode_groups
-from headway.contracts.config.gateway import ExecutorConfig, SessionsConfig
-from headway.contracts.http.rollouts import WaitRequest
-from headway.contracts.types import LLMRequest, LLMResponse, Trajectory
-from headway.rollout.components.shared_services import (
+from gateway.components.shared_services import (
     NoOutbound,
     NoSandbox,
     Outbound,
     SharedServices,
 )
-from headway.rollout.ledger.sqlite import SqliteLedger
-from headway.rollout.service.app import create_app
-from headway.rollout.service.options import ServiceOptions
-from headway.rollout.service.service import RolloutService
-from headway.rollout.sessions.routes import session_routes
-from headway.rollout.sessions.sessions import Sessions
+from gateway.ledger.sqlite import SqliteLedger
+from gateway.service.app import create_app
+from gateway.service.options import ServiceOptions
+from gateway.service.service import RolloutService
+from gateway.sessions.routes import session_routes
+from gateway.sessions.sessions import Sessions
+from headway.contracts.codec import decode_groups
+from headway.contracts.config.gateway import ExecutorConfig, SessionsConfig
+from headway.contracts.http.rollouts import WaitRequest
+from headway.contracts.types import LLMRequest, LLMResponse, Trajectory
 from headway.text.tokenizer import TextTokenizer
-from tests.unit.rollout.games import byte_tokenizer, ids_of, logprob_of
-from tests.unit.rollout.generators import ScriptedGenerator
+from tests.unit.gateway.games import byte_tokenizer, ids_of, logprob_of
+from tests.unit.gateway.generators import ScriptedGenerator
 from tests.waiting import until
 
 DEADLINE_S = 20.0

@@ -6,10 +6,10 @@ import os
 import time
 from pathlib import Path
 
+from gateway.components.shared_services import SharedServices
+from gateway.rewards.base import Answer, register_reward
 from headway.contracts.errors import RewardOutage
 from headway.contracts.types import RewardResult
-from headway.rollout.components.shared_services import SharedServices
-from headway.rollout.rewards.base import Answer, register_reward
 
 
 def raises(answer: Answer) -> float:

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from tests.integration.agent_bench import Bench, Place, open_bench
-from tests.unit.rollout.games import ids_of, logprob_of
+from tests.unit.gateway.games import ids_of, logprob_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -456,7 +456,7 @@ async def test_a_client_that_goes_away_aborts_its_generation(bench: Bench, is_st
 async def test_a_stream_that_waits_says_so_and_tells_late_failures(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headway.rollout.sessions.answers.WAIT_S", 0.02)
+    monkeypatch.setattr("gateway.sessions.answers.WAIT_S", 0.02)
     place = await bench.open()
     await chat(place)
     bench.policy.gate = asyncio.Event()

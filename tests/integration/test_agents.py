@@ -18,7 +18,7 @@ from headway.contracts.errors import BackendError
 from headway.contracts.types import Trajectory
 from headway.runtime.outages import Outages
 from tests.integration.agent_bench import Bench, Place, open_bench
-from tests.unit.rollout.games import check_row, said
+from tests.unit.gateway.games import check_row, said
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.rollout.ledger_suite import RedisServer
+from tests.unit.gateway.ledger_suite import RedisServer
 
 REPOSITORY = Path(__file__).parents[2]
 LIMIT_S = 400.0

@@ -19,6 +19,7 @@ from typing import Literal
 
 import pytest
 
+from gateway.execution.resume import generate_whole
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.weight_sync import (
@@ -32,7 +33,6 @@ from headway.contracts.errors import ServiceError
 from headway.contracts.http.servers import ServerStatus
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
 from headway.launch.launchers.local import LocalRun
-from headway.rollout.execution.resume import generate_whole
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.builders import generation, rollout
 from tests.integration.conftest import run_config, with_weight_sync

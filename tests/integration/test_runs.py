@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
+from gateway.ledger.lock import sole_gateway
 from headway.contracts.config.launch import LaunchConfig, shared_root
 from headway.contracts.errors import ServiceError
 from headway.launch.launchers.local import LocalRun
-from headway.rollout.ledger.lock import sole_gateway
 from headway.runtime.config import dump_yaml, load_config, validate_config
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.driving import finish, kill, resume, steps_of, until_steps

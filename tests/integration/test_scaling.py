@@ -18,19 +18,19 @@ from typing import Any
 
 import pytest
 
+from gateway.execution.resume import generate_whole
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.server import ServerConfig
 from headway.contracts.http.servers import ServerStatus
 from headway.contracts.types import RolloutRequest
 from headway.launch.cli import main as headway
 from headway.launch.launchers.preload import child_environment
-from headway.rollout.execution.resume import generate_whole
 from headway.runtime.config import dump_yaml, validate_config
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.process import Process, ProcessSpec
 from tests.integration.builders import generation, rollout
 from tests.processes import start_process
-from tests.unit.rollout.ledger_suite import RedisServer
+from tests.unit.gateway.ledger_suite import RedisServer
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(180)]

@@ -17,10 +17,10 @@ from schemathesis.checks import (
     status_code_conformance,
 )
 
+from gateway.app.main import make_gateway
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.server import FakeBackendConfig, ServerConfig
 from headway.contracts.http import paths
-from headway.rollout.gateway.main import make_gateway
 from headway.runtime.secret import authorization
 from inference_server.engine import make_generator
 from inference_server.main import make_app

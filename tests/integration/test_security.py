@@ -382,7 +382,7 @@ NAMES = [
     "subprocess.Popen",
     "os.system",
     "builtins:eval",
-    "headway.rollout.gateway.main:main",
+    "gateway.app.main:main",
     "single_turn.__class__",
     "\u0455ingle_turn",
     "single_turn\n",

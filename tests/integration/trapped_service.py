@@ -16,8 +16,8 @@ from tests.integration.traps import Traps
 
 
 def gateway(traps: Traps, argv: list[str]) -> None:
-    from headway.rollout.gateway.main import main
-    from headway.rollout.versions.publication_state import PublicationState
+    from gateway.app.main import main
+    from gateway.versions.publication_state import PublicationState
 
     PublicationState.commit = traps.around_async(PublicationState.commit, "prepared", "recorded")
     main(argv)

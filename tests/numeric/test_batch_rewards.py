@@ -15,7 +15,7 @@ from tests.numeric.engines import LENGTHS, open_engine, random_batch
 from tests.numeric.models import EOS, SPREAD, VOCAB_SIZE
 from tests.numeric.policies import batch_of, experiment, open_models
 from tests.numeric.ranks import run_ranks
-from tests.unit.rollout.rollout_builders import make_trajectory
+from tests.unit.gateway.rollout_builders import make_trajectory
 from trainer.api import MicroBatchSpec
 from trainer.batching.sequences import SequenceBatch, batch_of_trajectories, shift_left
 from trainer.interfaces.answers import AnswerTextRule, prompts_and_answers, spread_scores

@@ -16,7 +16,7 @@ echo "$torch" > "$WORK/torch.txt"
 # Build the wheel from what the distribution is made of, and from nothing else.
 build_wheel() {
     mkdir "$WORK/source"
-    (cd "$root" && cp -r pyproject.toml README.md LICENSE headway weight_sync inference_server trainer "$WORK/source")
+    (cd "$root" && cp -r pyproject.toml README.md LICENSE headway gateway weight_sync inference_server trainer "$WORK/source")
     "$UV" build --quiet --wheel --build-constraint "$lock" --out-dir "$WORK/dist" "$WORK/source"
     wheel=$(echo "$WORK"/dist/*.whl)
 }

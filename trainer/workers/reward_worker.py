@@ -36,7 +36,7 @@ class RuleScorer(Protocol):
 
 
 RULE_SCORERS: Registry[Callable[..., RuleScorer]] = Registry(
-    "rule scorer", {"local": "headway.rollout.rewards.local_scorer:LocalScorer"}
+    "rule scorer", {"local": "gateway.rewards.local_scorer:LocalScorer"}
 )
 """Factories called with (reward, tokenizer directory, score of failures): known by their protocol."""
 

@@ -20,7 +20,7 @@ PRELOADED = (
     "transformers.generation.utils",
     "torch.distributed.checkpoint.state_dict",
     "uvloop",
-    "headway.rollout.gateway.main",
+    "gateway.app.main",
 )
 """Modules that the processes of a run import, by name: the launcher itself imports none of them."""
 

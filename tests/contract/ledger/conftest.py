@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from headway.rollout.ledger.base import Ledger
-from headway.rollout.ledger.make import make_ledger
-from tests.unit.rollout.ledger_suite import STORES, Play, RedisServer
+from gateway.ledger.base import Ledger
+from gateway.ledger.make import make_ledger
+from tests.unit.gateway.ledger_suite import STORES, Play, RedisServer
 
 OpenLedger = Callable[..., Awaitable[Ledger]]
 

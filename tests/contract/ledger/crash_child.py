@@ -4,8 +4,8 @@ import asyncio
 import itertools
 import sys
 
-from headway.rollout.ledger.make import make_ledger
-from tests.unit.rollout.ledger_suite import Play, ids
+from gateway.ledger.make import make_ledger
+from tests.unit.gateway.ledger_suite import Play, ids
 
 
 def acknowledge(event: str, rollout_id: str) -> None:

@@ -9,7 +9,7 @@ from pyarrow import parquet
 
 from headway.contracts.errors import ConfigError, Conflict, NotFound
 from headway.launch.cli import main
-from tests.unit.rollout.ledger_suite import SEVERAL_PROCESSES
+from tests.unit.gateway.ledger_suite import SEVERAL_PROCESSES
 
 pytestmark = pytest.mark.parametrize("store", SEVERAL_PROCESSES, indirect=True)
 

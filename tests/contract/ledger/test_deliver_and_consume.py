@@ -1,11 +1,11 @@
 import pytest
 
+from gateway.ledger.records import Delivery
 from headway.contracts.codec import decode_groups
 from headway.contracts.errors import Conflict, NotFound, RolloutsFailed
 from headway.contracts.types import TrajectoryGroup
-from headway.rollout.ledger.records import Delivery
-from tests.unit.rollout.ledger_suite import ids
-from tests.unit.rollout.rollout_builders import make_trajectory
+from tests.unit.gateway.ledger_suite import ids
+from tests.unit.gateway.rollout_builders import make_trajectory
 
 
 async def test_a_batch_is_delivered_whole_and_oldest_first(play):

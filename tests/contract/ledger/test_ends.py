@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from headway.contracts.errors import Fenced, NotFound, RolloutsFailed
-from tests.unit.rollout.ledger_suite import ALL, SEVERAL_PROCESSES, Play, admit, ids
-from tests.unit.rollout.rollout_builders import make_group, make_request
+from tests.unit.gateway.ledger_suite import ALL, SEVERAL_PROCESSES, Play, admit, ids
+from tests.unit.gateway.rollout_builders import make_group, make_request
 
 on_shared_stores = pytest.mark.parametrize("store", SEVERAL_PROCESSES, indirect=True)
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from gateway.ledger.base import Ledger
+from gateway.ledger.make import make_ledger
+from gateway.ledger.records import Capacity, Lease
 from headway.contracts.errors import Conflict, Fenced, NotFound
-from headway.rollout.ledger.base import Ledger
-from headway.rollout.ledger.make import make_ledger
-from headway.rollout.ledger.records import Capacity, Lease
-from tests.unit.rollout.ledger_suite import ALL, SEVERAL_PROCESSES, Play, ids
-from tests.unit.rollout.rollout_builders import make_group, make_request
+from tests.unit.gateway.ledger_suite import ALL, SEVERAL_PROCESSES, Play, ids
+from tests.unit.gateway.rollout_builders import make_group, make_request
 
 NAMES = [f"r{number}" for number in range(40)]
 CONSUMERS = ["me", "you", "he"]

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from gateway.ledger.make import make_ledger
+from gateway.ledger.on_redis import calls
+from gateway.ledger.on_redis.address import parse_address
+from gateway.ledger.redis import RedisLedger
 from headway.contracts.errors import ConfigError, QueueFull, StateError
-from headway.rollout.ledger.make import make_ledger
-from headway.rollout.ledger.on_redis import calls
-from headway.rollout.ledger.on_redis.address import parse_address
-from headway.rollout.ledger.redis import RedisLedger
-from tests.unit.rollout.ledger_suite import ALL, Play, RedisServer, admit
-from tests.unit.rollout.rollout_builders import make_group, make_request
+from tests.unit.gateway.ledger_suite import ALL, Play, RedisServer, admit
+from tests.unit.gateway.rollout_builders import make_group, make_request
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from gateway.ledger.make import make_ledger
+from gateway.ledger.sqlite import SqliteLedger
 from headway.contracts.errors import Conflict, StateError
-from headway.rollout.ledger.make import make_ledger
-from headway.rollout.ledger.sqlite import SqliteLedger
-from tests.unit.rollout.ledger_suite import SEVERAL_PROCESSES, Play, admit
+from tests.unit.gateway.ledger_suite import SEVERAL_PROCESSES, Play, admit
 
 on_durable_stores = pytest.mark.parametrize("store", SEVERAL_PROCESSES, indirect=True)
 on_sqlite = pytest.mark.parametrize("store", ["sqlite-file"], indirect=True)

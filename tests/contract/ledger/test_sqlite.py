@@ -7,11 +7,11 @@ from contextlib import closing
 
 import pytest
 
+from gateway.ledger.sqlite import SqliteLedger
 from headway.contracts.codec import encode_groups
 from headway.contracts.errors import ConfigError, Conflict, StateError
-from headway.rollout.ledger.sqlite import SqliteLedger
-from tests.unit.rollout.ledger_suite import ALL, Play, admit
-from tests.unit.rollout.rollout_builders import make_group, make_request
+from tests.unit.gateway.ledger_suite import ALL, Play, admit
+from tests.unit.gateway.rollout_builders import make_group, make_request
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from headway.rollout.ledger.records import Capacity
-from headway.rollout.ledger.sqlite import SqliteLedger
-from tests.unit.rollout.rollout_builders import make_request
+from gateway.ledger.records import Capacity
+from gateway.ledger.sqlite import SqliteLedger
+from tests.unit.gateway.rollout_builders import make_request
 
 
 async def test_calls_that_are_committed_together_see_one_another():

@@ -2,8 +2,8 @@ import pytest
 
 from headway.contracts.errors import Conflict, Fenced, QueueFull
 from headway.contracts.types import VersionBounds
-from tests.unit.rollout.ledger_suite import ALL, admit
-from tests.unit.rollout.rollout_builders import make_group, make_request
+from tests.unit.gateway.ledger_suite import ALL, admit
+from tests.unit.gateway.rollout_builders import make_group, make_request
 
 
 async def test_submit_is_idempotent(ledger, play):

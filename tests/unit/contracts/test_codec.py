@@ -13,7 +13,7 @@ from headway.contracts.codec import decode_groups, encode_groups, join_payloads
 from headway.contracts.errors import DataError
 from headway.contracts.sampling_mask import SamplingMask
 from headway.contracts.types import Trajectory, TrajectoryGroup, Turn
-from tests.unit.rollout.rollout_builders import make_group, make_trajectory
+from tests.unit.gateway.rollout_builders import make_group, make_trajectory
 
 COLUMNS = ("input_ids", "loss_mask", "logprobs", "versions")
 FIELDS = ("rollout_id", "group_id", "sample_index", "stop_reason")

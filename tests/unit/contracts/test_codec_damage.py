@@ -11,7 +11,7 @@ from safetensors.numpy import load, save
 
 from headway.contracts.codec import SCHEMA_VERSION, decode_groups, encode_groups
 from headway.contracts.errors import DataError
-from tests.unit.rollout.rollout_builders import make_group
+from tests.unit.gateway.rollout_builders import make_group
 
 PAYLOAD = encode_groups([make_group("r0", 2), make_group("r1", 1, version=3)])
 HEADER_BYTES = 8 + int.from_bytes(PAYLOAD[:8], "little")

@@ -19,7 +19,7 @@ from headway.contracts.types import (
     TrajectoryBatch,
     TrajectoryGroup,
 )
-from tests.unit.rollout.rollout_builders import make_group, make_request, make_trajectory
+from tests.unit.gateway.rollout_builders import make_group, make_request, make_trajectory
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from pathlib import Path
 import click
 import pytest
 
+from gateway.ledger.commands.main import STATES
 from headway.contracts.http.rollouts import RolloutState
 from headway.launch.cli import COMMANDS, entry, main, root
 from headway.launch.completion import SHELLS
-from headway.rollout.ledger.commands.main import STATES
 from headway.runtime.command import run_command
 from headway.runtime.command_line import Group
 from headway.runtime.settings import names_of_kinds, required, settings_of

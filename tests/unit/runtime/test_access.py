@@ -10,11 +10,11 @@ from fastapi import APIRouter
 from fastapi.testclient import TestClient
 from starlette.routing import BaseRoute, Mount
 
+from gateway.app.main import make_gateway
 from headway.contracts.config.gateway import INCLUDED, ROLES, GatewayConfig, ServiceConfig
 from headway.contracts.config.server import FakeBackendConfig, ServerConfig
 from headway.contracts.errors import ConfigError, Forbidden, Unauthorized
 from headway.contracts.http import paths
-from headway.rollout.gateway.main import make_gateway
 from headway.runtime.access import NOBODY, Access, Token
 from headway.runtime.http_service import create_service
 from headway.runtime.json_route import JsonRoute

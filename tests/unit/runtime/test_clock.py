@@ -6,13 +6,13 @@ import asyncio
 import time
 from pathlib import Path
 
-import headway.rollout
+import gateway
+from gateway.fleet.members import Members
+from gateway.fleet.response_validator import ResponseValidator
+from gateway.ledger.sqlite import SqliteLedger
+from gateway.versions.publication_state import PublicationState
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.http.servers import ServerReport
-from headway.rollout.fleet.members import Members
-from headway.rollout.fleet.response_validator import ResponseValidator
-from headway.rollout.ledger.sqlite import SqliteLedger
-from headway.rollout.versions.publication_state import PublicationState
 from headway.runtime.clock import monotonic
 from tests.virtual_time import run_virtual
 
@@ -36,7 +36,7 @@ def test_outside_of_a_loop_it_is_the_clock_of_the_process():
 
 def test_nothing_of_the_controller_takes_the_time_elsewhere():
     """It would mix two clocks: a simulator's loop has a time of its own."""
-    root = Path(headway.rollout.__file__).parent
+    root = Path(gateway.__file__).parent
     for package in CONTROLLER:
         for path in (root / package).rglob("*.py"):
             assert "time.monotonic" not in path.read_text(), path

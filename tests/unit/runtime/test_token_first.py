@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from gateway.app.main import make_gateway
+from gateway.sessions.sessions import Sessions
 from headway.contracts.config.gateway import GatewayConfig, SessionsConfig
 from headway.contracts.config.server import FakeBackendConfig, ServerConfig
 from headway.contracts.http import paths
-from headway.rollout.gateway.main import make_gateway
-from headway.rollout.sessions.sessions import Sessions
 from headway.runtime.access import Access
 from inference_server.engine import make_generator
 from inference_server.main import make_app

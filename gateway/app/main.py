@@ -1,0 +1,73 @@
+"""The gateway: one URL for rollouts, in front of a fleet of generation servers. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from gateway.app.opening import open_gateway
+from gateway.app.routes import fleet_routes, fleet_view
+from gateway.dashboard.history import ServiceHistory
+from gateway.dashboard.routes import dashboard_routes
+from gateway.ledger.on_redis.address import parse_address
+from gateway.service.app import create_app
+from gateway.service.service import RolloutService
+from gateway.sessions.routes import session_routes
+from headway.contracts.config.gateway import GatewayConfig
+from headway.contracts.http import paths
+from headway.runtime.access import Access
+from headway.runtime.allowed_hosts import AllowedHosts
+from headway.runtime.config import load_config
+from headway.runtime.listener import serve
+from headway.runtime.logging import configure_logging
+from headway.runtime.secret import read_token
+from headway.text.tokenizer import TextTokenizer
+
+
+def make_gateway(
+    config: GatewayConfig, fleet_token: str | None = None, access: Access | None = None
+) -> FastAPI:
+    """The app of a gateway.
+
+    Args:
+        fleet_token: what the servers ask for.
+        access: who may call what; None asks for no token.
+    """
+    metrics, history = CollectorRegistry(), ServiceHistory()
+
+    def open_service() -> AbstractAsyncContextManager[RolloutService]:
+        return open_gateway(
+            config, fleet_token, metrics, lambda: getattr(app.state, "url", None), history
+        )
+
+    def about(url: str) -> dict[str, str]:
+        ledger = config.ledger
+        page = {"dashboard": url + paths.UI} if config.dashboard else {}
+        return {**page, "ledger": parse_address(ledger).shown if "://" in ledger else ledger}
+
+    app = create_app(
+        "Headway gateway",
+        open_service,
+        config.service.max_body_bytes,
+        fleet_routes,
+        session_routes(),
+        *([dashboard_routes(history, fleet_view)] if config.dashboard else []),
+        access=access,
+        hosts=AllowedHosts(config.service.allowed_hosts, [config.sessions.public_url]),
+        metrics=metrics,
+        about=about,
+    )
+    return app
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run a gateway until SIGTERM or SIGINT."""
+    config = load_config(GatewayConfig, argv)
+    configure_logging("gateway", config.service.log_format)
+    TextTokenizer(config.tokenizer)  # a wrong directory fails before the port is taken
+    access = Access.from_config(config.service)
+    app = make_gateway(config, read_token(config.fleet.token_env), access)
+    serve(app, config.service)

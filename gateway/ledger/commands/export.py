@@ -1,0 +1,122 @@
+"""`headway ledger export`: rows for data frames, one per rollout."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Protocol
+
+from gateway.ledger.base import LedgerReader
+from gateway.ledger.records import row_of
+from headway.contracts.errors import ConfigError
+from headway.contracts.http.rollouts import RolloutState
+
+PAGE = 1000
+INTEGERS = ("group_size", "attempt", "oldest_version", "staleness", "step")
+NUMBERS = ("submitted_at", "changed_at", "mean_reward")
+COLUMNS = (
+    "rollout_id",
+    "consumer",
+    "group_id",
+    "group_size",
+    "workflow",
+    "reward",
+    "state",
+    "attempt",
+    "submitted_at",
+    "changed_at",
+    "oldest_version",
+    "staleness",
+    "mean_reward",
+    "step",
+    "reason",
+)
+"""Columns of `row_of`; those in neither tuple above are text."""
+
+
+class Sheet(Protocol):
+    """A file of rows."""
+
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        """Append."""
+
+    def close(self) -> None:
+        """Finish the file."""
+
+
+async def export(
+    ledger: LedgerReader, file: Path, state: RolloutState | None, consumer: str | None
+) -> None:
+    """Write the file whole or not at all."""
+    part = file.with_name(file.name + ".part")
+    num_rows = 0
+    try:
+        with closing(_sheet(part, file.suffix)) as sheet:
+            async for rows in _pages(ledger, state, consumer):
+                sheet.write(rows)
+                num_rows += len(rows)
+        os.replace(part, file)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+    sys.stdout.write(f"{num_rows} rollouts in {file}\n")
+
+
+async def _pages(
+    ledger: LedgerReader, state: RolloutState | None, consumer: str | None
+) -> AsyncIterator[list[dict[str, Any]]]:
+    before = None
+    while entries := await ledger.find(state, consumer, PAGE, before):
+        yield [row_of(entry) for entry in entries]
+        before = entries[-1].request.rollout_id
+
+
+def _sheet(path: Path, suffix: str) -> Sheet:
+    return ParquetSheet(path) if suffix == ".parquet" else LineSheet(path)
+
+
+class LineSheet:
+    """JSON Lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8")
+
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        self._file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class ParquetSheet:
+    """Parquet, one row group per page."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            # A gateway never needs it.
+            import pyarrow
+            import pyarrow.parquet
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "Parquet needs pyarrow; install Headway with the extra 'export', or name a .jsonl file"
+            ) from error
+        self._table = pyarrow.Table
+        self._schema = pyarrow.schema([(name, _type_of(name)) for name in COLUMNS])
+        self._writer = pyarrow.parquet.ParquetWriter(path, self._schema)
+
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        self._writer.write_table(self._table.from_pylist(rows, schema=self._schema))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _type_of(name: str) -> str:
+    if name in INTEGERS:
+        return "int64"
+    return "float64" if name in NUMBERS else "string"
