@@ -1,18 +1,13 @@
-"""One backend behind the `Generator` contract, and `LocalInferenceEngine` on top of it."""
+"""One backend behind the `Generator` contract."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from gateway.ledger.sqlite import SqliteLedger
-from gateway.publishing.orders import is_group
-from gateway.service.in_process import InProcessEngine
-from gateway.service.service import RolloutService
 from headway.contracts.config.server import ServerConfig, UpdatePolicy
 from headway.contracts.errors import Conflict, ServiceError, StaleVersion, VersionMoved
 from headway.contracts.http.servers import ServerReport, ServerState, ServerStatus
@@ -21,6 +16,7 @@ from headway.contracts.http.weights import (
     WeightAbortRequest,
     WeightCommitRequest,
     WeightPrepareRequest,
+    is_group,
 )
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
 from headway.runtime.logging import note_request
@@ -228,28 +224,3 @@ def make_generator(config: ServerConfig) -> LocalGenerator:
     admission = RequestAdmission(config.max_in_flight, config.request_timeout_s)
     model_name = config.served_model_name or Path(config.model.path).absolute().name
     return LocalGenerator(backend, gate, "local", tokenizer, admission, model_name, config.gateways)
-
-
-@asynccontextmanager
-async def open_service(
-    config: ServerConfig, generator: LocalGenerator
-) -> AsyncIterator[RolloutService]:
-    """A rollout service over one backend, with a ledger in memory."""
-    ledger = SqliteLedger(":memory:")
-    await ledger.open(config.model.path, config.executor.lease_s)
-    service = RolloutService(generator, ledger, generator.tokenizer, config.executor)
-    try:
-        await generator.backend.start()
-        await service.start()
-        yield service
-    finally:
-        await service.aclose()
-        await generator.aclose()
-        await ledger.close()
-
-
-class LocalInferenceEngine(InProcessEngine):
-    """`InferenceEngine` in this process: one backend, executor, ledger and version gate."""
-
-    def __init__(self, config: ServerConfig) -> None:
-        super().__init__(lambda: open_service(config, make_generator(config)))

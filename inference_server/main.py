@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import signal
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
-from fastapi import FastAPI
-
-from gateway.service.app import create_app
-from gateway.service.service import RolloutService
 from headway.contracts.config.server import ServerConfig
 from headway.contracts.errors import ConfigError
 from headway.runtime.access import Access
-from headway.runtime.allowed_hosts import AllowedHosts
 from headway.runtime.config import load_config
 from headway.runtime.listener import check_exposure, serve
 from headway.runtime.logging import configure_logging
 from headway.runtime.secret import read_token
-from headway.runtime.tasks import cancel_and_wait
-from inference_server.backends.base import GenerationBackend
-from inference_server.dialects.headway import generation, peer_files, weights
-from inference_server.dialects.openai import routes as openai
-from inference_server.dialects.sglang import routes as sglang
-from inference_server.dialects.sglang.dialect import SGLangDialect
-from inference_server.engine import LocalGenerator, make_generator, open_service
-from inference_server.peer_store import PeerStore
-from inference_server.registration import keep_registered
+from inference_server.app import make_app
+from inference_server.engine import make_generator
 
-log = logging.getLogger(__name__)
-
-WATCH_S = 1.0
 ANY_HOST = ("0.0.0.0", "::")
 
 
@@ -55,67 +36,3 @@ def main(argv: Sequence[str]) -> None:
         await generator.drain(config.service.drain_timeout_s)
 
     serve(app, config.service, drain)
-
-
-def make_app(
-    config: ServerConfig,
-    generator: LocalGenerator,
-    access: Access | None = None,
-    gateway_token: str | None = None,
-) -> FastAPI:
-    """The app of one server.
-
-    Args:
-        access: the tokens and their rights; None requires no token.
-        gateway_token: what this server carries to its gateway.
-    """
-
-    @asynccontextmanager
-    async def opened() -> AsyncIterator[RolloutService]:
-        async with open_service(config, generator) as service:
-            # Now, not before: an attached engine brings its own version.
-            app.state.sglang = SGLangDialect(config, generator)
-            tasks = [
-                asyncio.create_task(
-                    _register(app, config, generator, gateway_token), name="heartbeat"
-                ),
-                asyncio.create_task(_end_with(generator.backend), name="watch backend"),
-            ]
-            try:
-                yield service
-            finally:
-                await cancel_and_wait(tasks)
-                await app.state.sglang.aclose()
-
-    app = create_app(
-        "Headway generation server",
-        opened,
-        config.service.max_body_bytes,
-        generation.router,
-        weights.router,
-        peer_files.router,
-        openai.router,
-        sglang.router,
-        access=access,
-        hosts=AllowedHosts(config.service.allowed_hosts, [config.advertise_url]),
-        metrics=generator.metrics.registry,
-        about=lambda url: {"backend": config.backend.type, "model": config.model.path},
-    )
-    app.state.peer_store = PeerStore(generator.gate.receiver.held if config.weights.peers else None)
-    return app
-
-
-async def _end_with(backend: GenerationBackend) -> None:
-    """End this process once its backend is dead: a supervisor starts a new one, a dead one only fails."""
-    while backend.failure is None:  # noqa: ASYNC110 - the engine thread cannot set an event of this loop
-        await asyncio.sleep(WATCH_S)
-    log.error("the backend died; this server ends", extra={"reason": backend.failure})
-    signal.raise_signal(signal.SIGTERM)
-
-
-async def _register(
-    app: FastAPI, config: ServerConfig, generator: LocalGenerator, token: str | None
-) -> None:
-    if config.gateways:
-        url = config.advertise_url or app.state.url
-        await keep_registered(generator, config.gateways, url, config.heartbeat_s, token)

@@ -25,21 +25,16 @@ from headway.contracts.http.weights import (
     WeightRecord,
     WeightUpdateResponse,
     held_root,
+    is_group,
 )
 from headway.contracts.types import PolicyVersion
 
 Answer = TypeVar("Answer", bound=Config)
 
-GROUP_SCHEMES = ("gloo://", "nccl://", "ipc://")
 MAX_PEERS = 3
 """Maximum number of servers to fetch from when a version's path fails."""
 ABORT_TIMEOUT_S = 5.0
 """Timeout of an abort: a server that does not receive it drops what it staged by itself, later."""
-
-
-def is_group(path: str) -> bool:
-    """True if a version flows through a process group: it is stored nowhere afterwards."""
-    return path.startswith(GROUP_SCHEMES)
 
 
 def group_ranks(members: Sequence[Member]) -> list[GroupRankBody]:

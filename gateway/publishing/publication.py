@@ -25,7 +25,7 @@ from gateway.fleet.member import Member
 from gateway.fleet.members import Members
 from gateway.publishing.catch_up import CatchUp
 from gateway.publishing.metrics import PublicationMetrics
-from gateway.publishing.orders import WeightOrders, is_group
+from gateway.publishing.orders import WeightOrders
 from gateway.publishing.reservation import Reservation
 from gateway.publishing.staging import QuorumStaging, StagedChange, VersionChange
 from gateway.versions.publication_lock import PublicationLock
@@ -38,6 +38,7 @@ from headway.contracts.http.weights import (
     WeightRecord,
     WeightReservation,
     WeightStatus,
+    is_group,
 )
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
 from headway.runtime.tasks import run_uncancelled

@@ -15,12 +15,12 @@ from typing import Any
 
 from gateway.fleet.member import Member
 from gateway.fleet.members import Members
-from gateway.publishing.orders import WeightOrders, group_ranks, is_group
+from gateway.publishing.orders import WeightOrders, group_ranks
 from gateway.versions.publication_state import PublicationState
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import ServiceError, SyncError
-from headway.contracts.http.weights import GroupRankBody, WeightRecord
+from headway.contracts.http.weights import GroupRankBody, WeightRecord, is_group
 from headway.contracts.types import PolicyVersion
 from headway.runtime.clock import monotonic
 from headway.runtime.tasks import cancel_and_wait

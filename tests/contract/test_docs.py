@@ -46,8 +46,8 @@ from headway.runtime.metrics import render_metrics
 from headway.runtime.model_settings import describe
 from headway.runtime.settings import CATALOGUE
 from headway.text.tokenizer import TextTokenizer
+from inference_server.app import make_app
 from inference_server.engine import make_generator
-from inference_server.main import make_app
 from tests.contract.pages import ROOT, examples_of, table_of, tables
 from trainer.tracking.groups import GROUPS
 from weight_sync.model_dir import load_model
@@ -217,7 +217,7 @@ from headway.contracts.config.server import FakeBackendConfig, ServerConfig
 from headway.contracts.config.base import WorkflowRef
 from headway.contracts.types import Prompt, RolloutRequest
 from gateway.tools.base import make_tool
-from inference_server.engine import LocalInferenceEngine
+from inference_server.app import LocalInferenceEngine
 
 if __name__ == "__main__":
     config = ServerConfig(

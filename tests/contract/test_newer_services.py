@@ -28,8 +28,8 @@ from headway.contracts.http.weights import WeightReservation
 from headway.contracts.types import ConsumerSpec, LLMRequest
 from headway.launch.quickstart import task
 from headway.runtime.inference_client import RemoteInferenceEngine
+from inference_server.app import make_app
 from inference_server.engine import make_generator
-from inference_server.main import make_app
 from tests.integration.builders import EXACT, rollout
 from tests.unit.runtime.served import served
 from tests.waiting import eventually

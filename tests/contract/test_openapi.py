@@ -16,8 +16,8 @@ from gateway.app.main import make_gateway
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.server import FakeBackendConfig, ServerConfig
 from headway.contracts.http import paths
+from inference_server.app import make_app
 from inference_server.engine import make_generator
-from inference_server.main import make_app
 
 DATA = Path(__file__).parent / "data"
 

@@ -29,7 +29,7 @@ from headway.launch.launchers.preload import child_environment
 from headway.runtime.config import dump_yaml
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.process import ProcessSpec
-from inference_server.engine import LocalInferenceEngine
+from inference_server.app import LocalInferenceEngine
 from tests.integration.builders import EXACT, generation, rollout
 from tests.integration.conftest import publishing, run_config
 from tests.processes import local_run, start_process

@@ -28,10 +28,10 @@ from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
 from headway.runtime.access import Access
 from headway.text.tokenizer import TextTokenizer
+from inference_server.app import make_app
 from inference_server.backends.base import OnDelta
 from inference_server.backends.fake import FakeBackend
 from inference_server.engine import LocalGenerator, make_generator
-from inference_server.main import make_app
 from inference_server.version_gate import VersionGate
 from tests.numeric.models import save_model, write_char_tokenizer
 from tests.waiting import eventually

@@ -22,8 +22,8 @@ from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.server import FakeBackendConfig, ServerConfig
 from headway.contracts.http import paths
 from headway.runtime.secret import authorization
+from inference_server.app import make_app
 from inference_server.engine import make_generator
-from inference_server.main import make_app
 from tests.integration.guarded import GATEWAY, SECRETS, SERVER, Guarded, guarded_run
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(120)]

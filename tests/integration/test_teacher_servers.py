@@ -13,8 +13,8 @@ from headway.contracts.config.server import ServerConfig
 from headway.contracts.config.teacher import TeacherServersConfig
 from headway.contracts.errors import DataError
 from headway.runtime.access import Access
+from inference_server.app import make_app
 from inference_server.engine import make_generator
-from inference_server.main import make_app
 from tests.numeric.engines import open_engine
 from tests.numeric.models import save_model, write_char_tokenizer
 from tests.numeric.policies import ALONE, batch_of, experiment

@@ -46,6 +46,14 @@ class WeightCancelRequest(Config):
     reason: str = Field("", max_length=4096)
 
 
+GROUP_SCHEMES = ("gloo://", "nccl://", "ipc://")
+
+
+def is_group(path: str) -> bool:
+    """True if a version flows through a process group: it is stored nowhere afterwards."""
+    return path.startswith(GROUP_SCHEMES)
+
+
 class GroupRankBody(Config):
     """See `types.GroupRank`."""
 

@@ -11,7 +11,6 @@ from pydantic import BaseModel
 
 from gateway.app.fleet import Fleet
 from gateway.ledger.sqlite import SqliteLedger
-from gateway.publishing.orders import is_group
 from gateway.versions.publication_state import PublicationState
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.errors import Fenced, ServiceError, SyncError
@@ -28,6 +27,7 @@ from headway.contracts.http.weights import (
     WeightPrepareRequest,
     WeightPrepareResponse,
     WeightUpdateResponse,
+    is_group,
 )
 from headway.contracts.types import LLMRequest, LLMResponse
 

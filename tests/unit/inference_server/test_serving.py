@@ -21,8 +21,8 @@ from headway.runtime.access import Access
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.secret import authorization, is_authorized, read_token
 from headway.runtime.server_calls import error_of
+from inference_server.app import make_app
 from inference_server.engine import LocalGenerator, make_generator
-from inference_server.main import make_app
 from tests.waiting import until
 
 DEADLINE_S = 10.0

@@ -20,8 +20,8 @@ from headway.runtime.http_service import create_service
 from headway.runtime.json_route import JsonRoute
 from headway.runtime.listener import check_exposure
 from headway.runtime.secret import authorization
+from inference_server.app import make_app
 from inference_server.engine import make_generator
-from inference_server.main import make_app
 from tests.unit.runtime.served import no_lifespan
 
 SECRETS = {role: f"secret-of-{role}" for role in ROLES}

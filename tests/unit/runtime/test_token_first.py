@@ -15,8 +15,8 @@ from headway.contracts.config.gateway import GatewayConfig, SessionsConfig
 from headway.contracts.config.server import FakeBackendConfig, ServerConfig
 from headway.contracts.http import paths
 from headway.runtime.access import Access
+from inference_server.app import make_app
 from inference_server.engine import make_generator
-from inference_server.main import make_app
 from tests.unit.runtime.test_access import endpoints
 
 
