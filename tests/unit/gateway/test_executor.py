@@ -83,7 +83,7 @@ async def test_a_failed_rollout_keeps_the_traceback_and_the_completion(open_serv
     first, frame = "'executor/raises' raised AssertionError: neither\nof ?\n", "sample_rewards.py"
     for text in (first, frame, "the completion, of 5 characters:\nworld"):
         assert text in reason
-    assert "gateway" not in reason and "secret" not in reason
+    assert "gateway/rewards" not in reason and "secret" not in reason
     (brief,) = (await bench.service.status()).last_failures
     assert brief.startswith("rollout 'a' of group 'g': RewardError")
     assert "world" not in brief and "\n" not in brief
