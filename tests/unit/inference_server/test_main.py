@@ -6,8 +6,9 @@ import pytest
 
 from headway.contracts.config.server import ServerConfig
 from headway.contracts.errors import ConfigError
+from inference_server.app import _end_with
 from inference_server.backends.fake import FakeBackend
-from inference_server.main import _end_with, main
+from inference_server.main import main
 
 
 async def test_a_server_ends_with_its_backend():
