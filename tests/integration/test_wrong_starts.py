@@ -165,7 +165,8 @@ def test_what_waits_for_another_service_can_be_ended(
 ):
     places["url"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
     process = start(words)
-    with silent.accept()[0]:
+    with silent.accept()[0] as peer:
+        assert peer.recv(1), "it asks, and waits for the answer"
         process.signal(number)
         assert process.wait(ENDS_S) == 130, log_of(process)
     assert "Traceback" not in log_of(process)
