@@ -44,8 +44,8 @@ leaves behind is one, and the default of 700 objects looks several times per req
 CPU)."""
 OTHER_FILES = 1024
 """File descriptors for everything but incoming connections."""
-SILENT = logging.getLogger(f"{__name__}.silent")
-SILENT.disabled = True
+SILENT = logging.Logger("silent", logging.CRITICAL + 1)
+"""Writes nothing. No configuration of logging finds it: `dictConfig` would enable a known logger."""
 
 
 def serve(app: FastAPI, config: ServiceConfig, drain: Drain | None = None) -> None:
