@@ -76,7 +76,11 @@ class Publication:
             self._engine.upload_weights(None)
             return
         meta = self._publisher.announce(version)
-        commit = self._rollouts.update_weights(meta)
+        try:
+            commit = self._rollouts.update_weights(meta)
+        except KeyboardInterrupt:  # the service may know of it by now
+            self._rollouts.cancel_update(version, "its trainer was interrupted")
+            raise
         # Servers that take it no more must not be waited for.
         commit.add_done_callback(lambda done: self._stop_uploading(version, done))
         try:

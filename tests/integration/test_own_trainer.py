@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import signal
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch
@@ -25,11 +25,28 @@ BATCH = 64
 FOREVER = 1000
 
 
-def train(url: str, model_dir: Path, run_dir: Path, steps: int) -> None:
+class Output:
+    """The output of a script that gets Ctrl-C at one of its lines."""
+
+    def __init__(self, file: TextIO, interrupted_at: int) -> None:
+        self._file = file
+        self._left = interrupted_at
+
+    def write(self, text: str) -> int:
+        return self._file.write(text)
+
+    def flush(self) -> None:
+        self._file.flush()
+        self._left -= 1
+        if self._left == 0:
+            signal.raise_signal(signal.SIGINT)
+
+
+def train(url: str, model_dir: Path, run_dir: Path, steps: int, interrupted_at: int) -> None:
     """What the script does, in a process that has imported torch."""
     torch.set_num_threads(1)
     script = runpy.run_path(str(SCRIPT))
-    with (run_dir / "output").open("a") as output, redirect_stdout(output):
+    with (run_dir / "output").open("a") as file, redirect_stdout(Output(file, interrupted_at)):
         script["train"](RemoteInferenceEngine(url), str(model_dir), run_dir, steps)
 
 
@@ -50,8 +67,9 @@ def test_a_trainer_that_was_stopped_goes_on_with_a_new_version(
     url = start(make_config()).url
     gateway = connect(url)
 
-    def begin(steps: int) -> BaseProcess:
-        process = FORKS.Process(target=train, args=(url, model_dir, tmp_path, steps), daemon=True)
+    def begin(steps: int, interrupted_at: int = FOREVER) -> BaseProcess:
+        args = (url, model_dir, tmp_path, steps, interrupted_at)
+        process = FORKS.Process(target=train, args=args, daemon=True)
         (tmp_path / "output").touch()
         process.start()
         return process
@@ -67,9 +85,7 @@ def test_a_trainer_that_was_stopped_goes_on_with_a_new_version(
     assert first == list(range(len(first)))
     seen = gateway.status().head
 
-    stopped = begin(FOREVER)
-    until(len(first) + 7)
-    os.kill(stopped.pid, signal.SIGINT)
+    stopped = begin(FOREVER, interrupted_at=7)
     stopped.join(LIMIT_S)
     assert stopped.exitcode is not None
     second = steps_of(tmp_path)[len(first) :]

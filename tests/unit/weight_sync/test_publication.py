@@ -127,3 +127,13 @@ def test_an_upload_that_fails_at_once_is_raised_at_once(service: Service) -> Non
         made.begin(7)
     assert service.told[-1][1] == 7
     made.finish()  # there is nothing to wait for
+
+
+def test_ctrl_c_cancels_what_the_service_may_know_of(service, monkeypatch) -> None:
+    def interrupted(meta: WeightUpdateMeta) -> Future[PolicyVersion]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(service, "update_weights", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Publication(Engine(None), service, service).begin(5)
+    assert service.told == [("announce", 5), ("cancel: its trainer was interrupted", 5)]
