@@ -15,6 +15,7 @@ A `WeightChannel` is one transport with both ends. The scheme of a version's pat
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -87,6 +88,13 @@ class WeightPublisher(Protocol):
         Raises:
             SyncError: the version exists or was cancelled, the medium is full or gone, or the
                 receivers are.
+        """
+
+    def hold(self, version: PolicyVersion, decision: Future[PolicyVersion]) -> None:
+        """Let `publish` of an announced version return only once the service has decided about it.
+
+        Until then servers may ask for it once more, if one of them died after it had received it. What
+        is stored can be read at any time: there it changes nothing.
         """
 
     def cancel(self, version: PolicyVersion, reason: str) -> None:

@@ -81,6 +81,7 @@ class Publication:
         except KeyboardInterrupt:  # the service may know of it by now
             self._rollouts.cancel_update(version, "its trainer was interrupted")
             raise
+        self._publisher.hold(version, commit)
         # Servers that take it no more must not be waited for.
         commit.add_done_callback(lambda done: self._stop_uploading(version, done))
         try:

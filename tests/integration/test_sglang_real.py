@@ -347,6 +347,7 @@ async def test_the_longest_sequence_is_served_whole(backend):
 # Aborts and pauses.
 
 
+@pytest.mark.usefixtures("slowly")
 async def test_an_aborted_sequence_goes_on_from_its_prefix(backend, policies):
     asked, progress = request(5, 200), Progress(30)
     task = asyncio.create_task(backend.generate(asked, progress))
@@ -371,6 +372,7 @@ async def test_an_aborted_sequence_goes_on_from_its_prefix(backend, policies):
     assert (got - expected).abs().max() < TOLERANCE
 
 
+@pytest.mark.usefixtures("slowly")
 async def test_a_caller_that_goes_away_frees_the_engine(backend):
     progress = Progress(5)
     task = asyncio.create_task(backend.generate(request(7, 240), progress))
@@ -382,9 +384,10 @@ async def test_a_caller_that_goes_away_frees_the_engine(backend):
     assert backend.load().running == 0
 
 
+@pytest.mark.usefixtures("slowly")
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_nothing_is_sampled_in_a_pause(backend, policies, mode):
-    asked, progress = request(8, 150), Progress(20)
+    asked, progress = request(8, 80), Progress(20)
     task = asyncio.create_task(backend.generate(asked, progress))
     await ready(progress)
     await backend.pause(mode)
@@ -393,7 +396,7 @@ async def test_nothing_is_sampled_in_a_pause(backend, policies, mode):
     held = asyncio.create_task(backend.generate(request(9, 5)))
     assert await backend.flush() == (mode == "retract")
     await backend._requests.settle()
-    assert len(progress.tokens) == seen < 150
+    assert len(progress.tokens) == seen < 80
     assert not held.done()
     await backend.resume()
     response, later = await asyncio.wait_for(asyncio.gather(task, held), DEADLINE_S)
@@ -402,6 +405,7 @@ async def test_nothing_is_sampled_in_a_pause(backend, policies, mode):
     assert error_of(response, policies.recomputed(asked, response)) < TOLERANCE
 
 
+@pytest.mark.usefixtures("slowly")
 async def test_a_pause_may_end_what_runs(backend):
     progress = Progress(10)
     task = asyncio.create_task(backend.generate(request(10, 200), progress))

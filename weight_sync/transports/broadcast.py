@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -179,11 +180,14 @@ class Broadcast:
         config: CollectiveSync,
         bucket_queue: BucketQueue,
         deadline: Deadline,
+        decision: Future[PolicyVersion] | None,
         group: BroadcastGroup | None,
         staging: SendBuffers,
         device: torch.device,
     ) -> None:
         """Args:
+        decision: of the service; until it is there, members may ask for the version again. None: once
+            they have it, nobody may.
         group: that of the version before.
         device: from which groups send.
         """
@@ -192,6 +196,7 @@ class Broadcast:
         self._config = config
         self._bucket_queue = bucket_queue
         self._deadline = deadline
+        self._decision = decision
         self._peers = Deadline(config.timeout_s, f"the receivers of version {version}")
         self._send_buffers = staging
         self._device = device
@@ -201,7 +206,7 @@ class Broadcast:
         """Process group that the next version may use again."""
 
     def run(self) -> None:
-        """Returns when everybody has everything.
+        """Return when all members have everything and the service has decided.
 
         Raises:
             SyncError: `deadline` has ended, or an epoch failed and no newer one came in time.
@@ -216,7 +221,7 @@ class Broadcast:
                 except SyncError as error:
                     failure = error
                     continue
-                if self._rendezvous.close_plan(
+                if self._is_last(plan) and self._rendezvous.close_plan(
                     self._version, plan, "has been brought to all its members"
                 ):
                     return
@@ -225,15 +230,32 @@ class Broadcast:
             raise
 
     def _newer_plan(self, last: RendezvousPlan | None, failure: SyncError | None) -> RendezvousPlan:
-        def ask() -> RendezvousPlan | None:
-            plan = self._rendezvous.plan(self._version)
-            return plan if plan is not None and (last is None or plan.epoch > last.epoch) else None
-
         try:
-            return self._wait(ask, self._check_deadline)
+            return self._wait(lambda: self._plan_after(last), self._check_deadline)
         except SyncError as error:
             self._deadline.check()
             raise (failure or error) from None
+
+    def _plan_after(self, last: RendezvousPlan | None) -> RendezvousPlan | None:
+        plan = self._rendezvous.plan(self._version)
+        return plan if plan is not None and (last is None or plan.epoch > last.epoch) else None
+
+    def _is_last(self, plan: RendezvousPlan) -> bool:
+        """Wait for the service's decision; false if members ask for the version again before it.
+
+        A member that dies between its last byte and its answer ends the epoch for those who are left.
+        """
+        decision = self._decision
+        if decision is None:
+            return True
+
+        def ask() -> bool | None:
+            if decision.done():
+                return True
+            return False if self._plan_after(plan) else None
+
+        self._deadline.restart()
+        return self._wait(ask, self._deadline.check)
 
     def _serve(self, plan: RendezvousPlan) -> None:
         """One epoch."""

@@ -30,7 +30,9 @@ END_S = 5.0
 
 
 class CollectivePublisher:
-    """`WeightPublisher` of a process group: `publish` returns when every member has everything."""
+    """`WeightPublisher` of a process group: `publish` returns when every member has everything, and a
+    decision that it holds for has been made.
+    """
 
     def __init__(self, config: CollectiveSync) -> None:
         self._config = config
@@ -40,6 +42,7 @@ class CollectivePublisher:
         self._announced: PolicyVersion | None = None
         self._latest: PolicyVersion | None = None
         self._deadline = Deadline(math.inf)
+        self._decision: Future[PolicyVersion] | None = None
 
     @property
     def dtype(self) -> Dtype | None:
@@ -58,6 +61,7 @@ class CollectivePublisher:
         self._rendezvous.announce(Announcement(version=version), self._requirements())
         self._announced = version
         self._deadline = Deadline(math.inf)
+        self._decision = None
         return WeightUpdateMeta(version, self._path_of(version))
 
     def publish(self, version: PolicyVersion, tensors: NamedTensors) -> WeightUpdateMeta:
@@ -72,6 +76,7 @@ class CollectivePublisher:
             self._config,
             bucket_queue,
             self._deadline,
+            self._decision,
             group,
             self._send_buffers,
             device,
@@ -88,6 +93,10 @@ class CollectivePublisher:
             self._announced = None
         self._group, self._latest = broadcast.group, version
         return WeightUpdateMeta(version, self._path_of(version), digest)
+
+    def hold(self, version: PolicyVersion, decision: Future[PolicyVersion]) -> None:
+        if version == self._announced:
+            self._decision = decision
 
     def cancel(self, version: PolicyVersion, reason: str) -> None:
         if version == self._announced:

@@ -176,6 +176,40 @@ def test_who_is_killed_outside_of_a_broadcast_is_left_behind_by_the_next_epoch(
         assert other.heard()[:2] == ("failed", "fenced")
 
 
+def test_a_version_that_all_have_can_be_asked_for_again_until_the_service_has_decided(
+    publisher: CollectivePublisher, spawn: Spawn, pool: ThreadPoolExecutor
+) -> None:
+    doomed, other = spawn(), spawn()
+    path = publisher.announce(7).path
+    decision: Future[int] = Future()
+    publisher.hold(7, decision)
+    published = pool.submit(publisher.publish, 7, weights().items())
+    send([other, doomed], path, 7, epoch=1)
+    assert [child.heard()[0] for child in (other, doomed)] == ["done", "done"]
+    doomed.kill()  # its answer is lost, so the service asks the other again
+    other.tell(Receive(path, 7, GroupRank(2, 1, 2)))
+    kind, digest, found = other.heard()
+    assert (kind, found) == ("done", facts(weights()))
+    assert not published.done()
+    decision.set_result(7)
+    assert published.result(LIMIT_S).digest == digest
+    with pytest.raises(SyncError, match="brought to all its members"):
+        receive(Receive(path, 7, GroupRank(3, 1, 2)), Deadline(LIMIT_S))
+
+
+def test_a_version_that_is_held_is_given_up_when_the_service_refuses_it(
+    publisher: CollectivePublisher, pool: ThreadPoolExecutor
+) -> None:
+    path = publisher.announce(7).path
+    publisher.hold(7, Future())
+    came = in_thread(pool, path, GroupRank(1, 1, 2), Deadline(LIMIT_S))
+    published = pool.submit(publisher.publish, 7, weights().items())
+    came.result(LIMIT_S)
+    publisher.cancel(7, "no quorum")
+    with pytest.raises(SyncError, match="no quorum"):
+        published.result(LIMIT_S)
+
+
 @pytest.mark.parametrize("num_parts", [0, 4, NUM_PARTS])
 def test_a_stopped_receiver_ends_the_publication_within_its_time(
     make_publisher: Callable[..., CollectivePublisher],

@@ -33,6 +33,9 @@ class Service:
         self.told.append(("announce", version))
         return WeightUpdateMeta(version, f"/w/{version}")
 
+    def hold(self, version: PolicyVersion, decision: Future[PolicyVersion]) -> None:
+        assert decision is self.commit
+
     def cancel(self, version: PolicyVersion, reason: str) -> None:
         self.told.append((f"end upload: {reason}", version))
 
