@@ -61,6 +61,8 @@ class LocalGenerator:
         self.metrics.watch(self._snapshot)
         self._name = name
         self._gateways = gateways
+        # Takes most of a second for a large vocabulary: now, while nothing runs.
+        self._tokenizer_digest = None if tokenizer is None else tokenizer.vocabulary.digest
 
     @property
     def weights(self) -> Self:
@@ -106,7 +108,7 @@ class LocalGenerator:
             max_context_tokens=self.backend.limits.max_context or None,
             num_ranks=self.backend.num_ranks,
             vocab_size=self.backend.limits.vocab_size or None,
-            tokenizer_digest=None if self.tokenizer is None else self.tokenizer.vocabulary.digest,
+            tokenizer_digest=self._tokenizer_digest,
             draining=self.admission.draining.is_set(),
         )
 

@@ -83,8 +83,15 @@ def test_a_generic_name_is_our_package(name):
     assert file == ROOT / name / "__init__.py"
 
 
-@pytest.mark.parametrize("file", [*(ROOT / "headway").rglob("__init__.py")], ids=str)
-def test_no_facade_loads_the_world(file):
+@pytest.mark.parametrize("package", ["headway", "gateway"])
+def test_no_facade_loads_the_world(package):
+    files = [*(ROOT / package).rglob("__init__.py")]
+    assert files
+    for file in files:
+        check_imports_lazily(file)
+
+
+def check_imports_lazily(file: Path) -> None:
     lines = [
         line for line in file.read_text().splitlines() if line.startswith(("import ", "from "))
     ]
