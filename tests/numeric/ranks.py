@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +23,38 @@ def run_ranks(
 ) -> list[Any]:
     """What `function(topology, *args)` returns on each rank.
 
+    A group that does not come about is formed once more: Gloo takes whoever connects to its port and
+    names the right number for a rank, also a process of a killed group whose port it was before.
+
     Args:
         scratch: a directory of this run alone.
         function: of a module, as are what it takes and returns.
     """
+    codes = _run(world_size, scratch, function, *args)
+    if any(codes) and not all((scratch / f"{rank}-joined").exists() for rank in range(world_size)):
+        scratch = scratch / "again"
+        codes = _run(world_size, scratch, function, *args)
+    assert codes == [0] * world_size, f"exit codes {codes}; see the output of the ranks"
+    return [torch.load(scratch / str(rank), weights_only=False) for rank in range(world_size)]
+
+
+def _run(
+    world_size: int, scratch: Path, function: Callable[..., Any], *args: Any
+) -> list[int | None]:
+    """Exit codes; None of a rank that was still running when another one failed or the time was over."""
     processes = start_ranks(world_size, scratch, function, *args)
     deadline = time.monotonic() + DEADLINE_S
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
+    running = {process.sentinel for process in processes}
+    while running and not any(process.exitcode for process in processes):
+        ended = wait([*running], max(0.0, deadline - time.monotonic()))
+        if not ended:
+            break
+        running -= {*ended}
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
         process.join()
-    assert codes == [0] * world_size, f"exit codes {codes}; see the output of the ranks"
-    return [torch.load(scratch / str(rank), weights_only=False) for rank in range(world_size)]
+    return codes
 
 
 def start_ranks(
@@ -59,6 +78,7 @@ def _rank(
     torch.set_num_threads(1)
     store = f"file://{scratch / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    (scratch / f"{rank}-joined").touch()
     topology = Topology(rank, world_size, torch.device("cpu"))
     torch.save(function(topology, *args), scratch / str(rank))
     topology.leave()
