@@ -7,7 +7,6 @@ stops only the thread that comes to it, for good.
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable
@@ -48,7 +47,8 @@ class Traps:
                 threading.Event().wait()
             else:
                 trap.unlink()
-                os.kill(os.getpid(), signal.SIGSTOP)
+                # To this thread: sent to the process, it would let this one run on for a moment.
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
     def around(self, call: Callable[..., Any], before: str = "", after: str = "") -> Any:
         """A function with a trap on either side."""
