@@ -41,7 +41,7 @@ from weight_sync.transports.disk import make_local_publisher
 pytestmark = pytest.mark.timeout(180)
 
 GROUP_TIMEOUT_S = 3.0
-LONG = 800
+LONG = 300
 PROMPT = [3, 4, 5, 6, 7, 8]
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -113,7 +113,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = folder / "weights"
     a, b = save_llama(root / "a", seed=1), save_llama(root / "b", seed=2)
     flags = ("--weights.allow", json.dumps([str(root)]), "--backend.max-sequences", "8")
-    process, url = start(folder, a, *flags)
+    paced = ("--modules", json.dumps(["tests.integration.paced_decoding"]))
+    process, url = start(folder, a, *flags, *paced)
     client = SGLangClient(url)
     yield Served(client, root, a, b, process)
     client.close()
