@@ -26,7 +26,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help lock quickstart test test-all test-rest test-gpu wheel-test gpu-day coverage docs check check-schemas \
-        check-newest check-lowest format install system-packages sglang-cpu test-sglang clean
+        check-newest check-lowest format install system-packages sglang-cpu vllm-cpu \
+        test-sglang test-vllm test-engines clean
 
 help:
 	@echo "make quickstart   set up and train a tiny policy, end to end (ARGS='--steps 50 --sync')"
@@ -42,7 +43,8 @@ help:
 	@echo "make check-newest run 'make test' with the newest release of every dependency; list what is deprecated"
 	@echo "make check-lowest run 'make test' with the oldest dependencies that pyproject.toml allows"
 	@echo "make lock         take the newest versions of all dependencies into requirements/"
-	@echo "make test-sglang  set up a real SGLang on the CPU (1.8 GB) and run its tests"
+	@echo "make test-engines set up a real SGLang and a real vLLM on the CPU (1.8 GB each) and run their tests;"
+	@echo "                  test-sglang and test-vllm are those of one"
 
 quickstart: $(VENV)/.installed
 	$(BIN)/headway quickstart $(ARGS)
@@ -64,12 +66,14 @@ test-gpu: $(VENV)/.installed
 gpu-day: system-packages $(VENV)/.installed
 	$(BIN)/python benchmarks/gpu_day.py $(ARGS)
 
-# A real SGLang in an environment of its own: $$HEADWAY_SGLANG_VENV, or ~/.cache/headway/sglang-cpu.
-sglang-cpu: $(VENV)/.installed
-	PYTHON="$(PYTHON)" UV="$(CURDIR)/$(BIN)/uv" bash tests/sglang_cpu/install.sh
+# A real engine in an environment of its own: $$HEADWAY_SGLANG_VENV, $$HEADWAY_VLLM_VENV, or in ~/.cache/headway.
+sglang-cpu vllm-cpu: %-cpu: $(VENV)/.installed
+	PYTHON="$(PYTHON)" UV="$(CURDIR)/$(BIN)/uv" bash tests/engines_cpu/install.sh $*
 
-test-sglang: sglang-cpu $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/integration/test_sglang_real.py $(ARGS)
+test-sglang test-vllm: test-%: %-cpu
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/integration/test_$*_real.py $(ARGS)
+
+test-engines: test-sglang test-vllm
 
 check: $(VENV)/.installed check-schemas
 	$(BIN)/ruff format --check .

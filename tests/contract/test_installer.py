@@ -120,7 +120,7 @@ def test_the_lock_names_a_version_for_everything_that_the_project_wants():
             assert versions and all(map(one.specifier.contains, versions)), f"make lock: {one}"
 
 
-@pytest.mark.parametrize("lock", ["dev.txt", "sglang-cpu.txt"])
+@pytest.mark.parametrize("lock", ["dev.txt", "sglang-cpu.txt", "vllm-cpu.txt"])
 def test_a_lock_has_hashes_and_nothing_of_pytorch(lock):
     blocks = re.split(r"\n(?=[^ ])", (ROOT / "requirements" / lock).read_text())[1:]
     assert len(blocks) > 100

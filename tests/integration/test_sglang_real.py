@@ -9,14 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import runpy
 import shutil
 import signal
 import sys
 import time
-from asyncio.subprocess import PIPE
 from contextlib import closing
-from itertools import chain
 from pathlib import Path
 
 import httpx
@@ -24,7 +21,6 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from transformers import DynamicCache
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.sampling import SamplingConfig
@@ -43,9 +39,18 @@ from headway.runtime.process import Process, ProcessSpec
 from headway.text.tokenizer import TextTokenizer
 from inference_server.backends.sglang.backend import SGLangBackend
 from inference_server.version_gate import VersionGate
+from tests.integration.real_engines import (
+    check_bundled_run,
+    engine_python,
+    error_of,
+    needs,
+    recomputed,
+    replayed,
+    shaped_logprobs,
+    show,
+)
 from tests.numeric.models import (
     VOCAB_SIZE,
-    extend_cache,
     load_reference,
     reference_logits,
     reference_logprobs,
@@ -58,20 +63,8 @@ from weight_sync.receiver import make_receiver
 from weight_sync.transports.disk import make_local_publisher
 from weight_sync.transports.shared_memory import SharedMemoryStore
 
-ROOT = Path(__file__).parents[2]
-VENV = Path(
-    os.environ.get("HEADWAY_SGLANG_VENV", Path.home() / ".cache" / "headway" / "sglang-cpu")
-)
-PYTHON = VENV / "bin" / "python"
-pytestmark = [
-    pytest.mark.extended,
-    pytest.mark.timeout(400),
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(
-        not next(VENV.glob("lib/python*/site-packages/sglang"), None),
-        reason=f"no SGLang in {VENV}; run `make sglang-cpu`, or set HEADWAY_SGLANG_VENV",
-    ),
-]
+PYTHON = engine_python("sglang")
+pytestmark = [*needs("sglang"), pytest.mark.asyncio(loop_scope="module")]
 DEADLINE_S = 120.0
 TOLERANCE = 2e-4
 NUM_SLOTS = 8
@@ -114,27 +107,11 @@ class Policies:
         receiver = make_receiver(ReceiverConfig(allow=(str(self.root),)))
         return receiver.within(Deadline(DEADLINE_S))
 
-    @torch.no_grad()
     def replayed(self, asked: LLMRequest, response: LLMResponse) -> torch.Tensor:
-        """Logprobs over one kept cache, each token by the version that is said to have sampled it."""
-        cache, fed, logprobs = DynamicCache(), list(asked.input_ids), []
-        for token, version in zip(response.output_tokens, response.output_versions, strict=True):
-            logits = extend_cache(self.model(version), cache, fed)
-            fed = [token]
-            logprobs.append(torch.log_softmax(logits[-1].double(), dim=-1)[token])
-        return torch.stack(logprobs) if logprobs else torch.zeros(0)
+        return replayed(self.model, asked, response)
 
     def recomputed(self, asked: LLMRequest, response: LLMResponse) -> torch.Tensor:
-        """Logprobs of each run after a fresh pass of its version over all before it."""
-        parts = [
-            reference_logprobs(
-                self.model(version),
-                [*asked.input_ids, *response.output_tokens[:start]],
-                response.output_tokens[start:end],
-            )
-            for version, start, end in response.version_runs
-        ]
-        return torch.cat(parts) if parts else torch.zeros(0)
+        return recomputed(self.model, asked, response)
 
 
 @pytest.fixture(scope="module")
@@ -169,11 +146,6 @@ async def slowly(backend):
     await backend._engine.post("/slow_down", {"forward_sleep_time": None})
 
 
-def show(text: str) -> None:
-    """For `pytest -s`."""
-    sys.stdout.write(f"\n  {text}")
-
-
 def request(index: int, count: int = 20, **extra) -> LLMRequest:
     """A prompt of its own per index; past the end of sequence unless told otherwise."""
     fields = {name: extra.pop(name) for name in ("logprob_start", "top_logprobs") if name in extra}
@@ -183,12 +155,6 @@ def request(index: int, count: int = 20, **extra) -> LLMRequest:
     return LLMRequest(
         rid=f"r{index}", input_ids=prompt, gconfig=SamplingConfig(**options), **fields
     )
-
-
-def error_of(response: LLMResponse, expected: torch.Tensor) -> float:
-    """Largest difference of the logprobs; 0 without tokens."""
-    got = torch.tensor(response.output_logprobs, dtype=torch.float64)
-    return (got - expected).abs().max().item() if len(got) else 0.0
 
 
 def child_of(pid: int) -> int:
@@ -239,24 +205,6 @@ async def test_logprobs_are_those_of_transformers(backend, policies):
         assert response.version_runs == [(backend.version, 0, 60)]
     show(f"max error of 16 x 60 logprobs: {max(errors):.1e}")
     assert max(errors) < TOLERANCE
-
-
-def shaped_logprobs(model, asked: LLMRequest, tokens: list[int]) -> torch.Tensor:
-    """Logprobs under penalties, biases and temperature, as `SamplingConfig` defines them."""
-    gconfig = asked.gconfig
-    with torch.no_grad():
-        logits = reference_logits(model, [*asked.input_ids, *tokens]).double()
-    rows = logits[len(asked.input_ids) - 1 : -1]
-    for token, bias in gconfig.logit_bias.items():
-        rows[:, token] += bias
-    expected = []
-    for position, token in enumerate(tokens):
-        seen = torch.tensor(tokens[:position], dtype=torch.long)
-        counts = torch.bincount(seen, minlength=VOCAB_SIZE)
-        penalty = gconfig.frequency_penalty * counts + gconfig.presence_penalty * (counts > 0)
-        row = (rows[position] - penalty) / gconfig.temperature
-        expected.append(torch.log_softmax(row, dim=-1)[token])
-    return torch.stack(expected)
 
 
 async def test_biases_shape_the_logprobs(backend, policies):
@@ -889,30 +837,7 @@ async def test_a_server_with_sglang_behind_it_serves_updates_and_ends_with_it(po
 
 
 async def test_the_bundled_file_trains_on_it_with_other_flags_alone(tmp_path: Path):
-    make = runpy.run_path(str(ROOT / "examples" / "gsm8k" / "make_tiny_model.py"))
-    make["make_tiny_model"](None, tmp_path / "model")
-    rows = [{"question": f"{n} + {n} =", "answer": f"#### {n + n}"} for n in range(8)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = {
-        "--config": ROOT / "examples" / "gsm8k" / "run_sglang.yaml",
-        "--model": tmp_path / "model",
-        "--gateway.ledger": tmp_path / "ledger.sqlite",
-        "--server.backend.python": PYTHON,
-        "--server.backend.args": json.dumps({**ARGS, "--mem-fraction-static": None}),
-        "--server.backend.env": json.dumps(ENV),
-        "--trainer.run-dir": tmp_path / "run",
-        "--trainer.data.path": tmp_path / "rows.jsonl",
-        "--trainer.data.batch-size": 2,
-        "--trainer.rollout.group-size": 2,
-        "--trainer.sampling.max-new-tokens": 8,
-        "--trainer.trainer.total-steps": 3,
-    }
-    command = ["-m", "headway.launch.cli", "run", *map(str, chain(*flags.items()))]
-    started = time.monotonic()
-    run = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=PIPE, stderr=PIPE)
-    output, errors = await run.communicate()
-    assert run.returncode == 0, errors.decode()
-    show(f"a run of three steps took {time.monotonic() - started:.0f} s")
-    summary = json.loads(output.splitlines()[-1])
-    assert (summary["steps"], summary["trajectories"], summary["versions"]) == (3, 12, 3)
-    assert (summary["lost"], summary["duplicated"]) == (0, 0)
+    args = {**ARGS, "--mem-fraction-static": None}
+    await check_bundled_run(
+        tmp_path, "run_sglang.yaml", {"python": PYTHON, "args": args, "env": ENV}
+    )

@@ -152,6 +152,8 @@ class VLLMBackend:
 
     async def generate(self, req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
         self._check(req)
+        if req.top_logprobs > self._limits.vocab_size:  # vLLM's core would die of it
+            req = req.model_copy(update={"top_logprobs": self._limits.vocab_size})
         call = VLLMCall(req, on_delta)
         self._calls.add(call)
         try:
@@ -338,6 +340,8 @@ class VLLMBackend:
         await self._until_silent()
 
     async def _recompute(self) -> None:
+        self._gauges.read(await self._engine.metrics())
+        self._gauges.send_back(max(0, len(self._in_flight) - self._gauges.waiting))
         await self._engine.drop_caches()
         for call in self._in_flight:
             call.num_recomputes += 1

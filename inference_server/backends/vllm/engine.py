@@ -1,7 +1,7 @@
 """A vLLM server's verbs as calls: generate, pause, abort, update, label.
 
-One method per verb; policies and the order of calls belong to the backend. Observed on vLLM 0.33.0,
-except for streams and `drop_caches`, which follow its source. Pauses and weights need its dev mode.
+One method per verb; policies and the order of calls belong to the backend. Tested on vLLM 0.32.0.
+Pauses and weights need its dev mode.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from headway.contracts.errors import BackendError, ConfigError, DataError, Queue
 from headway.contracts.types import LLMRequest, PolicyVersion
 from inference_server.backends.engine_process import EngineCommand, EngineProcess, EngineResponse
 from inference_server.backends.vllm.wire import (
-    CompletionsDialect,
-    Dialect,
-    GenerateDialect,
+    GENERATE,
     LogprobsMode,
     OutputChunk,
+    engine_id_of,
+    generate_body,
+    read_chunk,
 )
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,6 @@ class VLLMEngine:
         self._config = config
         self._command = _command(model)
         self._is_updating = False
-        self._dialect: Dialect = GenerateDialect()
         self.process = EngineProcess(
             config, self._command, lambda: self.num_tokens, self._live_path
         )
@@ -80,13 +80,13 @@ class VLLMEngine:
         """
         await self.process.start()
         try:
-            models = await self._learn("/v1/models")
-            served = models["data"][0]
-            self.max_context = int(served["max_model_len"])
-            probe = await self.process.post(GenerateDialect.path, {}, CONTROL_TIMEOUT_S)
+            self.max_context = await self._ask_max_context()
+            probe = await self.process.post(GENERATE, {}, CONTROL_TIMEOUT_S)
             if probe.status in (403, 404, 405):
-                log.info("vLLM runs without --enable-scale-out; using /v1/completions")
-                self._dialect = CompletionsDialect(served["id"])
+                raise ConfigError(
+                    f"vLLM at {self.process.url} runs without --enable-scale-out: it does not tell "
+                    "which weights sampled a token; start it with that flag"
+                )
             self.logprobs_mode = await self._ask_logprobs_mode()
             return await self._label(version)
         except BaseException:
@@ -97,7 +97,7 @@ class VLLMEngine:
 
     def engine_id(self, request_id: str) -> str:
         """Return the id that `abort` needs for a request."""
-        return self._dialect.engine_id(request_id)
+        return engine_id_of(request_id)
 
     async def ask(self, request_id: str, req: LLMRequest, salt: str) -> OutputChunk:
         """The whole answer at once.
@@ -105,11 +105,11 @@ class VLLMEngine:
         Raises:
             PausedError, QueueFull, DataError, BackendError: refused, lost or failed.
         """
-        body = self._dialect.body(request_id, req, salt, is_stream=False)
-        answer = await self.process.post(self._dialect.path, body)
+        body = generate_body(request_id, req, salt, is_stream=False)
+        answer = await self.process.post(GENERATE, body)
         if not answer.is_ok:
             _refuse(answer.status, answer.json() or answer.text())
-        part = self._dialect.read(answer.json(), req.top_logprobs)
+        part = read_chunk(answer.json(), req.top_logprobs)
         self.num_tokens += len(part.tokens)
         return part
 
@@ -121,14 +121,14 @@ class VLLMEngine:
         Raises:
             PausedError, QueueFull, DataError, BackendError: as `ask`.
         """
-        body = self._dialect.body(request_id, req, salt, is_stream=True)
-        async with self.process.stream(self._dialect.path, body) as lines:
+        body = generate_body(request_id, req, salt, is_stream=True)
+        async with self.process.stream(GENERATE, body) as lines:
             if isinstance(lines, EngineResponse):
                 _refuse(lines.status, lines.json() or lines.text())
             async for event in _events(lines):
                 if "error" in event:
                     _refuse(event["error"].get("code") or 500, event)
-                part = self._dialect.read(event, req.top_logprobs)
+                part = read_chunk(event, req.top_logprobs)
                 self.num_tokens += len(part.tokens)
                 yield part
 
@@ -191,6 +191,14 @@ class VLLMEngine:
                 "vLLM >= 0.32, started with VLLM_SERVER_DEV_MODE=1"
             )
         return answer.json()
+
+    async def _ask_max_context(self) -> int:
+        try:
+            return int((await self._learn("/v1/models"))["data"][0]["max_model_len"])
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise BackendError(
+                f"{self.process.url}/v1/models names no max_model_len; this backend needs vLLM >= 0.32"
+            ) from None
 
     async def _label(self, version: PolicyVersion) -> PolicyVersion:
         label = (await self._learn(WEIGHT_INFO))["weight_version"]

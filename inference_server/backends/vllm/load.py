@@ -15,6 +15,7 @@ class Gauges:
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
         self._before: dict[str, float] | None = None
+        self._sent_back = 0
         self.kv_capacity = 0
         """Tokens whose keys and values fit; 0 until it is known."""
 
@@ -47,8 +48,12 @@ class Gauges:
 
     @property
     def preemptions(self) -> int:
-        """Requests that lost their cache since the first look."""
-        return self._since("vllm:num_preemptions_total")
+        """Requests that lost their cache for want of memory since the first look."""
+        return max(0, self._since("vllm:num_preemptions_total") - self._sent_back)
+
+    def send_back(self, count: int) -> None:
+        """Do not count requests that lose their cache because a version came: vLLM does."""
+        self._sent_back += count
 
     @property
     def prefilled(self) -> int:

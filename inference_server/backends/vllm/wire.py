@@ -1,20 +1,20 @@
-"""Our requests and answers in vLLM's words, for the two ways that it takes token ids.
+"""Our requests and answers in vLLM's words.
 
-`/inference/v1/generate` is made for it (`--enable-scale-out`); `/v1/completions` is there always.
-Both say at the end of an answer which weights sampled which tokens (`weight_versions`). Pure
-functions: nothing here talks to an engine. Whole answers were observed on vLLM 0.33.0; streams and
-`/v1/completions` are as its source says.
+Token ids go in and out by `/inference/v1/generate` (`--enable-scale-out`), which says at the end of an
+answer which weights sampled which tokens (`weight_versions`); vLLM 0.32's `/v1/completions` does not.
+Pure functions: nothing here talks to an engine.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import BackendError, DataError
 from headway.contracts.types import LLMRequest, PolicyVersion, StopReason, TopLogprobs
 
+GENERATE = "/inference/v1/generate"
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 Runs = list[tuple[PolicyVersion, int, int]]
 
@@ -54,90 +54,53 @@ class OutputChunk:
             self.reason, self.match, self.runs = part.reason, part.match, part.runs
 
 
-class Dialect(Protocol):
-    """One way to ask for tokens."""
-
-    @property
-    def path(self) -> str: ...
-
-    def engine_id(self, request_id: str) -> str:
-        """The id by which `/abort_requests` knows a request; its own id has no effect there."""
-
-    def body(self, request_id: str, req: LLMRequest, salt: str, is_stream: bool) -> dict[str, Any]:
-        """Return the body to post; `salt` keeps the prefixes of one version apart from another's."""
-
-    def read(self, answer: dict[str, Any], num_top: int) -> OutputChunk:
-        """An answer, or one event of a stream.
-
-        Raises:
-            BackendError: the answer is not what this version of vLLM should give.
-        """
+def engine_id_of(request_id: str) -> str:
+    """Return the id by which `/abort_requests` knows a request; its own has no effect there."""
+    return f"generate-tokens-{request_id}"
 
 
-class GenerateDialect:
-    """`/inference/v1/generate`."""
-
-    path = "/inference/v1/generate"
-
-    def engine_id(self, request_id: str) -> str:
-        return f"generate-tokens-{request_id}"
-
-    def body(self, request_id: str, req: LLMRequest, salt: str, is_stream: bool) -> dict[str, Any]:
-        sampling = sampling_params(req)
-        sampling["detokenize"] = bool(req.gconfig.stop)  # only stop strings need the text
-        body = {
-            "request_id": request_id,
-            "token_ids": req.input_ids,
-            "sampling_params": sampling,
-            "cache_salt": salt,
-        }
-        return body | (_STREAM if is_stream else {})
-
-    def read(self, answer: dict[str, Any], num_top: int) -> OutputChunk:
-        part = _read_common(answer)
-        if answer["choices"]:
-            choice = answer["choices"][0]
-            for entry in (choice["logprobs"] or {}).get("content") or []:
-                part.logprobs.append(entry["logprob"])
-                ranked = [(c["token_id"], c["logprob"]) for c in entry["top_logprobs"]]
-                part.top.append(_most_likely(ranked, num_top))
-        return _checked(part)
+def generate_body(request_id: str, req: LLMRequest, salt: str, is_stream: bool) -> dict[str, Any]:
+    """Return the body to post; `salt` keeps the prefixes of one version apart from another's."""
+    sampling = sampling_params(req)
+    sampling["detokenize"] = bool(req.gconfig.stop)  # only stop strings need the text
+    body = {
+        "request_id": request_id,
+        "token_ids": req.input_ids,
+        "sampling_params": sampling,
+        "cache_salt": salt,
+    }
+    return body | (_STREAM if is_stream else {})
 
 
-class CompletionsDialect:
-    """`/v1/completions`, for an engine without `--enable-scale-out`."""
+def read_chunk(answer: dict[str, Any], num_top: int) -> OutputChunk:
+    """Read an answer, or one event of a stream.
 
-    path = "/v1/completions"
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-
-    def engine_id(self, request_id: str) -> str:
-        return f"cmpl-{request_id}-0"
-
-    def body(self, request_id: str, req: LLMRequest, salt: str, is_stream: bool) -> dict[str, Any]:
-        body = {
-            "model": self._model,
-            "request_id": request_id,
-            "prompt": req.input_ids,
-            "add_special_tokens": False,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-            "return_weight_versions": True,
-            "cache_salt": salt,
-            **sampling_params(req),
-        }
-        return body | (_STREAM if is_stream else {})
-
-    def read(self, answer: dict[str, Any], num_top: int) -> OutputChunk:
-        part = _read_common(answer)
-        logprobs = answer["choices"][0]["logprobs"] if answer["choices"] else None
-        if logprobs is not None:
-            part.logprobs = [NOT_FINITE if p is None else p for p in logprobs["token_logprobs"]]
-            for entry in logprobs["top_logprobs"] or [None] * len(part.logprobs):
-                ranked = [(_named_token(name), p) for name, p in (entry or {}).items()]
-                part.top.append(_most_likely(ranked, num_top))
-        return _checked(part)
+    Raises:
+        BackendError: the answer is not what this version of vLLM should give.
+    """
+    usage = answer.get("usage") or {}
+    part = OutputChunk(
+        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    )
+    if not answer["choices"]:
+        return part
+    choice = answer["choices"][0]
+    part.tokens = choice["token_ids"] or []
+    for entry in (choice["logprobs"] or {}).get("content") or []:
+        part.logprobs.append(entry["logprob"])
+        ranked = [(c["token_id"], c["logprob"]) for c in entry["top_logprobs"]]
+        part.top.append(_most_likely(ranked, num_top))
+    if choice["finish_reason"] is not None:
+        part.reason = _stop_reason(choice["finish_reason"])
+        part.match = choice["stop_reason"]
+        part.runs = _runs(choice["weight_versions"], len(part.tokens))
+    prompt = answer.get("prompt_logprobs")
+    if prompt is not None:
+        part.prompt = [
+            entry and {int(token): scored["logprob"] for token, scored in entry.items()}
+            for entry in prompt
+        ]
+    return _checked(part)
 
 
 _STREAM = {"stream": True, "stream_options": {"include_usage": True}}
@@ -182,7 +145,9 @@ def check_sampling(gconfig: SamplingConfig, mode: LogprobsMode | None) -> None:
             f"temperature={temperature}, vLLM samples at 0 or within [{MIN_TEMPERATURE}, "
             f"{MAX_TEMPERATURE}]; set one of these"
         )
-    cut = {"top_p": 1.0, "top_k": None, "min_p": 0.0} if temperature > 0.0 else {}
+    cut: dict[str, Any] = {"min_new_tokens": 0}  # it bans the tokens that end a sequence
+    if temperature > 0.0:
+        cut |= {"top_p": 1.0, "top_k": None, "min_p": 0.0}
     shape = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
     scale = {"temperature": 1.0} if temperature > 0.0 else {}
     if mode != "raw_logprobs" and (given := _differing(gconfig, cut)):
@@ -232,33 +197,6 @@ def prompt_scores(
 def _most_likely(candidates: TopLogprobs, num_top: int) -> TopLogprobs:
     """vLLM lists the sampled token first, also where it is not among the most likely."""
     return sorted(dict(candidates).items(), key=lambda c: -c[1])[:num_top]
-
-
-def _named_token(name: str) -> int:
-    return int(name.removeprefix("token_id:"))
-
-
-def _read_common(answer: dict[str, Any]) -> OutputChunk:
-    """Read the fields that both dialects spell alike."""
-    usage = answer.get("usage") or {}
-    part = OutputChunk(
-        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    )
-    if not answer["choices"]:
-        return part
-    choice = answer["choices"][0]
-    part.tokens = choice["token_ids"] or []
-    if choice["finish_reason"] is not None:
-        part.reason = _stop_reason(choice["finish_reason"])
-        part.match = choice["stop_reason"]
-        part.runs = _runs(choice["weight_versions"], len(part.tokens))
-    prompt = choice.get("prompt_logprobs") or answer.get("prompt_logprobs")
-    if prompt is not None:
-        part.prompt = [
-            entry and {int(token): scored["logprob"] for token, scored in entry.items()}
-            for entry in prompt
-        ]
-    return part
 
 
 def _checked(part: OutputChunk) -> OutputChunk:

@@ -83,12 +83,9 @@ def update(llama_dir, version=1):
 # Generating.
 
 
-@pytest.mark.parametrize("scale_out", [True, False])
-async def test_tokens_logprobs_and_versions_come_from_either_way_of_asking(llama_dir, scale_out):
-    async with serving(llama_dir, version=7, scale_out=scale_out) as (backend, engine):
+async def test_tokens_logprobs_and_versions_come_with_an_answer(llama_dir):
+    async with serving(llama_dir, version=7) as (backend, _):
         response = await backend.generate(request(top_logprobs=2))
-        way = engine.calls[-1][0]
-    assert way == ("/inference/v1/generate" if scale_out else "/v1/completions")
     assert response.rid == "r"
     assert len(response.output_tokens) == LONG
     assert response.output_logprobs == [-0.5] * LONG
@@ -99,10 +96,9 @@ async def test_tokens_logprobs_and_versions_come_from_either_way_of_asking(llama
     assert response.cached_tokens == 0
 
 
-@pytest.mark.parametrize("scale_out", [True, False])
-async def test_deltas_make_up_the_response(llama_dir, scale_out):
+async def test_deltas_make_up_the_response(llama_dir):
     deltas: list[LLMDelta] = []
-    async with serving(llama_dir, scale_out=scale_out) as (backend, _):
+    async with serving(llama_dir) as (backend, _):
         whole = await backend.generate(request())
         response = await backend.generate(request(top_logprobs=1), deltas.append)
     assert len(deltas) > 1
@@ -115,10 +111,9 @@ async def test_deltas_make_up_the_response(llama_dir, scale_out):
     assert 0.0 < response.ttft_s < response.latency_s
 
 
-@pytest.mark.parametrize("scale_out", [True, False])
-async def test_prompt_is_scored_from_the_position_asked_for(llama_dir, scale_out):
+async def test_prompt_is_scored_from_the_position_asked_for(llama_dir):
     deltas: list[LLMDelta] = []
-    async with serving(llama_dir, scale_out=scale_out) as (backend, _):
+    async with serving(llama_dir) as (backend, _):
         response = await backend.generate(request(logprob_start=0, top_logprobs=1), deltas.append)
         tail = await backend.generate(request(logprob_start=2, max_new_tokens=0))
         none = await backend.generate(request(logprob_start=3))
@@ -134,7 +129,6 @@ async def test_prompt_is_scored_from_the_position_asked_for(llama_dir, scale_out
 async def test_every_sampling_field_reaches_the_engine(llama_dir):
     sent = {
         "max_new_tokens": 9,
-        "min_new_tokens": 2,
         "temperature": 0.5,
         "stop_token_ids": (7, 8),
         "stop": ("end",),
@@ -150,11 +144,11 @@ async def test_every_sampling_field_reaches_the_engine(llama_dir):
         body = engine.calls[-1][1]
     assert response.stop_reason == "stop"
     assert response.stop_match == 7
-    assert len(response.output_tokens) == 2
+    assert len(response.output_tokens) == 1
     assert body["cache_salt"] == "0"
     assert body["sampling_params"] == {
         "max_tokens": 9,
-        "min_tokens": 2,
+        "min_tokens": 0,
         "temperature": 0.5,
         "top_p": 1.0,
         "top_k": 0,
@@ -172,7 +166,18 @@ async def test_every_sampling_field_reaches_the_engine(llama_dir):
         "skip_special_tokens": True,
         "detokenize": True,
     }
-    assert set(SamplingConfig.model_fields) - set(sent) == {"top_p", "top_k", "min_p"}
+    assert set(SamplingConfig.model_fields) - set(sent) == {
+        "min_new_tokens",
+        "top_p",
+        "top_k",
+        "min_p",
+    }
+
+
+async def test_no_more_tokens_are_listed_than_there_are(llama_dir):
+    async with serving(llama_dir) as (backend, engine):
+        await backend.generate(request(top_logprobs=64, max_new_tokens=1))
+        assert engine.calls[-1][1]["sampling_params"]["logprobs"] == 61
 
 
 async def test_end_of_sequence_is_named_though_vllm_does_not(llama_dir):
@@ -188,6 +193,7 @@ async def test_end_of_sequence_is_named_though_vllm_does_not(llama_dir):
         ("processed_logprobs", {"top_k": 5, "min_p": 0.1}, "top_k=5, min_p=0.1"),
         ("raw_logprobs", {"temperature": 0.7}, "temperature=0.7"),
         ("raw_logprobs", {"logit_bias": {3: 1.0}, "temperature": 0.0}, "logit_bias"),
+        ("processed_logprobs", {"min_new_tokens": 2, "temperature": 0.0}, "min_new_tokens=2"),
         ("processed_logprobs", {"temperature": 0.001}, "temperature=0.001"),
         ("processed_logprobs", {"temperature": 2.5}, "temperature=2.5"),
     ],
@@ -207,7 +213,7 @@ async def test_sampling_that_vllm_would_answer_otherwise_is_refused(
     [
         ("processed_logprobs", {"temperature": 0.7, "presence_penalty": 1.0}),
         ("processed_logprobs", {"temperature": 0.0, "top_p": 0.5}),
-        ("raw_logprobs", {"top_p": 0.9, "top_k": 5}),
+        ("raw_logprobs", {"top_p": 0.9, "top_k": 5, "min_new_tokens": 2}),
         ("raw_logprobs", {"temperature": 0.0}),
     ],
 )
@@ -253,9 +259,8 @@ async def test_label_of_somebody_else_is_no_version(llama_dir):
 # Aborting, cancelling, pausing.
 
 
-@pytest.mark.parametrize("scale_out", [True, False])
-async def test_abort_ends_one_request_with_its_tokens(llama_dir, scale_out):
-    async with serving(llama_dir, scale_out=scale_out) as (backend, engine):
+async def test_abort_ends_one_request_with_its_tokens(llama_dir):
+    async with serving(llama_dir) as (backend, engine):
         one, other = await begun(backend, engine, request(rid="a"), request(rid="b"))
         await backend.abort("unknown")
         await backend.abort("a")
@@ -554,6 +559,8 @@ async def test_attached_engine_that_was_updated_before_tells_its_version(llama_d
     ("manners", "label", "error", "says"),
     [
         ({"dev_mode": False}, "default", BackendError, "VLLM_SERVER_DEV_MODE=1"),
+        ({"scale_out": False}, "default", ConfigError, "--enable-scale-out"),
+        ({"max_model_len": None}, "default", BackendError, "names no max_model_len"),
         ({}, "theirs", BackendError, "labelled 'theirs'"),
         ({"logprobs_mode": "raw_logits"}, "default", ConfigError, "raw_logits"),
     ],

@@ -1,10 +1,8 @@
-"""A vLLM server without a model: the shapes and manners of 0.33.0 over real HTTP.
+"""A vLLM server without a model: the shapes and manners of a real one over HTTP.
 
-What it answers is in `tests/contract/data/vllm/`; what it does is what was observed of the real one
-(pauses, refusals, aborts by the prefixed id only, spans at the end of an answer) or only read in its
-source (streams, salts, dropped caches of running requests, /v1/completions). A test that passes here
-has not run against vLLM. `budget` holds every request at so many tokens, so that a test
-can act while it runs. As a program it takes vLLM's command line and ignores what it has no use for.
+What it answers is in `tests/contract/data/vllm/`. `tests/integration/test_vllm_real.py` runs the backend
+against vLLM itself. `budget` holds every request at so many tokens, so that a test can act while it runs.
+As a program it takes vLLM's command line and ignores what it has no use for.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ class VLLMStandIn:
         self,
         *,
         vocab_size: int = 61,
-        max_model_len: int = 256,
+        max_model_len: int | None = 256,
         eos: int = 1,
         scale_out: bool = True,
         dev_mode: bool = True,
@@ -93,7 +91,6 @@ class VLLMStandIn:
         get("/v1/models", self._models)
         get("/metrics", self._metrics)
         post("/inference/v1/generate", self._generate)
-        post("/v1/completions", self._completions)
         if self.dev_mode:
             get("/server_info", self._server_info)
             get("/weight_info", self._weight_info)
@@ -187,16 +184,9 @@ class VLLMStandIn:
             return self._error(400, "BadRequestError", "1 validation error: token_ids required")
         engine_id = f"generate-tokens-{body['request_id']}"
         params = body["sampling_params"]
-        return await self._serve(request, engine_id, body["token_ids"], params, self._generate_body)
+        return await self._serve(request, engine_id, body["token_ids"], params)
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body = request["body"]
-        engine_id = f"cmpl-{body['request_id']}-0"
-        if not (body["return_token_ids"] and body["return_weight_versions"]):
-            return self._error(400, "BadRequestError", "the backend needs ids and versions")
-        return await self._serve(request, engine_id, body["prompt"], body, self._completions_body)
-
-    async def _serve(self, request, engine_id, prompt, params, to_body) -> web.StreamResponse:
+    async def _serve(self, request, engine_id, prompt, params) -> web.StreamResponse:
         body = request["body"]
         if max(prompt) >= self.vocab_size:
             return self._error(
@@ -215,9 +205,9 @@ class VLLMStandIn:
         decoding = asyncio.create_task(self._decode(one))
         try:
             if body.get("stream"):
-                return await self._stream(request, self._chunks(one, to_body))
+                return await self._stream(request, self._chunks(one))
             await self.until_ended(one)
-            return web.json_response(to_body(one, 0, is_stream=False))
+            return web.json_response(self._body(one, 0, is_stream=False))
         except (asyncio.CancelledError, ConnectionResetError):
             self.disconnected += 1
             raise
@@ -230,14 +220,14 @@ class VLLMStandIn:
         while one.reason is None:
             await self._rung.wait()
 
-    async def _chunks(self, one: Running, to_body):
+    async def _chunks(self, one: Running):
         sent = 0
         while True:
             while len(one.tokens) == sent and one.reason is None:
                 await self._rung.wait()
             start, sent = sent, len(one.tokens)
             is_last = one.reason is not None
-            yield to_body(one, start, is_stream=True)
+            yield self._body(one, start, is_stream=True)
             if is_last:
                 usage = {"prompt_tokens_details": {"cached_tokens": one.cached}}
                 yield {"request_id": one.engine_id, "choices": [], "usage": usage}
@@ -284,7 +274,7 @@ class VLLMStandIn:
             rows.append(entry)
         return [None, *rows]
 
-    def _generate_body(self, one: Running, start: int, is_stream: bool) -> dict:
+    def _body(self, one: Running, start: int, is_stream: bool) -> dict:
         answer = self._fill(shape("generate"), one, start, is_stream)
         answer["request_id"] = one.engine_id
         if is_stream:
@@ -302,23 +292,6 @@ class VLLMStandIn:
             }
             for token in one.tokens[start:]
         ]
-        return answer
-
-    def _completions_body(self, one: Running, start: int, is_stream: bool) -> dict:
-        answer = self._fill(shape("completions"), one, start, is_stream)
-        answer["id"] = one.engine_id
-        choice = answer["choices"][0]
-        if not is_stream:
-            choice["prompt_logprobs"] = self._prompt_logprobs(one)
-        tokens = one.tokens[start:]
-        choice["logprobs"] = {
-            "text_offset": [0] * len(tokens),
-            "token_logprobs": [LOGPROB] * len(tokens),
-            "tokens": [f"token_id:{token}" for token in tokens],
-            "top_logprobs": [
-                {f"token_id:{t}": p for t, p in self._top(one, token)} for token in tokens
-            ],
-        }
         return answer
 
     def _error(self, status: int, kind: str, message: str) -> web.Response:

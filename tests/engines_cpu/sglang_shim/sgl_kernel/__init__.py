@@ -55,6 +55,6 @@ def __getattr__(name):
         raise AttributeError(name)
 
     def missing(*args, **kwargs):
-        raise NotImplementedError(f"sgl_kernel.{name} has no CPU stand-in; see tests/sglang_cpu")
+        raise NotImplementedError(f"sgl_kernel.{name} has no CPU stand-in; see tests/engines_cpu")
 
     return missing

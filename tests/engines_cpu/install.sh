@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# A real engine without a GPU: bash install.sh sglang|vllm [FOLDER]
+#
+# Makes a virtual environment (1.8 GB) in FOLDER, in $HEADWAY_SGLANG_VENV or $HEADWAY_VLLM_VENV, or in
+# ~/.cache/headway/ENGINE-cpu. Nothing is done if it is there already and of this version. $UV is the program uv.
+set -euo pipefail
+here=$(dirname "$(readlink -f "$0")")
+engine=$1
+lock=$here/../../requirements/$engine-cpu.txt
+named=HEADWAY_${engine^^}_VENV
+venv=${2:-${!named:-$HOME/.cache/headway/$engine-cpu}}
+shim=$here/${engine}_shim
+torch_version=2.13.0
+
+mapfile -t shims < <([ ! -d "$shim" ] || find "$shim" -type f -not -path '*/__pycache__/*' | sort)
+stamp=$venv/.installed-$(cat "$here/install.sh" "$lock" "${shims[@]}" | sha256sum | cut -c1-16)
+if [ -e "$stamp" ]; then exit 0; fi
+
+rm -rf "$venv"
+"${PYTHON:-python3}" -m venv "$venv"
+"${UV:-uv}" pip install --quiet --index-strategy unsafe-best-match \
+    --python "$venv/bin/python" --no-deps --requirement "$lock"
+# pip, which reads where this machine may have a copy.
+"$venv/bin/pip" install -qq --no-compile "torch==$torch_version+cpu" 2> /dev/null \
+    || "$venv/bin/pip" install -qq --no-compile --extra-index-url https://download.pytorch.org/whl/cpu "torch==$torch_version+cpu"
+if [ -d "$shim" ]; then
+    cp -r "$shim"/. "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/"
+fi
+touch "$stamp"
+echo "$engine for the CPU is in $venv"

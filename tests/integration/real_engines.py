@@ -1,0 +1,133 @@
+"""What the tests on real engines share: where engines are, and what transformers says of a response."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import runpy
+import sys
+import time
+from asyncio.subprocess import PIPE
+from collections.abc import Callable, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from headway.contracts.types import LLMRequest, LLMResponse
+from tests.numeric.models import extend_cache, reference_logits, reference_logprobs
+
+ROOT = Path(__file__).parents[2]
+ModelOf = Callable[[int], torch.nn.Module]
+"""Returns the weights of a version."""
+
+
+def engine_python(engine: str) -> Path:
+    """Interpreter of the environment with an engine, `sglang` or `vllm`; it may not be there."""
+    default = Path.home() / ".cache" / "headway" / f"{engine}-cpu"
+    return Path(os.environ.get(f"HEADWAY_{engine.upper()}_VENV", default)) / "bin" / "python"
+
+
+def needs(engine: str) -> list[pytest.MarkDecorator]:
+    """Marks of a module whose tests run on an engine."""
+    venv = engine_python(engine).parents[1]
+    is_there = any(venv.glob(f"lib/python*/site-packages/{engine}"))
+    reason = f"no {engine} in {venv}; run `make {engine}-cpu`, or set HEADWAY_{engine.upper()}_VENV"
+    return [
+        pytest.mark.extended,
+        pytest.mark.timeout(400),
+        pytest.mark.skipif(not is_there, reason=reason),
+    ]
+
+
+def show(text: str) -> None:
+    """For `pytest -s`."""
+    sys.stdout.write(f"\n  {text}")
+
+
+def error_of(response: LLMResponse, expected: torch.Tensor) -> float:
+    """Largest difference of the logprobs; 0 without tokens."""
+    got = torch.tensor(response.output_logprobs, dtype=torch.float64)
+    return (got - expected).abs().max().item() if len(got) else 0.0
+
+
+@torch.no_grad()
+def replayed(model_of: ModelOf, asked: LLMRequest, response: LLMResponse) -> torch.Tensor:
+    """Logprobs over one kept cache, each token by the version that is said to have sampled it."""
+    cache, fed, logprobs = DynamicCache(), list(asked.input_ids), []
+    for token, version in zip(response.output_tokens, response.output_versions, strict=True):
+        logits = extend_cache(model_of(version), cache, fed)
+        fed = [token]
+        logprobs.append(torch.log_softmax(logits[-1].double(), dim=-1)[token])
+    return torch.stack(logprobs) if logprobs else torch.zeros(0)
+
+
+def recomputed(model_of: ModelOf, asked: LLMRequest, response: LLMResponse) -> torch.Tensor:
+    """Logprobs of each run after a fresh pass of its version over all before it."""
+    parts = [
+        reference_logprobs(
+            model_of(version),
+            [*asked.input_ids, *response.output_tokens[:start]],
+            response.output_tokens[start:end],
+        )
+        for version, start, end in response.version_runs
+    ]
+    return torch.cat(parts) if parts else torch.zeros(0)
+
+
+def shaped_logprobs(model: torch.nn.Module, asked: LLMRequest, tokens: list[int]) -> torch.Tensor:
+    """Logprobs under penalties, biases and temperature, as `SamplingConfig` defines them."""
+    gconfig = asked.gconfig
+    with torch.no_grad():
+        logits = reference_logits(model, [*asked.input_ids, *tokens]).double()
+    rows = logits[len(asked.input_ids) - 1 : -1]
+    for token, bias in gconfig.logit_bias.items():
+        rows[:, token] += bias
+    expected = []
+    for position, token in enumerate(tokens):
+        seen = torch.tensor(tokens[:position], dtype=torch.long)
+        counts = torch.bincount(seen, minlength=rows.shape[1])
+        penalty = gconfig.frequency_penalty * counts + gconfig.presence_penalty * (counts > 0)
+        row = (rows[position] - penalty) / (gconfig.temperature or 1.0)
+        expected.append(torch.log_softmax(row, dim=-1)[token])
+    return torch.stack(expected)
+
+
+async def check_bundled_run(folder: Path, file: str, backend: Mapping[str, Any]) -> None:
+    """Let `headway run` train three steps by a file of `examples/gsm8k`, with other flags alone.
+
+    Args:
+        backend: settings below `server.backend`.
+    """
+    make = runpy.run_path(str(ROOT / "examples" / "gsm8k" / "make_tiny_model.py"))
+    make["make_tiny_model"](None, folder / "model")
+    rows = [{"question": f"{n} + {n} =", "answer": f"#### {n + n}"} for n in range(8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {
+        "--config": ROOT / "examples" / "gsm8k" / file,
+        "--model": folder / "model",
+        "--gateway.ledger": folder / "ledger.sqlite",
+        **{
+            f"--server.backend.{name}": value if isinstance(value, Path) else json.dumps(value)
+            for name, value in backend.items()
+        },
+        "--trainer.run-dir": folder / "run",
+        "--trainer.data.path": folder / "rows.jsonl",
+        "--trainer.data.batch-size": 2,
+        "--trainer.rollout.group-size": 2,
+        "--trainer.sampling.max-new-tokens": 8,
+        "--trainer.trainer.total-steps": 3,
+    }
+    command = ["-m", "headway.launch.cli", "run", *map(str, chain(*flags.items()))]
+    started = time.monotonic()
+    run = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=PIPE, stderr=PIPE)
+    output, errors = await run.communicate()
+    assert run.returncode == 0, errors.decode()
+    show(f"a run of three steps took {time.monotonic() - started:.0f} s")
+    summary = json.loads(output.splitlines()[-1])
+    assert (summary["steps"], summary["trajectories"], summary["versions"]) == (3, 12, 3)
+    assert (summary["lost"], summary["duplicated"]) == (0, 0)
