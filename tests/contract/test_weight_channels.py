@@ -436,7 +436,11 @@ def test_a_server_stages_no_value_that_is_not_finite_whoever_published_it(channe
     publisher = channel.publisher()
     [meta] = channel.seated(publisher.announce(VERSION), 1)
     staging = channel.start(stage, channel.receiver(), meta, shapes_of(given))
-    with suppress(SyncError):  # the publisher may notice that the server left
-        publisher.publish(VERSION, given.items())
+    publishing = channel.start(publisher.publish, VERSION, given.items())
     with pytest.raises(SyncError, match=r": 2 of 3 values of sick are NaN or infinite"):
         staging.result(LIMIT_S)
+    publisher.cancel(
+        VERSION, "the only server refused it"
+    )  # as its trainer would, told by the gateway
+    with suppress(SyncError):
+        publishing.result(LIMIT_S)

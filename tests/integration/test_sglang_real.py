@@ -267,16 +267,6 @@ async def test_stops_end_where_they_should(backend):
     assert (by_text.output_tokens, by_text.stop_match) == (plain.output_tokens[:upto], text)
 
 
-async def test_deltas_add_up_to_the_response(backend):
-    progress = Progress(1)
-    response = await backend.generate(request(4, 40, top_logprobs=2), progress)
-    assert progress.tokens == response.output_tokens
-    assert progress.versions == response.output_versions
-    tops = [row for delta in progress.deltas for row in delta.top_logprobs]
-    assert tops == response.top_logprobs
-    assert len(progress.deltas) > 10
-
-
 async def test_what_would_kill_sglang_is_refused_and_the_engine_lives(backend):
     with pytest.raises(DataError, match="vocabulary"):
         asked = request(1).model_copy(update={"input_ids": (3, VOCAB_SIZE)})
@@ -321,18 +311,6 @@ async def test_an_aborted_sequence_goes_on_from_its_prefix(backend, policies):
 
 
 @pytest.mark.usefixtures("slowly")
-async def test_a_caller_that_goes_away_frees_the_engine(backend):
-    progress = Progress(5)
-    task = asyncio.create_task(backend.generate(request(7, 240), progress))
-    await ready(progress)
-    task.cancel()
-    async with asyncio.timeout(DEADLINE_S):
-        while not await backend.flush():  # noqa: ASYNC110 - refused while anything runs
-            await asyncio.sleep(0.01)
-    assert backend.load().running == 0
-
-
-@pytest.mark.usefixtures("slowly")
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_nothing_is_sampled_in_a_pause(backend, policies, mode):
     asked, progress = request(8, 80), Progress(20)
@@ -351,18 +329,6 @@ async def test_nothing_is_sampled_in_a_pause(backend, policies, mode):
     assert len(later.output_tokens) == 5
     assert response.num_recomputes == (mode == "retract")
     assert error_of(response, policies.recomputed(asked, response)) < TOLERANCE
-
-
-@pytest.mark.usefixtures("slowly")
-async def test_a_pause_may_end_what_runs(backend):
-    progress = Progress(10)
-    task = asyncio.create_task(backend.generate(request(10, 200), progress))
-    await ready(progress)
-    await backend.pause("abort")
-    response = await asyncio.wait_for(task, DEADLINE_S)
-    assert response.stop_reason == "interrupt"
-    assert progress.tokens == response.output_tokens
-    await backend.resume()
 
 
 # Versions.
