@@ -114,7 +114,7 @@ async def _report(
             content = await answer.read()
             if answer.status >= 400:
                 raise error_of(answer.status, content, target)
-            return ServerReportResponse.from_answer(content)
+            return ServerReportResponse.from_response(content)
     except ValidationError as error:
         raise BackendError(f"{target} answered with something else: {error}") from error
     except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -175,5 +175,5 @@ async def _until_there(work: Callable[[], Awaitable[None]]) -> None:
         except StateError as error:
             if monotonic() > deadline:
                 raise
-            notice.tell(str(error))
+            notice.log_if_due(str(error))
         await asyncio.sleep(STORE_LOOK_S)

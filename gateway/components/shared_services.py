@@ -77,10 +77,10 @@ class Outbound(Protocol):
         """
 
     async def post_once(self, url: str, body: Any, timeout_s: float) -> Any:
-        """As `post`, for a body that must not be sent again; see `Outages.wait_out`.
+        """As `post`, for a body that must not be sent again; see `Outages.call`.
 
         Raises:
-            NotThere: the service is away.
+            ServiceUnreachable: the service is away.
         """
 
 

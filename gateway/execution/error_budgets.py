@@ -13,7 +13,7 @@ from headway.contracts.errors import ErrorBudgetExceeded
 from headway.contracts.types import DEFAULT_CONSUMER
 
 MAX_CONSUMERS = 1024
-OF_ALL = "; name a consumer of your own: everyone who names none shares this one"
+SHARED_BUDGET_HINT = "; name a consumer of your own: everyone who names none shares this one"
 
 
 class ErrorBudgets:
@@ -56,7 +56,7 @@ class ErrorBudgets:
                 f"executor.error_budget={self._config.error_budget}; latest: {failures[-1]}. "
                 "Mend the cause; then new rollouts that work, or attaching again, restore the budget. "
                 "Rollouts that are waited for by id are still given out"
-                + (OF_ALL if consumer == DEFAULT_CONSUMER else "")
+                + (SHARED_BUDGET_HINT if consumer == DEFAULT_CONSUMER else "")
             )
 
     def _of(self, consumer: str) -> deque[str | None]:

@@ -31,7 +31,7 @@ class Member:
     health: Health
     reason: str = ""
     """Why it was fenced or lost the last time."""
-    misfit: str = ""
+    mismatch: str = ""
     """Why its model does not go with this gateway's tokenizer; empty if it does."""
     lost_at: float = 0.0
     has_died: bool = False

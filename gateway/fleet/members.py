@@ -144,7 +144,9 @@ class Members:
     def present(self) -> list[Member]:
         """The servers that are here to stay, whatever version they serve."""
         return [
-            member for member in self._members.values() if not (member.is_leaving or member.misfit)
+            member
+            for member in self._members.values()
+            if not (member.is_leaving or member.mismatch)
         ]
 
     async def until_back(self, count: int) -> None:
@@ -188,7 +190,7 @@ class Members:
             member.state = "joining"
             self._forgotten_tokens += member.report.generated_tokens
         member.report = report
-        member.misfit = self._vocabulary.misfit(report)
+        member.mismatch = self._vocabulary.mismatch(report)
         if report.draining:
             self.drain(member)
         return member

@@ -51,8 +51,8 @@ class CatchUp:
             member: its report is new.
             is_committing: servers are changing their version right now, by whichever gateway.
         """
-        if member.misfit:
-            self._members.fence(member, member.misfit)
+        if member.mismatch:
+            self._members.fence(member, member.mismatch)
             return
         if not member.is_publishing and not self._reservation.suits(member):
             self._members.set_joining(member)

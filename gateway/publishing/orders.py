@@ -144,6 +144,6 @@ class WeightOrders:
 
 def _parsed(model: type[Answer], content: bytes) -> Answer:
     try:
-        return model.from_answer(content)
+        return model.from_response(content)
     except ValidationError as error:
         raise BackendError(f"it answered with no {model.__name__}: {content[:200]!r}") from error

@@ -27,7 +27,7 @@ from headway.contracts.errors import BackendError, ConfigError, WorkflowError
 from headway.contracts.http.sessions import SessionEndRequest, SessionResponse
 from headway.contracts.types import Message, RewardResult, Trajectory
 from headway.runtime.offload import offload
-from headway.runtime.outages import NotThere
+from headway.runtime.outages import ServiceUnreachable
 from headway.text.tokenizer import TextTokenizer
 
 
@@ -77,7 +77,7 @@ class SessionWorkflow:
         play = partial(self._play, sample, context, context.sessions)
         if self._args.agent_url is None:
             return await play()
-        return await context.services.outbound.outages.wait_out(self._args.agent_url, play)
+        return await context.services.outbound.outages.call(self._args.agent_url, play)
 
     async def _play(
         self, sample: Sample, context: RolloutContext, sessions: SessionOpener
@@ -85,7 +85,7 @@ class SessionWorkflow:
         """Open a session of its own for each call of the agent: one that was lost may still run.
 
         Raises:
-            NotThere: the agent is away.
+            ServiceUnreachable: the agent is away.
         """
         chat = Chat(self._tokenizer, self._gconfig, context.generate)
         async with sessions.open(sample, chat) as session:
@@ -104,7 +104,7 @@ class SessionWorkflow:
         """Call the agent; it may end the session itself before it answers.
 
         Raises:
-            NotThere: it is away.
+            ServiceUnreachable: it is away.
             BackendError: it was lost after its first turn, maybe because of what it was told.
         """
         prompt = session.sample.prompt
@@ -125,7 +125,7 @@ class SessionWorkflow:
                 if not answer.goes_on:
                     session.end(SessionEndRequest(**answer.model_dump(exclude={"goes_on"})))
             return await ending
-        except NotThere as error:
+        except ServiceUnreachable as error:
             if session.history.nodes:
                 raise BackendError(f"the agent was lost in mid-session: {error}") from error
             raise

@@ -130,7 +130,7 @@ class RemoteInferenceEngine:
     def attach(self, spec: ConsumerSpec) -> None:
         answer = self._calls.call("POST", paths.CONSUMER, ConsumerRequest.of(spec))
         self._consumer = self._publisher = spec.consumer
-        attached = ConsumerResponse.from_answer(answer.content)
+        attached = ConsumerResponse.from_response(answer.content)
         self._term = attached.term
         if attached.version > spec.version:
             log.warning(
@@ -147,14 +147,14 @@ class RemoteInferenceEngine:
     def detach_consumer(self, consumer: str) -> int:
         """End a consumer by name; returns the trajectories that were cancelled."""
         answer = self._calls.call("DELETE", paths.CONSUMER, DetachRequest(consumer=consumer))
-        return DetachResponse.from_answer(answer.content).cancelled
+        return DetachResponse.from_response(answer.content).cancelled
 
     def submit(self, requests: Sequence[RolloutRequest]) -> list[RolloutHandle]:
         handles: list[RolloutHandle] = []
         for start in range(0, len(requests), SUBMIT_CHUNK):
             chunk = tuple(requests[start : start + SUBMIT_CHUNK])
             answer = self._calls.call("POST", paths.ROLLOUTS, SubmitRequest(rollouts=chunk))
-            new = SubmitResponse.from_answer(answer.content).new
+            new = SubmitResponse.from_response(answer.content).new
             handles += [RolloutHandle(r.rollout_id, n) for r, n in zip(chunk, new, strict=True)]
         return handles
 
@@ -194,7 +194,7 @@ class RemoteInferenceEngine:
                         f"the last attempt: {error.message}"
                     ) from error
                 raise
-            views = ScoreResponse.from_answer(answer.content).results
+            views = ScoreResponse.from_response(answer.content).results
             if len(views) != len(chunk):
                 raise BackendError(
                     f"{self._calls.url}{paths.REWARDS_SCORE} judged {len(views)} of {len(chunk)} answers"
@@ -223,7 +223,7 @@ class RemoteInferenceEngine:
             reason=reason[:MAX_REASON_CHARS],
         )
         answer = self._calls.call("DELETE", paths.WEIGHTS, request)
-        return WeightUpdateResponse.from_answer(answer.content).version
+        return WeightUpdateResponse.from_response(answer.content).version
 
     def weights(self) -> WeightStatus:
         """Return the versions that a gateway serves and keeps, and whether a publication is under
@@ -232,18 +232,18 @@ class RemoteInferenceEngine:
         Raises:
             NotFound: one server alone keeps no versions.
         """
-        return WeightStatus.from_answer(self._calls.call("GET", paths.WEIGHTS).content)
+        return WeightStatus.from_response(self._calls.call("GET", paths.WEIGHTS).content)
 
     def pin(self, version: PolicyVersion | None) -> WeightStatus:
         """Serve a kept version and hold it while others are published; None ends that."""
         answer = self._calls.call("POST", paths.WEIGHTS_PIN, WeightPinRequest(version=version))
-        return WeightStatus.from_answer(answer.content)
+        return WeightStatus.from_response(answer.content)
 
     def rollback(self, version: PolicyVersion) -> WeightStatus:
         """Serve a kept version until the next one is published."""
         request = WeightRollbackRequest(version=version)
         answer = self._calls.call("POST", paths.WEIGHTS_ROLLBACK, request)
-        return WeightStatus.from_answer(answer.content)
+        return WeightStatus.from_response(answer.content)
 
     def reserve(self, wanted: WeightReservation) -> ReservationStatus:
         """Let some servers of a gateway stay at a version; to be repeated every few seconds.
@@ -253,7 +253,7 @@ class RemoteInferenceEngine:
             Conflict: another name has a reservation.
         """
         answer = self._calls.call("POST", paths.WEIGHTS_RESERVATION, wanted)
-        return ReservationStatus.from_answer(answer.content)
+        return ReservationStatus.from_response(answer.content)
 
     def end_reservation(self, name: str) -> None:
         """Let its servers go on with the newest version."""
@@ -292,7 +292,7 @@ class RemoteInferenceEngine:
         """End rollouts that are not consumed yet; returns the groups that this call ended."""
         request = CancelRequest(rollout_ids=tuple(rollout_ids), reason=reason)
         answer = self._calls.call("POST", paths.ROLLOUTS_CANCEL, request)
-        return CancelResponse.from_answer(answer.content).cancelled
+        return CancelResponse.from_response(answer.content).cancelled
 
     def get(self, rollout_id: str) -> RolloutView:
         """Everything that is known of one rollout.
@@ -301,28 +301,28 @@ class RemoteInferenceEngine:
             NotFound: it was never submitted, or is forgotten.
         """
         path = paths.ROLLOUT.format(rollout_id=rollout_id)
-        return RolloutView.from_answer(self._calls.call("GET", path).content)
+        return RolloutView.from_response(self._calls.call("GET", path).content)
 
     def workflows(self) -> list[ComponentView]:
         """Return the workflows that can be submitted, with the schemas of the arguments."""
-        return ComponentList.from_answer(self._calls.call("GET", paths.WORKFLOWS).content).parts
+        return ComponentList.from_response(self._calls.call("GET", paths.WORKFLOWS).content).parts
 
     def rewards(self) -> list[ComponentView]:
         """Return the rewards, with the schemas of the arguments."""
-        return ComponentList.from_answer(self._calls.call("GET", paths.REWARDS).content).parts
+        return ComponentList.from_response(self._calls.call("GET", paths.REWARDS).content).parts
 
     def filters(self) -> list[ComponentView]:
         """Return the filters that can drop a finished group, with the schemas of the arguments."""
-        return ComponentList.from_answer(self._calls.call("GET", paths.FILTERS).content).parts
+        return ComponentList.from_response(self._calls.call("GET", paths.FILTERS).content).parts
 
     def tools(self) -> list[ComponentView]:
         """Return the tools that `tool_use` can offer a policy, with the schemas of their
         arguments."""
-        return ComponentList.from_answer(self._calls.call("GET", paths.TOOLS).content).parts
+        return ComponentList.from_response(self._calls.call("GET", paths.TOOLS).content).parts
 
     def scale(self) -> ScaleResponse:
         """Return the number of generation servers that a gateway asks for."""
-        return ScaleResponse.from_answer(self._calls.call("GET", paths.SCALE).content)
+        return ScaleResponse.from_response(self._calls.call("GET", paths.SCALE).content)
 
     def drain_server(self, server_id: str, drain: bool = True) -> None:
         """Take traffic from a server, or give it back."""
@@ -332,11 +332,11 @@ class RemoteInferenceEngine:
 
     def status(self) -> StatusResponse:
         """Version, capacity, ledger counts and servers."""
-        return StatusResponse.from_answer(self._calls.call("GET", paths.STATUS).content)
+        return StatusResponse.from_response(self._calls.call("GET", paths.STATUS).content)
 
     def audit(self) -> LedgerAudit:
         """Return the ledger's own audit: that nothing was lost or consumed twice."""
-        return LedgerAudit.from_answer(self._calls.call("GET", paths.LEDGER).content)
+        return LedgerAudit.from_response(self._calls.call("GET", paths.LEDGER).content)
 
     def destroy(self) -> None:
         """Close the connections; those of `agenerate` are closed by `aclose` on its own loop.
@@ -355,7 +355,7 @@ class RemoteInferenceEngine:
 
     def _update_weights(self, request: WeightUpdateRequest) -> PolicyVersion:
         answer = self._calls.call("POST", paths.WEIGHTS, request)
-        return WeightUpdateResponse.from_answer(answer.content).version
+        return WeightUpdateResponse.from_response(answer.content).version
 
     def _wait(
         self, count: int, rollout_ids: tuple[str, ...] | None, timeout: float

@@ -30,7 +30,7 @@ LOGGED_S = 1.0
 """Shorter outages are not logged: a busy service that refuses a call now and then is not away."""
 
 
-class NotThere(Exception):
+class ServiceUnreachable(Exception):
     """A service could not be reached, or was lost during a call."""
 
 
@@ -65,15 +65,15 @@ class Outages:
             away_s = round(monotonic() - outage.since, 1)
             log.info("a service is back", extra={"url": _shown(url), "away_s": away_s})
 
-    async def wait_out(self, url: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a call; make it again while it raises `NotThere`.
+    async def call(self, url: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Make a call; make it again while it raises `ServiceUnreachable`.
 
         Raises:
             ServiceAway: the service was away for too long.
         """
         try:
             return await call()
-        except NotThere as error:
+        except ServiceUnreachable as error:
             seen = error
         began, url = monotonic(), _shown(url)
         self._waiting[url] += 1
@@ -82,14 +82,14 @@ class Outages:
                 await self._pause(url, began, attempt, seen)
                 try:
                     return await call()
-                except NotThere as error:
+                except ServiceUnreachable as error:
                     seen = error
         finally:
             self._waiting[url] -= 1
             self._waiting += Counter()  # forget those that nobody waits for
         raise AssertionError("it counts without end")
 
-    async def _pause(self, url: str, began: float, attempt: int, seen: NotThere) -> None:
+    async def _pause(self, url: str, began: float, attempt: int, seen: ServiceUnreachable) -> None:
         now = monotonic()
         away_s = now - min(self._note(url, now, seen), began)
         if away_s >= self._wait_s:
@@ -101,7 +101,7 @@ class Outages:
         with clock_stopped():
             await asyncio.sleep(min(pause_s, self._wait_s - away_s))
 
-    def _note(self, url: str, now: float, seen: NotThere) -> float:
+    def _note(self, url: str, now: float, seen: ServiceUnreachable) -> float:
         """Note a call that found nobody; return since when."""
         self._forget_old()
         outage = self._outages.setdefault(url, _Outage(now, now))

@@ -28,7 +28,7 @@ from yarl import URL
 from headway.contracts.config.gateway import OutboundConfig
 from headway.contracts.errors import BackendError, ConfigError, DataError, Forbidden
 from headway.runtime.large_json import parse_json
-from headway.runtime.outages import NotThere, Outages
+from headway.runtime.outages import Outages, ServiceUnreachable
 
 KEEP_ALIVE_S = 2.0
 """Shorter than the five seconds after which uvicorn closes a connection, by default."""
@@ -94,13 +94,13 @@ class HttpOutbound:
             ServiceAway: the service was away for too long.
             BackendError: there was no answer in time, or with something other than JSON and status 200.
         """
-        return await self.outages.wait_out(url, partial(self.post_once, url, body, timeout_s))
+        return await self.outages.call(url, partial(self.post_once, url, body, timeout_s))
 
     async def post_once(self, url: str, body: Any, timeout_s: float) -> Any:
         """See `Outbound`.
 
         Raises:
-            NotThere: the service is away.
+            ServiceUnreachable: the service is away.
             ServiceError: as `post`.
         """
         target = self._check(url)
@@ -116,12 +116,12 @@ class HttpOutbound:
                 timeout=timeout,
             ) as answer:
                 if answer.status in AWAY_STATUSES:
-                    raise NotThere(f"{url} answered {answer.status}")
+                    raise ServiceUnreachable(f"{url} answered {answer.status}")
                 content = await self._read(url, answer)
                 self.outages.end(url)
                 return await _decode(url, answer.status, content)
         except aiohttp.ConnectionTimeoutError as error:
-            raise NotThere(f"no connection to {url} within {CONNECT_S:g} s") from error
+            raise ServiceUnreachable(f"no connection to {url} within {CONNECT_S:g} s") from error
         except TimeoutError as error:
             raise BackendError(f"{url} did not answer within {total_s:g} s") from error
         except aiohttp.ClientSSLError as error:
@@ -131,7 +131,7 @@ class HttpOutbound:
             aiohttp.ClientPayloadError,
             ConnectionError,
         ) as error:
-            raise NotThere(f"{url} failed: {type(error).__name__}: {error}") from error
+            raise ServiceUnreachable(f"{url} failed: {type(error).__name__}: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise BackendError(f"{url} failed: {type(error).__name__}: {error}") from error
 

@@ -67,7 +67,7 @@ async def post_generate(
     body = to_json(req if rid is None else {**vars(req), "rid": rid})
     content = await _post(connections, target, body, timeout_s, _most_bytes(req))
     try:
-        response = _ServerResponse.from_answer(content)
+        response = _ServerResponse.from_response(content)
     except ValidationError as error:
         told = f"{target} answered with no generation: {error}"
         raise BackendError(told[:MAX_MESSAGE]) from InvalidGeneration()

@@ -149,7 +149,7 @@ class _Outage(stop_base):
         is_late = self._deadline is not None and now >= self._deadline
         is_over = is_late or now - self._since > self._timeout_s
         if not is_over:
-            self._notice.tell(str(retry_state.outcome and retry_state.outcome.exception()))
+            self._notice.log_if_due(str(retry_state.outcome and retry_state.outcome.exception()))
         return is_over
 
 

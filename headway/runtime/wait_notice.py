@@ -18,7 +18,7 @@ class WaitNotice:
         self._began = time.monotonic()
         self._next_s = first_s
 
-    def tell(self, reason: str = "") -> None:
+    def log_if_due(self, reason: str = "") -> None:
         """To be called at every look."""
         waited_s = time.monotonic() - self._began
         if waited_s < self._next_s:

@@ -25,7 +25,7 @@ class Vocabulary:
     digest: str | None = None
     """See `tokenizer_digest`."""
 
-    def misfit(self, report: ServerReport) -> str:
+    def mismatch(self, report: ServerReport) -> str:
         """Return why a server cannot be given these token ids; empty if it can."""
         theirs = report.tokenizer_digest
         if theirs is not None and self.digest is not None:

@@ -300,7 +300,7 @@ class EngineProcess:
         try:
             async with asyncio.timeout(timeout_s):
                 while not await self._answers(self._command.ready_path, timeout_s):
-                    notice.tell()
+                    notice.log_if_due()
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             raise BackendError(

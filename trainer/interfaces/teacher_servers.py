@@ -88,7 +88,7 @@ def _score(server: ServiceCalls, input_ids: Sequence[int], mask: Tensor) -> Tens
         logprob_start=start,
     )
     answer = server.call("POST", paths.GENERATE, request)
-    found = LLMResponse.from_answer(answer.content).prompt_logprobs
+    found = LLMResponse.from_response(answer.content).prompt_logprobs
     wanted = len(input_ids) - start
     if found is None or len(found) != wanted or None in found:
         seen = "none" if found is None else f"{len(found)}, {found.count(None)} of them empty"

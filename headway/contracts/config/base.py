@@ -60,7 +60,7 @@ class Config(Record):
     )
 
     @classmethod
-    def from_answer(cls, content: bytes) -> Self:
+    def from_response(cls, content: bytes) -> Self:
         """Read what another process answered; unknown keys are ignored at every depth, since that
         process may be newer. Requests and files are read by `model_validate`, which refuses them.
 

@@ -11,7 +11,7 @@ import pytest
 from headway.contracts.errors import ServiceAway
 from headway.runtime import outages
 from headway.runtime.fair_pool import time_limit
-from headway.runtime.outages import NotThere, Outages
+from headway.runtime.outages import Outages, ServiceUnreachable
 from tests.waiting import until
 
 URL = "http://agent/play"
@@ -28,7 +28,7 @@ class Service:
     async def call(self) -> str:
         self.calls += 1
         if not self.is_there:
-            raise NotThere("connection refused")
+            raise ServiceUnreachable("connection refused")
         self._outages.end(URL)
         return "played"
 
@@ -44,7 +44,7 @@ async def test_calls_wait_and_the_log_says_so_once(caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.INFO)
     away = Outages(10.0)
     service = Service(away)
-    calls = [asyncio.create_task(away.wait_out(f"{URL}?key=1", service.call)) for _ in range(3)]
+    calls = [asyncio.create_task(away.call(f"{URL}?key=1", service.call)) for _ in range(3)]
     await until(lambda: service.calls > 12 and caplog.records, 10)
     (seen,) = away.away()
     assert (seen.url, seen.waiting) == (URL, 3)
@@ -63,7 +63,7 @@ async def test_a_short_refusal_is_not_logged(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     away = Outages(10.0)
     service = Service(away)
-    call = asyncio.create_task(away.wait_out(URL, service.call))
+    call = asyncio.create_task(away.call(URL, service.call))
     await until(lambda: service.calls, 10)
     service.is_there = True
     assert await call == "played"
@@ -78,23 +78,23 @@ async def test_once_the_time_is_over_calls_fail_at_once():
         r"longer; latest: connection refused"
     )
     with pytest.raises(ServiceAway, match=message):
-        await away.wait_out(URL, service.call)
+        await away.call(URL, service.call)
     before = service.calls
     with pytest.raises(ServiceAway):
-        await away.wait_out(URL, service.call)
+        await away.call(URL, service.call)
     assert service.calls == before + 1
     service.is_there = True
-    assert await away.wait_out(URL, service.call) == "played"
+    assert await away.call(URL, service.call) == "played"
     service.is_there = False
     before = service.calls
     with pytest.raises(ServiceAway):
-        await away.wait_out(URL, service.call)
+        await away.call(URL, service.call)
     assert service.calls > before + 1
 
 
 async def waits(away: Outages, call: Callable[[], Awaitable[str]]) -> str:
     async with time_limit(0.03):
-        return await away.wait_out(URL, call)
+        return await away.call(URL, call)
 
 
 async def test_the_wait_does_not_count_against_a_rewards_time():
@@ -108,7 +108,7 @@ async def test_the_wait_does_not_count_against_a_rewards_time():
 
 async def test_a_call_that_is_cancelled_waits_no_more():
     away = Outages(10.0)
-    call = asyncio.create_task(away.wait_out(URL, Service(away).call))
+    call = asyncio.create_task(away.call(URL, Service(away).call))
     await until(lambda: away.away(), 10)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -12,7 +12,7 @@ def test_a_wait_is_told_ever_more_seldom(monkeypatch, caplog):
     notice = WaitNotice("the engine at http://h:1")
     for second in range(100):
         now[0] = float(second)
-        notice.tell("it refuses")
+        notice.log_if_due("it refuses")
     assert caplog.messages == [
         f"waiting for the engine at http://h:1, {second} s" for second in (5, 10, 20, 40, 80)
     ]

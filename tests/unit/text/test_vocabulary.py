@@ -63,6 +63,6 @@ def test_a_server_fits_if_ids_mean_the_same(size: int | None, digest: str | None
     report = ServerReport(
         server_id="s", url="http://s", version=0, vocab_size=size, tokenizer_digest=digest
     )
-    misfit = Vocabulary(num_tokens=151_669, model_size=151_936, digest="same").misfit(report)
-    assert problem in misfit and bool(misfit) == bool(problem)
-    assert Vocabulary().misfit(report) == ""
+    mismatch = Vocabulary(num_tokens=151_669, model_size=151_936, digest="same").mismatch(report)
+    assert problem in mismatch and bool(mismatch) == bool(problem)
+    assert Vocabulary().mismatch(report) == ""
