@@ -56,6 +56,8 @@ class LocalGenerator:
         self.tokenizer = tokenizer
         self.model_name = model_name
         """Name by which clients of several models address this one."""
+        self.model_paths: tuple[str, ...] = ()
+        """Directories by which they may address it too: that of the start, and that which serves."""
         self.admission = admission or RequestAdmission()
         self.metrics = ServerMetrics()
         self.metrics.watch(self._snapshot)
@@ -225,4 +227,8 @@ def make_generator(config: ServerConfig) -> LocalGenerator:
     gate = VersionGate(backend, receiver, config.update_policy, config.weights.stage_timeout_s)
     admission = RequestAdmission(config.max_in_flight, config.request_timeout_s)
     model_name = config.served_model_name or Path(config.model.path).absolute().name
-    return LocalGenerator(backend, gate, "local", tokenizer, admission, model_name, config.gateways)
+    generator = LocalGenerator(
+        backend, gate, "local", tokenizer, admission, model_name, config.gateways
+    )
+    generator.model_paths = (config.model.path,)
+    return generator

@@ -1,7 +1,8 @@
 """A session in the words of OpenAI's chat completions.
 
 Beyond the standard, `metadata` holds the turn's number and the version that sampled it, and with
-`return_token_ids: true` a choice carries `token_ids`, `prompt_token_ids` and `version_runs`.
+`return_token_ids: true` a choice carries `token_ids`, `prompt_token_ids` and `version_runs`, and the
+answer, or the first chunk of a stream, `prompt_token_ids` once more, where vLLM's clients look.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class ChatAnswer:
 
     def __init__(self, body: ChatRequest, chat: Chat) -> None:
         self._body = body
-        self._names = TokenNames(chat.tokenizer) if body.logprobs else None
+        as_ids = body.return_tokens_as_token_ids
+        self._names = TokenNames(chat.tokenizer, as_ids) if body.logprobs else None
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -105,28 +107,32 @@ class ChatAnswer:
             "choices": [choice],
             "usage": _usage(reply),
             "metadata": metadata_of(reply),
+            **self._prompt(reply),
         }
 
     def events(self, reply: TurnReply) -> Iterator[str]:
         """The completion in chunks."""
-        yield self._chunk({"role": "assistant", "content": ""})
+        yield self._chunk({"role": "assistant", "content": ""}, self._prompt(reply))
         if reply.text or self._names is not None:
             yield self._chunk({"content": reply.text}, logprobs=self._logprobs(reply))
         for place, call in enumerate(reply.calls):
             yield self._chunk({"tool_calls": [{"index": place, **_written(call)}]})
         end = {"finish_reason": _finish_reason(reply), **self._extension(reply)}
-        yield self._chunk({}, metadata_of(reply), **end)
+        yield self._chunk({}, {"metadata": metadata_of(reply)}, **end)
         if self._body.has_usage_chunk:
             body = {**self._head, "object": "chat.completion.chunk", "choices": []}
             yield event({**body, "usage": _usage(reply)})
         yield "data: [DONE]\n\n"
 
     def _chunk(
-        self, delta: dict[str, Any], metadata: dict[str, str] | None = None, **choice: Any
+        self, delta: dict[str, Any], beside: dict[str, Any] | None = None, **choice: Any
     ) -> str:
         only = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **choice}
         body = {**self._head, "object": "chat.completion.chunk", "choices": [only]}
-        return event(body if metadata is None else {**body, "metadata": metadata})
+        return event({**body, **(beside or {})})
+
+    def _prompt(self, reply: TurnReply) -> dict[str, Any]:
+        return {"prompt_token_ids": reply.prompt_ids} if self._body.return_token_ids else {}
 
     def _logprobs(self, reply: TurnReply) -> dict[str, Any] | None:
         if self._names is None:
@@ -142,7 +148,7 @@ class ChatAnswer:
             return {}
         return {
             "token_ids": reply.response.output_tokens,
-            "prompt_token_ids": reply.prompt_ids,
+            **self._prompt(reply),
             "version_runs": reply.response.version_runs,
         }
 

@@ -189,7 +189,7 @@ def _plain(message: Message) -> Message:
         "role": message["role"],
         "content": message.get("content") or "",
     }
-    for name in ("name", "tool_call_id", "tool_calls"):
+    for name in ("name", "tool_call_id", "tool_calls", "reasoning_content"):
         if message.get(name):
             kept[name] = message[name]
     return kept

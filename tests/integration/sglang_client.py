@@ -25,6 +25,10 @@ class SGLangClient:
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=DEADLINE_S)
 
+    @property
+    def url(self) -> httpx.URL:
+        return self._http.base_url
+
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         return self._http.post(path, json={} if body is None else body, **options)
 

@@ -132,9 +132,28 @@ async def test_answers_tell_turn_version_usage_and_on_request_tokens(bench: Benc
     )
     assert not hasattr(first.choices[0], "token_ids")
     assert second.choices[0].token_ids == ids_of(reply(""))
-    assert second.choices[0].prompt_token_ids == ids_of(SHOWN)
+    assert second.choices[0].prompt_token_ids == second.prompt_token_ids == ids_of(SHOWN)
+    stream = await chat(place, stream=True, extra_body={"return_token_ids": True})
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].prompt_token_ids == ids_of(SHOWN)
+    assert not any("prompt_token_ids" in chunk.model_extra for chunk in chunks[1:])
+    assert (chunks[-1].metadata["turn"], chunks[-1].choices[0].token_ids) == (
+        "2",
+        ids_of(reply("")),
+    )
     assert second.usage.prompt_tokens == len(ids_of(SHOWN))
     assert second.usage.completion_tokens == len(ids_of(reply("")))
+
+
+async def test_tokens_are_called_by_their_ids_and_neutral_fields_of_engines_are_taken(
+    bench: Bench,
+):
+    place = await bench.open()
+    neutral = {"skip_special_tokens": True, "no_stop_trim": False, "separate_reasoning": True}
+    more = {"return_tokens_as_token_ids": True, **neutral}
+    (choice,) = (await chat(place, logprobs=True, extra_body=more)).choices
+    named = [one.token for one in choice.logprobs.content]
+    assert named == [f"token_id:{token}" for token in ids_of(reply(""))]
 
 
 async def test_any_model_name_is_the_policy_and_one_is_listed(bench: Bench):
@@ -146,6 +165,7 @@ async def test_any_model_name_is_the_policy_and_one_is_listed(bench: Bench):
 async def test_what_a_client_dumps_of_an_answer_extends_its_turn(bench: Bench):
     place = await bench.open()
     said_by_chat = (await chat(place)).choices[0].message.model_dump()
+    said_by_chat["reasoning_content"] = None  # as verifiers writes it
     await chat(place, messages=[*HELLO, said_by_chat, {"role": "user", "content": "and?"}])
     dumped = (await message(place)).model_dump()
     more = [*HELLO, {"role": "assistant", "content": dumped["content"]}]

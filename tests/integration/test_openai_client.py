@@ -45,6 +45,7 @@ TEMPLATE = """
 {%- if tools %}{{ '<|system|>Tools: ' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
 {%- for message in messages %}
 {{- '<|' + message.role + '|>' }}
+{%- if message.reasoning_content %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
 {%- if message.content %}{{ message.content }}{% endif %}
 {%- for call in message.tool_calls or [] %}
 {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
@@ -241,9 +242,21 @@ def joined(chunks: list[Any]) -> dict[int, dict[str, Any]]:
 def test_the_served_model_is_listed_and_found_by_name(llama):
     client = llama.client
     assert [model.id for model in client.models.list()] == ["org/tiny"]
-    assert client.models.retrieve("org/tiny").object == "model"
+    card = client.models.retrieve("org/tiny")
+    assert (card.object, card.max_model_len) == (
+        "model",
+        llama.generator.backend.limits.max_context,
+    )
     with pytest.raises(openai.NotFoundError, match="'gpt' is not served here; 'org/tiny' is"):
         client.models.retrieve("gpt")
+
+
+def test_the_model_is_called_by_its_path_too_and_by_the_names_that_routers_write(llama):
+    (path,) = llama.generator.model_paths
+    for name in (path, "default", "unknown"):
+        assert chat(llama, model=name, max_tokens=1).model == name
+        assert complete(llama, model=name, max_tokens=1).model == name
+    assert llama.client.models.retrieve(path).id == "org/tiny"
 
 
 def test_a_completion_carries_text_tokens_versions_and_usage(llama):
@@ -303,6 +316,42 @@ def test_a_streamed_chat_is_the_whole_one(llama, n):
     assert [chunk.choices[0].delta.role for chunk in chunks[: n + 1]] == ["assistant"] * n + [None]
     assert chunks[0].choices[0].prompt_token_ids == whole.choices[0].prompt_token_ids
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
+
+
+def test_the_prompt_of_a_chat_stands_beside_its_choices_too(llama):
+    whole = chat(llama, max_tokens=2, n=2)
+    assert whole.prompt_token_ids == whole.choices[1].prompt_token_ids
+    first, *others = chat(llama, max_tokens=2, stream=True)
+    assert first.prompt_token_ids == first.choices[0].prompt_token_ids == whole.prompt_token_ids
+    assert not any("prompt_token_ids" in chunk.model_extra for chunk in others)
+    without = chat(llama, max_tokens=2, extra_body={"return_token_ids": False})
+    assert "prompt_token_ids" not in without.model_extra
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_trainer_of_vllm_reads_ids_and_logprobs(llama, count):
+    sampling = {
+        **{"n": 2, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": 0},
+        **{"min_p": 0.0, "max_tokens": 3, "logprobs": count},
+    }
+    asked = {"model": "org/tiny", "return_token_ids": True, "return_tokens_as_token_ids": True}
+    answer = llama.post("/v1/completions", {**asked, "prompt": [[3, 4], [5]], **sampling})
+    assert [choice["prompt_token_ids"] for choice in answer["choices"][::2]] == [[3, 4], [5]]
+    for choice in answer["choices"]:
+        columns = choice["logprobs"]
+        names = [f"token_id:{token}" for token in choice["token_ids"]]
+        assert columns["tokens"] == names
+        rows = zip(names, columns["token_logprobs"], columns["top_logprobs"], strict=True)
+        assert all(top[name] == logprob and len(top) >= count for name, logprob, top in rows)
+    told = {"messages": SAY, "logprobs": True, "top_logprobs": count}
+    answer = llama.post("/v1/chat/completions", {**asked, **sampling, **told})
+    for choice in answer["choices"]:
+        records = choice["logprobs"]["content"]
+        assert [record["token"] for record in records] == [
+            f"token_id:{token}" for token in choice["token_ids"]
+        ]
+        assert all(len(record["top_logprobs"]) == count for record in records)
+        assert all(top["token"][:9] == "token_id:" for r in records for top in r["top_logprobs"])
 
 
 def test_siblings_are_what_their_seeds_sample_alone(llama):
@@ -484,6 +533,74 @@ def test_messages_and_template_arguments_reach_the_template(parrot):
     answer = chat(parrot, messages=messages, extra_body={"chat_template_kwargs": {"loud": True}})
     prompt = parrot.generator.tokenizer.decode(answer.choices[0].prompt_token_ids, False)
     assert prompt == "<|system|>be brief<|user|>ab<|assistant|>LOUD"
+
+
+def test_null_is_absent_in_messages_too_and_reasoning_reaches_the_template(parrot):
+    nothing = {"refusal": None, "audio": None, "tool_calls": None, "reasoning": None}
+    answers = [
+        {"role": "assistant", "content": "one", "reasoning_content": None, **nothing},
+        {"role": "assistant", "content": "two", "reasoning_content": "hm", **nothing},
+    ]
+    messages = [{"role": "system", "content": "s", "name": None}, *answers, *SAY]
+    prompt = parrot.generator.tokenizer.decode(
+        chat(parrot, messages=messages).prompt_token_ids, False
+    )
+    assert "<|assistant|>one<|assistant|><think>hm</think>two<|user|>" in prompt
+
+
+ROUTER_FIELDS = {
+    **{"no_stop_trim": False, "ignore_eos": False, "skip_special_tokens": True},
+    **{"return_hidden_states": False, "stream": False, "regex": None, "never_heard_of": None},
+}
+"""What SGLang's router writes into every request."""
+ROUTER_CHAT_FIELDS = {
+    **{"continue_final_message": False, "separate_reasoning": True, "stream_reasoning": True},
+    **{"logprobs": False},
+}
+VLLM_FIELDS = {
+    **{"spaces_between_special_tokens": True, "include_stop_str_in_output": False},
+    **{"use_beam_search": False, "length_penalty": 1.0, "bad_words": [], "priority": 0},
+}
+VLLM_CHAT_FIELDS = {
+    **{"add_generation_prompt": True, "add_special_tokens": False, "include_reasoning": True},
+    **{"echo": False, "return_meta_info": False},
+}
+
+
+def test_fields_of_sglang_and_vllm_at_their_defaults_ask_for_nothing(parrot):
+    shared = {"model": "parrot", **ROUTER_FIELDS, **VLLM_FIELDS}
+    body = {"messages": SAY, **shared, **ROUTER_CHAT_FIELDS, **VLLM_CHAT_FIELDS}
+    answer = parrot.post("/v1/chat/completions", body)
+    assert answer["choices"][0]["message"]["content"] == "HELLO THERE"
+    body = {"prompt": "<|user|>HI<|end|>", **shared, "echo": False, "add_special_tokens": True}
+    assert parrot.post("/v1/completions", body)["choices"][0]["text"] == "HI"
+
+
+ENGINE_REFUSALS = {
+    "skip_special_tokens": False,
+    "no_stop_trim": True,
+    "return_hidden_states": True,
+    "regex": "a+",
+    "structured_outputs": {"regex": "a+"},
+    "lora_path": "x",
+    "custom_params": {"a": 1},
+    "sampling_seed": 7,
+    "prompt_logprobs": 1,
+    "stream_reasoning": False,
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+    "chat_template": "{{ messages }}",
+    "input_ids": [1],
+    "return_meta_info": True,
+}
+
+
+@pytest.mark.parametrize("name", ENGINE_REFUSALS)
+def test_a_field_that_would_change_an_answer_is_refused_with_a_reason(parrot, name):
+    with pytest.raises(openai.BadRequestError, match=f"{name}: ") as raised:
+        chat(parrot, extra_body={name: ENGINE_REFUSALS[name]})
+    assert raised.value.param == name
+    assert "not a field of this server" not in raised.value.message
 
 
 REFUSED_CHATS = {

@@ -347,6 +347,7 @@ def test_text_prompts_and_the_tokenizer(served: Served) -> None:
         ({"sampling_params": {"bogus": 1}}, "bogus"),
         ({"sampling_params": {"regex": "a+"}}, "regex"),
         ({"sampling_params": {"json_schema": "{}"}}, "json_schema"),
+        ({"sampling_params": {"custom_params": {"top_p_mask": True}}}, "custom_params"),
         ({"sampling_params": {"top_k": 0}}, "top_k"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),
         ({"sampling_params": {"max_new_tokens": 5000}}, "5000"),
@@ -375,12 +376,14 @@ def test_what_cannot_be_served_is_a_400_that_names_it(
 def test_keys_of_sglang_at_their_defaults_ask_for_nothing(served: Served) -> None:
     sampling = {
         **{"max_new_tokens": 1, "top_k": -1, "n": 1, "regex": None, "stop": None},
+        "custom_params": None,
         **{"skip_special_tokens": False, "spaces_between_special_tokens": False},
     }
     served.client.generate(
         input_ids=PROMPT,
         sampling_params=sampling,
         **{"image_data": None, "lora_path": None, "return_hidden_states": False, "modalities": []},
+        **{"stream": None, "log_metrics": None, "return_text_in_logprobs": None},
     )
 
 
@@ -687,10 +690,12 @@ def test_a_session_of_flattened_buckets_becomes_visible_at_its_end(
     served.serve(served.a, before)
     old = client.checksums()
     sender = trainer()
-    assert client.post("/begin_weight_update").json() == {"success": True, "message": "Success"}
+    every = {"selector": "all"}  # miles says so of each step
+    begun = client.post("/begin_weight_update", every)
+    assert begun.json() == {"success": True, "message": "Success"}
     assert "open" in failed(client.post("/begin_weight_update"))
     for bucket in halves(served.b):
-        flat = {"load_format": "flattened_bucket", "weight_version": label}
+        flat = {"load_format": "flattened_bucket", "weight_version": label, **every}
         assert sender.send(client, served.b, bucket, **flat).status_code == 200
         assert client.checksums() == old
         assert client.model_info()["weight_version"] == before
@@ -906,6 +911,21 @@ def test_parameters_can_be_read(served: Served) -> None:
     assert client.request("GET", "/get_weights_by_name", json=body).json() == wanted
     assert "nothing.weight" in refused(client, "/get_weights_by_name", name="nothing.weight")
     assert "action" in refused(client, "/weights_checker", action="reset_tensors")
+    asked = {"action": "checksum", "selector": "all"}
+    told = client.post("/weights_checker", asked).json()
+    assert told["ranks"][0]["checksums"] == client.checksums()
+
+
+def test_a_selector_of_other_weights_than_all_is_refused(served: Served) -> None:
+    bucket = {"names": ["x"], "dtypes": ["float32"], "shapes": [[2]]}
+    for path, body in (
+        ("/begin_weight_update", {}),
+        ("/update_weights_from_distributed", bucket),
+        ("/weights_checker", {"action": "checksum"}),
+    ):
+        assert "selector: a server has one model" in refused(
+            served.client, path, **body, selector="draft"
+        )
 
 
 def test_a_server_describes_itself(served: Served) -> None:
@@ -919,9 +939,43 @@ def test_a_server_describes_itself(served: Served) -> None:
     assert told["weight_version"] == info["weight_version"]
     assert told["max_total_num_tokens"] > 0
     assert client.get("/get_server_info").json()["internal_states"]
+    url = client.url
+    compared = {
+        **{"host": url.host, "port": url.port, "enable_memory_saver": False},
+        **{"nnodes": 1, "node_rank": 0, "gpu_id_step": 1, "base_gpu_id": 0},
+        **{"tp_size": 1, "dp_size": 1, "pp_size": 1, "ep_size": 1},
+    }
+    assert compared.items() <= told.items()
     load = client.get("/v1/loads").json()["loads"][0]
     assert (load["num_running_reqs"], load["num_waiting_reqs"]) == (0, 0)
     assert set(load["queues"]) == {"waiting", "paused", "retracted"}
+
+
+def test_older_clients_find_what_they_ask_for(served: Served) -> None:
+    client = served.client
+    label = client.model_info()["weight_version"]
+    assert client.get("/get_weight_version").json() == {"weight_version": label}
+    (load,) = client.get("/get_load").json()
+    assert (load["dp_rank"], load["num_reqs"], load["num_waiting_reqs"]) == (0, 0, 0)
+    assert load["num_tokens"] >= 0
+    steps = ("restore_weights_before_load", "post_process_quantization", "post_load_weights")
+    told = client.post("/post_process_weights", dict.fromkeys(steps, False)).json()
+    assert told == {"success": True, "message": "Success"}
+    for step in steps:
+        assert f"{step}: weights serve" in refused(client, "/post_process_weights", **{step: True})
+    for verb in ("release", "resume"):
+        told = refused(client, f"/{verb}_memory_occupation", tags=["weights"])
+        assert "leave the call out" in told
+
+
+def test_the_model_is_found_by_the_path_that_it_is_told_by(served: Served) -> None:
+    client = served.client
+    served.serve(served.b)
+    body = {"prompt": [3, 4], "max_tokens": 1}
+    for path in (client.model_info()["model_path"], str(served.a)):
+        assert client.post("/v1/completions", {"model": path, **body}).status_code == 200
+    other = {"model": str(served.root), **body}
+    assert client.post("/v1/completions", other).status_code == 404
 
 
 def test_a_server_without_model_or_tokenizer(tmp_path: Path) -> None:

@@ -66,7 +66,9 @@ SGLANG_MODEL = "/model_info"
 SGLANG_MODEL_OLD = "/get_model_info"
 SGLANG_SERVER = "/server_info"
 SGLANG_SERVER_OLD = "/get_server_info"
+SGLANG_VERSION_OLD = "/get_weight_version"
 SGLANG_LOADS = "/v1/loads"
+SGLANG_LOAD_OLD = "/get_load"
 SGLANG_PAUSE = "/pause_generation"
 SGLANG_CONTINUE = "/continue_generation"
 SGLANG_FLUSH = "/flush_cache"
@@ -77,9 +79,12 @@ SGLANG_GROUP_DESTROY = "/destroy_weights_update_group"
 SGLANG_UPDATE_GROUP = "/update_weights_from_distributed"
 SGLANG_UPDATE_BEGIN = "/begin_weight_update"
 SGLANG_UPDATE_END = "/end_weight_update"
+SGLANG_POST_PROCESS = "/post_process_weights"
 SGLANG_RELABEL = "/update_weight_version"
 SGLANG_WEIGHTS = "/get_weights_by_name"
 SGLANG_CHECKER = "/weights_checker"
+SGLANG_MEMORY_RELEASE = "/release_memory_occupation"
+SGLANG_MEMORY_RESUME = "/resume_memory_occupation"
 SGLANG_TOKENIZE = "/tokenize"
 SGLANG_DETOKENIZE = "/detokenize"
 
@@ -105,7 +110,7 @@ _ROUTES: Mapping[Role, tuple[tuple[str, ...], ...]] = {
         ("POST", SGLANG_GENERATE, SGLANG_TOKENIZE, SGLANG_DETOKENIZE),
         ("PUT", SGLANG_GENERATE),
         ("GET", SGLANG_HEALTH, SGLANG_MODEL, SGLANG_MODEL_OLD, SGLANG_LOADS),
-        ("GET", SGLANG_SERVER, SGLANG_SERVER_OLD),
+        ("GET", SGLANG_SERVER, SGLANG_SERVER_OLD, SGLANG_VERSION_OLD, SGLANG_LOAD_OLD),
     ),
     "consume": (
         ("POST", ROLLOUTS_WAIT, ROLLOUTS_CONSUMED, ROLLOUTS_CANCEL, CONSUMER, WEIGHTS),
@@ -121,7 +126,8 @@ _ROUTES: Mapping[Role, tuple[tuple[str, ...], ...]] = {
         ("POST", SGLANG_PAUSE, SGLANG_CONTINUE, SGLANG_FLUSH, SGLANG_ABORT),
         ("POST", SGLANG_UPDATE_DISK, SGLANG_UPDATE_GROUP, SGLANG_RELABEL),
         ("POST", SGLANG_GROUP_INIT, SGLANG_GROUP_DESTROY),
-        ("POST", SGLANG_UPDATE_BEGIN, SGLANG_UPDATE_END),
+        ("POST", SGLANG_UPDATE_BEGIN, SGLANG_UPDATE_END, SGLANG_POST_PROCESS),
+        ("POST", SGLANG_MEMORY_RELEASE, SGLANG_MEMORY_RESUME),
         ("POST", SGLANG_WEIGHTS, SGLANG_CHECKER),
         ("GET", SGLANG_WEIGHTS, SGLANG_FLUSH),
     ),

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, JsonValue
 
 from headway.dialects.error_shapes import InvalidField
+from headway.dialects.openai.engine_fields import ChatEngineFields
 from headway.dialects.openai.fields import GenerationFields
 from headway.dialects.openai.messages import ChatMessage, ChatTool
 from headway.dialects.unsupported import UNCONSTRAINED, ToolChoice, unsupported
@@ -15,7 +16,7 @@ OF_TEMPLATE = ("messages", "tools", "add_generation_prompt")
 """Variables of a template that come from the request itself."""
 
 
-class ChatRequest(GenerationFields):
+class ChatRequest(GenerationFields, ChatEngineFields):
     messages: tuple[ChatMessage, ...]
     max_completion_tokens: int | None = Field(None, ge=1)
     """Maximum number of new tokens; None takes what the context has left."""

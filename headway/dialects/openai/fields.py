@@ -6,28 +6,31 @@ from typing import Annotated, Any
 
 from pydantic import Field, JsonValue, ValidationError
 
-from headway.contracts.config.base import Config
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.types import TokenId
 from headway.dialects.error_shapes import InvalidField
-from headway.dialects.unsupported import unsupported
+from headway.dialects.openai.engine_fields import EngineFields
+from headway.dialects.unsupported import RequestPart, unsupported
 
 MAX_CHOICES = 128
 SAMPLING_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 """Our name of a sampling parameter -> theirs, where they differ."""
 
 
-class StreamOptions(Config):
+class StreamOptions(RequestPart):
     include_usage: bool | None = None
     """Send the usage in a last chunk without choices."""
     include_obfuscation: Annotated[JsonValue, unsupported("streams are not padded", False)] = None
+    continuous_usage_stats: Annotated[
+        JsonValue, unsupported("the usage is known at the end", False)
+    ] = None
 
 
-class GenerationFields(Config):
+class GenerationFields(EngineFields):
     """Null and absent mean the same: OpenAI's default."""
 
     model: str
-    """The served model; another name is answered with 404."""
+    """The served model, by its name or path, or as `default`; another name is answered with 404."""
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     """Choices per prompt; choice i samples with `seed + i`."""
     temperature: float | None = None

@@ -16,8 +16,14 @@ UNLIKELY = -9999.0
 class TokenNames:
     """Text form of tokens, where JSON wants text."""
 
-    def __init__(self, tokenizer: TextTokenizer | None) -> None:
+    def __init__(self, tokenizer: TextTokenizer | None, as_ids: bool | None = False) -> None:
+        """
+        Args:
+            tokenizer: None knows no texts.
+            as_ids: call every token by its id.
+        """
         self._tokenizer = tokenizer
+        self._as_ids = bool(as_ids)
 
     def bytes_of(self, token: int) -> bytes | None:
         """Return a token's UTF-8; None without a tokenizer."""
@@ -25,7 +31,7 @@ class TokenNames:
 
     def name(self, token: int) -> str:
         """Return a token's text, or its bytes where it is part of a character, or else its id."""
-        raw = self.bytes_of(token)
+        raw = None if self._as_ids else self.bytes_of(token)
         if raw is None:
             return f"token_id:{token}"
         try:
@@ -62,9 +68,7 @@ class LogprobColumns:
             "top_logprobs": [
                 None if logprob is None else self._top(token, logprob, best)
                 for token, logprob, best in zip(tokens, logprobs, tops, strict=True)
-            ]
-            if self._count
-            else None,
+            ],
             "text_offset": [self._advance(token) for token in tokens],
         }
 

@@ -10,10 +10,10 @@ from pydantic_core import PydanticCustomError
 
 from headway.contracts.config.base import Config
 from headway.dialects.error_shapes import InvalidField
-from headway.dialects.unsupported import unsupported
+from headway.dialects.unsupported import RequestPart, unsupported
 
 
-class ChatTextPart(Config):
+class ChatTextPart(RequestPart):
     type: Literal["text"]
     text: str
 
@@ -36,7 +36,7 @@ Content = Annotated[
 """Text, or parts of text that are read without anything between them."""
 
 
-class InstructionMessage(Config):
+class InstructionMessage(RequestPart):
     role: Literal["system", "developer"]
     """`developer` is rendered as `system`: templates of open models know no other name for it."""
     content: Content
@@ -47,7 +47,7 @@ class InstructionMessage(Config):
         return _with_name("system", self.content, self.name)
 
 
-class UserMessage(Config):
+class UserMessage(RequestPart):
     role: Literal["user"]
     content: Content
     name: str | None = None
@@ -57,13 +57,13 @@ class UserMessage(Config):
         return _with_name("user", self.content, self.name)
 
 
-class CalledFunction(Config):
+class CalledFunction(RequestPart):
     name: str = Field(min_length=1)
     arguments: str
     """A JSON object, as text."""
 
 
-class MessageToolCall(Config):
+class MessageToolCall(RequestPart):
     id: str
     type: Literal["function"]
     function: CalledFunction
@@ -85,11 +85,13 @@ class MessageToolCall(Config):
         return {"id": self.id, "type": self.type, "function": function}
 
 
-class AssistantMessage(Config):
+class AssistantMessage(RequestPart):
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
     tool_calls: tuple[MessageToolCall, ...] | None = None
+    reasoning_content: str | None = None
+    """Extension: the template decides whether it is shown."""
     refusal: Annotated[JsonValue, unsupported("templates know no refusals; send content")] = None
     audio: Annotated[JsonValue, unsupported("this server reads text only")] = None
     annotations: Annotated[JsonValue, unsupported("templates know no annotations", [])] = None
@@ -102,12 +104,14 @@ class AssistantMessage(Config):
                 "an assistant message has neither content nor tool_calls", "messages"
             )
         message = _with_name("assistant", self.content, self.name)
+        if self.reasoning_content is not None:
+            message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             message["tool_calls"] = [call.rendered() for call in self.tool_calls]
         return message
 
 
-class ToolMessage(Config):
+class ToolMessage(RequestPart):
     role: Literal["tool"]
     content: Content
     tool_call_id: str

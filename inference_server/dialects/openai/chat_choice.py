@@ -19,7 +19,8 @@ class ChatChoice(Choice):
     ) -> None:
         text = TextStream(tokenizer, body.stops, request.gconfig.stop_token_ids)
         super().__init__(index, request, text, body.has_token_ids)
-        self._names = TokenNames(tokenizer) if body.logprobs else None
+        as_ids = body.return_tokens_as_token_ids
+        self._names = TokenNames(tokenizer, as_ids) if body.logprobs else None
         self._calls = ToolCallStream() if body.offered_tools else None
         self._max_calls = 1 if body.parallel_tool_calls is False else None
         self._num_calls = 0

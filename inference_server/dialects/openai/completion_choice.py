@@ -35,7 +35,8 @@ class CompletionChoice(Choice):
         self._has_prompt_logprobs = bool(body.echo)
         self._columns = None
         if body.logprobs is not None:
-            self._columns = LogprobColumns(TokenNames(tokenizer), body.logprobs)
+            names = TokenNames(tokenizer, body.return_tokens_as_token_ids)
+            self._columns = LogprobColumns(names, body.logprobs)
 
     def open(self) -> dict[str, Any] | None:
         if not self._echo:

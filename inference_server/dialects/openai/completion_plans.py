@@ -21,6 +21,9 @@ from inference_server.dialects.openai.completion_request import (
 from inference_server.dialects.openai.job import CompletionJob
 from inference_server.engine import LocalGenerator
 
+ANY_MODEL = ("default", "unknown")
+"""Names that SGLang's routers write for a model that was not named."""
+
 
 def plan_completion(body: CompletionRequest, generator: LocalGenerator) -> CompletionJob:
     """Tokenise the prompts.
@@ -92,17 +95,24 @@ def plan_chat(body: ChatRequest, generator: LocalGenerator) -> CompletionJob:
     ]
     kind = "chat.completion"
     return CompletionJob(
-        job_id, kind, f"{kind}.chunk", body.model, choices, body.num_choices, body.has_usage_chunk
+        job_id,
+        kind,
+        f"{kind}.chunk",
+        body.model,
+        choices,
+        body.num_choices,
+        body.has_usage_chunk,
+        ids if body.has_token_ids else None,
     )
 
 
 def check_model(name: str, generator: LocalGenerator) -> None:
-    """Refuse every name but the served one.
+    """Refuse every name but those of the served model.
 
     Raises:
         NotFound: it is another.
     """
-    if name != generator.model_name:
+    if name not in (generator.model_name, *generator.model_paths, *ANY_MODEL):
         raise NotFound(f"model {name!r} is not served here; {generator.model_name!r} is")
 
 

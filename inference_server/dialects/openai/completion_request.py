@@ -46,6 +46,9 @@ class CompletionRequest(GenerationFields):
     """Report logprobs of sampled tokens, and of this many most likely ones at each position."""
     best_of: int | None = None
     """Must equal `n`: choices are not ranked."""
+    add_special_tokens: Annotated[
+        JsonValue, unsupported("a text gets the tokenizer's; send token ids instead", True)
+    ] = None
     suffix: Annotated[JsonValue, unsupported("a causal model cannot write towards a suffix")] = None
 
     def check(self) -> None:

@@ -29,6 +29,8 @@ class CompletionJob:
     num_choices: int
     """Choices per prompt: siblings follow each other."""
     has_usage_chunk: bool = False
+    prompt_token_ids: Sequence[int] | None = None
+    """Prompt of a chat whose client wants token ids: vLLM's clients read it beside the choices."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def answer(self, generator: LocalGenerator) -> dict[str, Any]:
@@ -45,6 +47,7 @@ class CompletionJob:
             "choices": [choice.whole(response) for choice, response in pairs],
             "usage": self._usage(responses),
             "metadata": _metadata(responses, generator),
+            **self._prompt(),
         }
 
     async def chunks(self, generator: LocalGenerator) -> AsyncGenerator[dict[str, Any]]:
@@ -57,7 +60,7 @@ class CompletionJob:
                 if not is_open:  # only now: a refused request has no first chunk
                     is_open = True
                     for opening in filter(None, (choice.open() for choice in self.choices)):
-                        yield self._chunk([opening])
+                        yield self._chunk([opening]) | self._prompt()
                 choice = self.choices[index]
                 if isinstance(part, LLMResponse):
                     responses[index] = part
@@ -75,6 +78,10 @@ class CompletionJob:
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._envelope(self.chunk_kind), "choices": choices}
         return chunk | ({"usage": None} if self.has_usage_chunk else {})
+
+    def _prompt(self) -> dict[str, Any]:
+        ids = self.prompt_token_ids
+        return {} if ids is None else {"prompt_token_ids": ids}
 
     def _usage(self, responses: Sequence[LLMResponse]) -> dict[str, Any]:
         """Each prompt counts once; its cached tokens are those that no sibling had to compute."""

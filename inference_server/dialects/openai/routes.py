@@ -1,8 +1,8 @@
 """OpenAI's routes, for its unmodified clients.
 
 Answers carry more than the standard: `token_ids`, `prompt_token_ids` and `version_runs`
-(`[version, from, to]` over the sampled tokens) in each choice, the version in `metadata`, and the
-finish reason `abort` of a request that was aborted.
+(`[version, from, to]` over the sampled tokens) in each choice, `prompt_token_ids` of a chat beside its
+choices too, the version in `metadata`, and the finish reason `abort` of a request that was aborted.
 """
 
 from __future__ import annotations
@@ -85,5 +85,11 @@ def _event(body: dict[str, Any]) -> str:
 
 
 def _card(request: Request) -> dict[str, Any]:
-    name = local(request).model_name
-    return {"id": name, "object": "model", "created": 0, "owned_by": "headway"}
+    generator = local(request)
+    return {
+        "id": generator.model_name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "headway",
+        "max_model_len": generator.backend.limits.max_context or None,
+    }

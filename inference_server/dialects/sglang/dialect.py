@@ -36,6 +36,11 @@ FLUSH_TICK_S = 0.02
 DENSE_TOKENS = 256
 """Up to this length a stream has a chunk per token, then one per length / this."""
 ServerInfo = dict[str, Any]
+ONE_PROCESS: ServerInfo = {
+    **{"tp_size": 1, "dp_size": 1, "pp_size": 1, "ep_size": 1},
+    **{"nnodes": 1, "node_rank": 0, "base_gpu_id": 0, "gpu_id_step": 1},
+    "enable_memory_saver": False,
+}
 
 
 class SGLangDialect:
@@ -106,6 +111,7 @@ class SGLangDialect:
         """Publish a directory; the model is called by it from then on."""
         published = await self.updates.from_disk(path, options)
         self._model_path = path
+        self._generator.model_paths = (self._config.model.path, path)
         return published
 
     def model_info(self) -> ServerInfo:
@@ -127,15 +133,23 @@ class SGLangDialect:
             **_architecture(Path(self._config.model.path)),
         }
 
-    def server_info(self) -> ServerInfo:
-        """Return `/server_info` of this server, without SGLang's own flags."""
+    def server_info(self, host: str, port: int) -> ServerInfo:
+        """Return `/server_info` of this server; of SGLang's own flags, those that clients compare.
+
+        To them it is one process with one GPU, whatever engine is behind it.
+
+        Args:
+            host: address of this server that was called.
+            port: likewise.
+        """
         limits = self._generator.backend.limits
         load = self._generator.backend.load()
         return {
             **self.model_info(),
             "dtype": self._config.model.dtype,
-            "tp_size": 1,
-            "dp_size": 1,
+            "host": host,
+            "port": port,
+            **ONE_PROCESS,
             "context_length": limits.max_context,
             "max_total_num_tokens": load.kv_capacity_tokens,
             "max_req_input_len": limits.max_context - 1,
@@ -164,6 +178,18 @@ class SGLangDialect:
                 "retracted": 0,
             },
         }
+
+    def old_load(self) -> list[ServerInfo]:
+        """Return the current load as SGLang did before `/v1/loads`: one row per data parallel rank."""
+        load = self._generator.backend.load()
+        return [
+            {
+                "dp_rank": 0,
+                "num_reqs": load.running + load.queued,
+                "num_waiting_reqs": load.queued,
+                "num_tokens": load.kv_tokens,
+            }
+        ]
 
     async def aclose(self) -> None:
         """Leave every group."""

@@ -48,7 +48,9 @@ from inference_server.dialects.sglang.types import (
     LeaveGroupBody,
     ParameterBody,
     PauseBody,
+    PostProcessBody,
     RelabelBody,
+    SelectingBody,
     TokenizeBody,
     UpdateBody,
 )
@@ -157,7 +159,18 @@ async def model_info(request: Request) -> dict[str, Any]:
 @router.get(paths.SGLANG_SERVER_OLD)
 @router.get(paths.SGLANG_SERVER)
 async def server_info(request: Request) -> dict[str, Any]:
-    return _dialect(request).server_info()
+    host, port = request.scope["server"]
+    return _dialect(request).server_info(host, port)
+
+
+@router.get(paths.SGLANG_VERSION_OLD)
+async def weight_version(request: Request) -> dict[str, str]:
+    return {"weight_version": _dialect(request).updates.label}
+
+
+@router.get(paths.SGLANG_LOAD_OLD)
+async def load(request: Request) -> list[dict[str, Any]]:
+    return _dialect(request).old_load()
 
 
 @router.get(paths.SGLANG_LOADS)
@@ -234,7 +247,7 @@ async def update_from_disk(body: DiskUpdateBody, request: Request) -> Response:
 
 
 @router.post(paths.SGLANG_UPDATE_BEGIN, response_model=None, responses=UPDATE_FAILURES)
-async def begin_update(_: EmptyBody, request: Request) -> Response:
+async def begin_update(_: SelectingBody, request: Request) -> Response:
     return await _done(_dialect(request).updates.begin(), "Success")
 
 
@@ -242,6 +255,22 @@ async def begin_update(_: EmptyBody, request: Request) -> Response:
 async def end_update(_: EmptyBody, request: Request) -> Response:
     """Publish everything that the session received, all at once; in SGLang, bucket by bucket."""
     return await _done(_dialect(request).updates.end(), "Success")
+
+
+@router.post(paths.SGLANG_POST_PROCESS)
+async def post_process(_: PostProcessBody) -> dict[str, Any]:
+    """Nothing: weights that were published serve as they are."""
+    return {"success": True, "message": "Success"}
+
+
+@router.post(paths.SGLANG_MEMORY_RELEASE)
+@router.post(paths.SGLANG_MEMORY_RESUME)
+async def refuse_memory_saver() -> None:
+    """Refused: SGLang does it only with its memory saver, which `/server_info` calls off."""
+    raise InvalidField(
+        "this server keeps its memory; leave the call out (enable_memory_saver is false), and give "
+        "the trainer a GPU of its own"
+    )
 
 
 @router.post(paths.SGLANG_GROUP_INIT, response_model=None, responses=UPDATE_FAILURES)

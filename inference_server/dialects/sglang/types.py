@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
-from headway.contracts.config.base import Config, Record
+from headway.contracts.config.base import Config
 from headway.contracts.http.generation import PauseMode
 from headway.contracts.types import TokenId
+from headway.dialects.unsupported import RequestPart, unsupported
 
+AS_LOADED = "weights serve as they were loaded, without quantization; leave it out"
 SAYS_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
-class SGLangBody(Record):
+class SGLangBody(RequestPart):
     """A request body."""
 
     model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
@@ -68,7 +70,9 @@ class SGLangSampling(Config):
     regex: None = None
     ebnf: None = None
     structural_tag: None = None
-    custom_params: None = None
+    custom_params: Annotated[
+        JsonValue, unsupported("logits are not changed by clients; leave it out")
+    ] = None
 
 
 def _as_list(given: Any) -> Any:
@@ -111,6 +115,14 @@ class EmptyBody(SGLangBody):
     """A body that has to be there: `{}`."""
 
 
+class SelectingBody(SGLangBody):
+    """A body that may say which weights it is about."""
+
+    selector: Annotated[
+        JsonValue, unsupported("a server has one model; send all, or leave it out", "all")
+    ] = None
+
+
 class UpdateBody(SGLangBody):
     """Fields that all updates of weights share."""
 
@@ -147,7 +159,7 @@ class LeaveGroupBody(SGLangBody):
     group_name: str = "weight_update_group"
 
 
-class GroupUpdateBody(UpdateBody):
+class GroupUpdateBody(UpdateBody, SelectingBody):
     """`POST /update_weights_from_distributed`: one bucket, to be broadcast in this order."""
 
     names: tuple[str, ...] = Field(min_length=1)
@@ -183,7 +195,15 @@ class ParameterBody(SGLangBody):
     """Rows to report, at most."""
 
 
-class CheckerBody(SGLangBody):
+class PostProcessBody(SGLangBody):
+    """`POST /post_process_weights`: steps around an update that weights of quantized models need."""
+
+    restore_weights_before_load: Annotated[JsonValue, unsupported(AS_LOADED, False)] = None
+    post_process_quantization: Annotated[JsonValue, unsupported(AS_LOADED, False)] = None
+    post_load_weights: Annotated[JsonValue, unsupported(AS_LOADED, False)] = None
+
+
+class CheckerBody(SelectingBody):
     """`POST /weights_checker`."""
 
     action: Literal["checksum"]
