@@ -60,7 +60,7 @@ class VerifiedVersion:
 
 
 class WeightPublisher(Protocol):
-    """The trainer's end; used by one thread, except for `cancel`."""
+    """The trainer's end; used by one thread."""
 
     @property
     def dtype(self) -> Dtype | None:
@@ -86,21 +86,16 @@ class WeightPublisher(Protocol):
             version: newer than every published one.
             tensors: one after the other; only a few shards of them are held at a time.
         Raises:
-            SyncError: the version exists or was cancelled, the medium is full or gone, or the
+            SyncError: the version exists or was refused, the medium is full or gone, or the
                 receivers are.
         """
 
-    def hold(self, version: PolicyVersion, decision: Future[PolicyVersion]) -> None:
-        """Let `publish` of an announced version return only once the service has decided about it.
+    def follow(self, version: PolicyVersion, decision: Future[PolicyVersion]) -> None:
+        """Follow the service's decision about an announced version.
 
-        Until then servers may ask for it once more, if one of them died after it had received it. What
-        is stored can be read at any time: there it changes nothing.
-        """
-
-    def cancel(self, version: PolicyVersion, reason: str) -> None:
-        """Give this version up: end its `publish`, now or when it begins.
-
-        Callable from any thread.
+        A refusal ends its `publish`, now or when it begins, and no later one, even of the same number.
+        A broadcast returns only once the decision is there: until then servers may ask for it once
+        more, if one of them died after it had received it.
         """
 
     def latest(self) -> PolicyVersion | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 
 from headway.contracts.errors import SyncError
+from headway.contracts.types import PolicyVersion
 
 POLL_S = (0.001, 0.005)
 """Bounds in seconds of the pause between checks, which is a share of the silence so far."""
@@ -50,6 +52,16 @@ class Deadline:
         """End all waiting now."""
         self._reason = reason
         self._over.set()
+
+    def end_if_refused(self, version: PolicyVersion, decision: Future[PolicyVersion]) -> None:
+        """End all waiting as soon as the service refuses the version."""
+
+        def ended(decision: Future[PolicyVersion]) -> None:
+            failure = None if decision.cancelled() else decision.exception()
+            if failure is not None:
+                self.cancel(f"version {version} was refused: {failure}")
+
+        decision.add_done_callback(ended)
 
     def pause(self) -> None:
         """Wait a moment before checking again, longer if nothing has happened for a while.

@@ -81,9 +81,7 @@ class Publication:
         except KeyboardInterrupt:  # the service may know of it by now
             self._rollouts.cancel_update(version, "its trainer was interrupted")
             raise
-        self._publisher.hold(version, commit)
-        # Servers that take it no more must not be waited for.
-        commit.add_done_callback(lambda done: self._stop_uploading(version, done))
+        self._publisher.follow(version, commit)
         try:
             upload = self._engine.upload_weights(meta)
         except BaseException as error:  # Ctrl-C, too: servers would wait for the rest
@@ -113,11 +111,6 @@ class Publication:
                 raise
         self._publisher.collect(begun.commit.result(), self._pinned())
         self._begun = None
-
-    def _stop_uploading(self, version: PolicyVersion, commit: Future[PolicyVersion]) -> None:
-        failure = None if commit.cancelled() else commit.exception()
-        if self._publisher is not None and failure is not None:
-            self._publisher.cancel(version, str(failure))
 
     def _stop_staging(self, version: PolicyVersion, upload: Future[None]) -> None:
         """Servers would wait for the rest; on whatever thread the upload ended."""

@@ -161,12 +161,9 @@ class StoredPublisher:
         found = self._manifest(version)
         return None if found is None else Base(version=version, digest=found.digest)
 
-    def hold(self, version: PolicyVersion, decision: Future[PolicyVersion]) -> None:
-        """Nothing to do: a stored version can be read again."""
-
-    def cancel(self, version: PolicyVersion, reason: str) -> None:
+    def follow(self, version: PolicyVersion, decision: Future[PolicyVersion]) -> None:
         if version == self._announced:
-            self._deadline.cancel(f"version {version} was refused: {reason}")
+            self._deadline.end_if_refused(version, decision)
 
     def latest(self) -> PolicyVersion | None:
         versions = self._complete()

@@ -1,6 +1,7 @@
 """What every transport of weights owes: a version, whole or not at all, or an error that says why."""
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 
 import pytest
@@ -19,6 +20,7 @@ from tests.contract.weight_channel_suite import (
     bits,
     every,
     kept,
+    refusal,
     shapes_of,
     stage,
     weights,
@@ -187,10 +189,10 @@ def test_a_deadline_ends_without_progress(channel):
 
 
 @every
-def test_a_cancelled_version_is_not_published(channel):
+def test_a_refused_version_is_not_published(channel):
     publisher, given = channel.publisher(), weights()
     publisher.announce(VERSION)
-    publisher.cancel(VERSION, "an epoch came between")
+    publisher.follow(VERSION, refusal("an epoch came between"))
     with pytest.raises(SyncError, match="was refused: an epoch came between"):
         publisher.publish(VERSION, given.items())
     assert publisher.latest() is None
@@ -199,13 +201,30 @@ def test_a_cancelled_version_is_not_published(channel):
 
 
 @every
-def test_a_version_is_cancelled_while_it_is_gathered(channel):
+def test_a_late_refusal_ends_no_later_attempt_of_the_same_number(channel):
+    publisher, given = channel.publisher(), weights()
+    decision: Future[int] = Future()
+    publisher.announce(VERSION)
+    publisher.follow(VERSION, decision)
+    with pytest.raises(SyncError, match="1 of 1 values of sick"):
+        publisher.publish(VERSION, [("sick", torch.tensor([torch.nan]))])
+
+    def told_late() -> Iterator[tuple[str, torch.Tensor]]:
+        decision.set_exception(SyncError("its trainer said so"))
+        yield from given.items()
+
+    _, (staged,) = channel.transfer(publisher, VERSION, told_late(), shapes_of(given))
+    assert_equal_bits(staged.tensors, given)
+
+
+@every
+def test_a_version_is_refused_while_it_is_gathered(channel):
     publisher, tensors = channel.publisher(), Midway(weights())
     publisher.announce(VERSION)
     publishing = channel.start(publisher.publish, VERSION, tensors)
     assert tensors.reached.wait(LIMIT_S)
-    publisher.cancel(VERSION - 1, "another one")
-    publisher.cancel(VERSION, "an epoch came between")
+    publisher.follow(VERSION - 1, refusal("another one"))
+    publisher.follow(VERSION, refusal("an epoch came between"))
     tensors.goes_on.set()
     with pytest.raises(SyncError, match="was refused: an epoch came between"):
         publishing.result(LIMIT_S)
@@ -347,7 +366,7 @@ def test_an_announced_stream_of_another_model_is_refused_by_name(tmp_path):
         publishing = channel.start(publisher.publish, VERSION, until_refused())
         with pytest.raises(SyncError, match=r"matrix has shape \(16, 24\), \(24, 16\)"):
             bad.result(LIMIT_S)
-        publisher.cancel(VERSION, "a server refused it")
+        publisher.follow(VERSION, refusal("a server refused it"))
         for future in (good, publishing):
             assert isinstance(future.exception(LIMIT_S), SyncError)
 
@@ -439,8 +458,8 @@ def test_a_server_stages_no_value_that_is_not_finite_whoever_published_it(channe
     publishing = channel.start(publisher.publish, VERSION, given.items())
     with pytest.raises(SyncError, match=r": 2 of 3 values of sick are NaN or infinite"):
         staging.result(LIMIT_S)
-    publisher.cancel(
-        VERSION, "the only server refused it"
+    publisher.follow(
+        VERSION, refusal("the only server refused it")
     )  # as its trainer would, told by the gateway
     with suppress(SyncError):
         publishing.result(LIMIT_S)

@@ -21,7 +21,8 @@ import torch
 from pydantic import TypeAdapter
 
 from headway.contracts.config.weight_sync import ReceiverConfig, WeightSyncConfig
-from headway.contracts.types import GroupRank, WeightUpdateMeta
+from headway.contracts.errors import SyncError
+from headway.contracts.types import GroupRank, PolicyVersion, WeightUpdateMeta
 from weight_sync.channel import StagedWeights, WeightPublisher
 from weight_sync.deadline import Deadline
 from weight_sync.manifest import MANIFEST_NAME, TensorEntry, content_digest
@@ -289,3 +290,10 @@ class Midway:
         if self._error is not None:
             raise self._error
         yield last
+
+
+def refusal(reason: str) -> Future[PolicyVersion]:
+    """Return the decision of a service that does not want a version."""
+    decision: Future[PolicyVersion] = Future()
+    decision.set_exception(SyncError(reason))
+    return decision

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -50,7 +51,9 @@ class Trainer:
         self._may_go.set()
 
     def cancel(self, version: str) -> None:
-        self._publisher.cancel(int(version), "nobody wants it")
+        decision: Future[int] = Future()
+        decision.set_exception(SyncError("nobody wants it"))
+        self._publisher.follow(int(version), decision)
         self._may_go.set()
 
     def _publish(self, version: int, stall: str) -> None:

@@ -179,7 +179,7 @@ def test_a_gateway_whose_ledger_is_locked_can_be_ended(start: Start, places: dic
         process = start(f"{GATEWAY} --ledger {{held}}")
         until_logged(process, "Started server process")
         process.signal(signal.SIGTERM)
-        assert process.wait(2.5) == 130, "it waited for the lock"
+        assert process.wait(4.0) == 130, "it waited for the lock"
     assert "Traceback" not in log_of(process)
 
 

@@ -31,7 +31,7 @@ END_S = 5.0
 
 class CollectivePublisher:
     """`WeightPublisher` of a process group: `publish` returns when every member has everything, and a
-    decision that it holds for has been made.
+    decision that it follows has been made.
     """
 
     def __init__(self, config: CollectiveSync) -> None:
@@ -94,13 +94,10 @@ class CollectivePublisher:
         self._group, self._latest = broadcast.group, version
         return WeightUpdateMeta(version, self._path_of(version), digest)
 
-    def hold(self, version: PolicyVersion, decision: Future[PolicyVersion]) -> None:
+    def follow(self, version: PolicyVersion, decision: Future[PolicyVersion]) -> None:
         if version == self._announced:
             self._decision = decision
-
-    def cancel(self, version: PolicyVersion, reason: str) -> None:
-        if version == self._announced:
-            self._deadline.cancel(f"version {version} was refused: {reason}")
+            self._deadline.end_if_refused(version, decision)
 
     def latest(self) -> PolicyVersion | None:
         return self._latest

@@ -31,6 +31,7 @@ from headway.contracts.http.weights import (
 from headway.contracts.types import WeightUpdateMeta
 from inference_server.backends.sglang.backend import SGLangBackend
 from inference_server.version_gate import VersionGate
+from tests.contract.weight_channel_suite import refusal
 from tests.unit.inference_server.sglang_stand_in import StandIn
 from tests.unit.inference_server.test_sglang_backend import begin, request
 from tests.waiting import until
@@ -85,7 +86,7 @@ class Trainer:
 
     async def is_told(self, publishing: Future[WeightUpdateMeta]) -> None:
         """By the gateway, that nobody takes the version: it could wait for another epoch."""
-        self.publisher.cancel(5, "it was refused")
+        self.publisher.follow(5, refusal("it was refused"))
         with pytest.raises(SyncError):
             await asyncio.wrap_future(publishing)
 
@@ -350,7 +351,7 @@ async def test_a_trainer_that_gives_up_in_the_middle_leaves_the_old_version(mode
         preparing = asyncio.create_task(gate.prepare(trainer.announce(5)))
         publishing = trainer.publish(5)
         await engine.holding.wait()
-        trainer.publisher.cancel(5, "the step was bad")
+        trainer.publisher.follow(5, refusal("the step was bad"))
         with pytest.raises(SyncError, match="the step was bad"):
             await asyncio.wrap_future(publishing)
         engine.go_on.set()

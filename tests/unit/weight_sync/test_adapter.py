@@ -19,6 +19,7 @@ from headway.contracts.config.weight_sync import (
 )
 from headway.contracts.errors import SyncError
 from headway.contracts.types import WeightUpdateMeta
+from tests.contract.weight_channel_suite import refusal
 from weight_sync.adapter import make_adapter, merge_adapter, merge_weight
 from weight_sync.deadline import Deadline
 from weight_sync.manifest import Adapter, Base
@@ -381,10 +382,10 @@ def test_a_configuration_that_contradicts_the_manifest_is_refused():
         merge_adapter(lora(1), Adapter(rank=2, alpha=8.0, config=CONFIG), model(1).get, SHAPES)
 
 
-def test_a_cancelled_adapter_leaves_nothing(publisher):
+def test_a_refused_adapter_leaves_nothing(publisher):
     first = base_of(publisher.publish(1, model(1).items()))
     publisher.announce(2, first)
-    publisher.cancel(2, "nobody is there")
+    publisher.follow(2, refusal("nobody is there"))
     with pytest.raises(SyncError, match="nobody is there"):
         publisher.publish_adapter(2, lora(2).items(), make_adapter(CONFIG), first)
     assert publisher.latest() == 1

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from headway.contracts.config.weight_sync import CollectiveSync, ReceiverConfig
 from headway.contracts.errors import Fenced, SyncError
 from headway.contracts.types import GroupRank, WeightUpdateMeta
+from tests.contract.weight_channel_suite import refusal
 from tests.unit.weight_sync.collective_child import (
     LIMIT_S,
     Child,
@@ -182,7 +183,7 @@ def test_a_version_that_all_have_can_be_asked_for_again_until_the_service_has_de
     doomed, other = spawn(), spawn()
     path = publisher.announce(7).path
     decision: Future[int] = Future()
-    publisher.hold(7, decision)
+    publisher.follow(7, decision)
     published = pool.submit(publisher.publish, 7, weights().items())
     send([other, doomed], path, 7, epoch=1)
     assert [child.heard()[0] for child in (other, doomed)] == ["done", "done"]
@@ -201,11 +202,12 @@ def test_a_version_that_is_held_is_given_up_when_the_service_refuses_it(
     publisher: CollectivePublisher, pool: ThreadPoolExecutor
 ) -> None:
     path = publisher.announce(7).path
-    publisher.hold(7, Future())
+    decision: Future[int] = Future()
+    publisher.follow(7, decision)
     came = in_thread(pool, path, GroupRank(1, 1, 2), Deadline(LIMIT_S))
     published = pool.submit(publisher.publish, 7, weights().items())
     came.result(LIMIT_S)
-    publisher.cancel(7, "no quorum")
+    decision.set_exception(SyncError("no quorum"))
     with pytest.raises(SyncError, match="no quorum"):
         published.result(LIMIT_S)
 
@@ -310,7 +312,7 @@ def test_a_reader_who_leaves_early_ends_it_for_all(
     source.close()
     with pytest.raises(SyncError, match="rank 1 left"):
         other.result(LIMIT_S)
-    publisher.cancel(7, "nobody is left")
+    publisher.follow(7, refusal("nobody is left"))
     with pytest.raises(SyncError):
         published.result(LIMIT_S)
 
@@ -327,7 +329,7 @@ def test_the_gateway_refuses_and_the_publication_ends(
 
     published = pool.submit(publisher.publish, 7, gather())
     assert begun.wait(LIMIT_S)
-    publisher.cancel(7, "no server is ready")
+    publisher.follow(7, refusal("no server is ready"))
     with pytest.raises(SyncError, match="no server is ready"):
         published.result(LIMIT_S)
     assert publisher.latest() is None
@@ -337,7 +339,7 @@ def test_a_cancelled_version_is_not_begun_and_its_receivers_are_told(
     publisher: CollectivePublisher,
 ) -> None:
     path = publisher.announce(7).path
-    publisher.cancel(7, "no server is ready")
+    publisher.follow(7, refusal("no server is ready"))
     with pytest.raises(SyncError, match="no server is ready"):
         publisher.publish(7, weights().items())
     with pytest.raises(SyncError, match="given up"):

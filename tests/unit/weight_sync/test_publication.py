@@ -19,6 +19,7 @@ class Service:
     def __init__(self) -> None:
         self.told: list[tuple[str, PolicyVersion]] = []
         self.commit: Future[PolicyVersion] = Future()
+        self.followed: PolicyVersion | None = None
 
     def update_weights(self, meta: WeightUpdateMeta) -> Future[PolicyVersion]:
         self.told.append(("update", meta.version))
@@ -33,11 +34,9 @@ class Service:
         self.told.append(("announce", version))
         return WeightUpdateMeta(version, f"/w/{version}")
 
-    def hold(self, version: PolicyVersion, decision: Future[PolicyVersion]) -> None:
+    def follow(self, version: PolicyVersion, decision: Future[PolicyVersion]) -> None:
         assert decision is self.commit
-
-    def cancel(self, version: PolicyVersion, reason: str) -> None:
-        self.told.append((f"end upload: {reason}", version))
+        self.followed = version
 
     def collect(self, committed: PolicyVersion, pinned: Any) -> list[PolicyVersion]:
         self.told.append(("collect", committed))
@@ -112,12 +111,12 @@ def test_an_upload_that_fails_behind_is_told_at_once_and_raised_when_it_is_waite
     assert ("announce", 8) not in service.told
 
 
-def test_a_refusal_ends_an_upload_behind_and_is_what_is_raised(service: Service) -> None:
+def test_a_refusal_is_followed_by_the_publisher_and_is_what_is_raised(service: Service) -> None:
     upload: Future[None] = Future()
     made = publication(Engine(upload), service)
     made.begin(7)
     service.commit.set_exception(SyncError("no server is ready"))
-    assert service.told[-1][0].startswith("end upload: ")
+    assert service.followed == 7
     upload.set_exception(SyncError("the version was refused"))
     with pytest.raises(SyncError, match="no server is ready") as raised:
         made.finish()
