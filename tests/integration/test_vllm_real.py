@@ -26,6 +26,7 @@ from inference_server.backends.base import GenerationBackend
 from inference_server.backends.vllm.backend import VLLMBackend
 from inference_server.testing import FIRST_VERSION, GenerationBackendContract, Running
 from tests.integration.real_engines import (
+    ROOT,
     check_bundled_run,
     engine_python,
     error_of,
@@ -56,8 +57,14 @@ ENV = {
     "TORCH_COMPILE_DISABLE": "1",  # its first requests would wait for a C++ compiler
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": str(ROOT / "tests" / "engines_cpu"),
 }
-ARGS = {"--max-model-len": 2048, "--max-num-seqs": NUM_PLACES, "--enforce-eager": True}
+ARGS = {
+    "--max-model-len": 2048,
+    "--max-num-seqs": NUM_PLACES,
+    "--enforce-eager": True,
+    "--worker-cls": "vllm_paced.PacedWorker",
+}
 
 
 class TestVLLM(GenerationBackendContract):
