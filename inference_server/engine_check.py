@@ -34,7 +34,15 @@ def check_engine(
     click.echo(f"{engine.kind} at {engine.url}, model {engine.model}")
     TestEngine.engine = engine
     lines = _Lines()
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:terminal", "--import-mode=importlib"]
+    options = [
+        "-p",
+        "no:asyncio",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:terminal",
+        "--import-mode=importlib",
+    ]
     config = ["-c", "/dev/null", "--rootdir", str(Path(engine_suite.__file__).parent)]
     previous, tempfile.tempdir = tempfile.tempdir, str(scratch) if scratch else tempfile.tempdir
     try:
@@ -44,7 +52,9 @@ def check_engine(
     count = lines.count
     click.echo(f"{count['ok']} hold, {count['FAILED']} do not, {count['left out']} left out")
     if count["FAILED"] or not count["ok"]:
-        raise CommandFailed(f"{engine.kind} at {engine.url} does not keep all that rollouts rely on")
+        raise CommandFailed(
+            f"{engine.kind} at {engine.url} does not keep all that rollouts rely on"
+        )
 
 
 def find_engine(url: str, model: Path | None, tolerance: float | None) -> Engine:
@@ -55,7 +65,9 @@ def find_engine(url: str, model: Path | None, tolerance: float | None) -> Engine
     """
     with httpx.Client(timeout=ASK_TIMEOUT_S) as client:
         try:
-            sglang = _json_of(client, f"{url}/model_info") or _json_of(client, f"{url}/get_model_info")
+            sglang = _json_of(client, f"{url}/model_info") or _json_of(
+                client, f"{url}/get_model_info"
+            )
             vllm = None if "model_path" in sglang else _json_of(client, f"{url}/v1/models")
         except httpx.HTTPError as error:
             raise ConfigError(f"nothing answers at {url}: {error}") from error

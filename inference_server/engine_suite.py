@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ class TestEngine(GenerationBackendContract):
 
     @pytest.mark.parametrize("factor", [1.0, FACTOR], ids=["first", "next"])
     def test_logprobs_are_those_of_the_version(
-        self, factor: float, record_property: pytest.RecordProperty
+        self, factor: float, record_property: Callable[[str, object], None]
     ) -> None:
         self.swap_in(factor)
         vocabulary = min(self.served.backend.limits.vocab_size, 1000)

@@ -1,4 +1,4 @@
-"""A real SGLang on the CPU passes the suite of all backends, as `headway engine check` runs it: `make test-sglang`."""
+"""A real SGLang on the CPU passes the suite that `headway engine check` runs: `make test-sglang`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ async def test_a_real_engine_keeps_its_promises(tmp_path: Path) -> None:
 async def engine_check(url: str, *options: str) -> tuple[int | None, str]:
     """Run the command; return its status and what it printed."""
     command = ["-m", "headway.launch.cli", "engine", "check", url, *options]
-    run = await asyncio.create_subprocess_exec(
-        sys.executable, *command, stdout=PIPE, stderr=STDOUT
-    )
+    run = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=PIPE, stderr=STDOUT)
     told, _ = await run.communicate()
     return run.returncode, told.decode()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass
 
 from headway.contracts.config.server import UpdatePolicy
@@ -26,6 +27,9 @@ from inference_server.backends.sglang.engine_requests import EngineRequests
 from inference_server.backends.sglang.responses import expect_success
 
 log = logging.getLogger(__name__)
+
+IDLE_S = 10.0
+IDLE_AGAIN_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ class EngineControl:
         """Bring the engine between two steps, and running requests to where the policy wants them.
 
         Raises:
-            SyncError: the policy cannot be carried out in a pause.
+            SyncError: the policy cannot be carried out in a pause, or requests of others do not end.
             BackendError: the engine refused or died.
         """
         if policy in ("keep", "recompute") and not self._requests.features.has_spans:
@@ -82,9 +86,9 @@ class EngineControl:
             policy = "abort"
         if policy == "drain":
             await self._drain()
-            return HaltedState(flushes=True)
-        if policy == "abort":
+        if policy in ("abort", "drain"):
             await self._end_all()
+            await self._until_idle()
             return HaltedState(flushes=True)
         return await self._keep_cache() if policy == "keep" else await self.drop_cache()
 
@@ -119,6 +123,17 @@ class EngineControl:
         # Not left to SGLang, whose own loop sleeps 1 s.
         await self._engine.guard(self._requests.end(self._requests.in_engine()))
         await self._pause_engine("abort")
+
+    async def _until_idle(self) -> None:
+        """Wait for what others asked for, and for calls that were given up, to leave the engine.
+
+        While one runs SGLang changes the weights, keeps the old label and says that it failed (0.5.23).
+        """
+        deadline = time.monotonic() + IDLE_S
+        while not await self.flush():
+            if time.monotonic() > deadline:
+                raise SyncError(f"SGLang still runs requests of others after {IDLE_S:g} s")
+            await asyncio.sleep(IDLE_AGAIN_S)
 
     async def _drain(self) -> None:
         if self.paused is not None and self._requests.in_engine():

@@ -60,7 +60,9 @@ def test_vllm_is_found_with_its_model(serve: Serve, model: Path) -> None:
 
 def test_a_model_of_another_machine_is_named_by_its_caller(serve: Serve, model: Path) -> None:
     serve({"/model_info": {"model_path": "org/name"}})
-    with pytest.raises(ConfigError, match="its model from org/name, where there is no config.json"):
+    with pytest.raises(
+        ConfigError, match=r"its model from org/name, where there is no config\.json"
+    ):
         find_engine(URL, None, None)
     assert find_engine(URL, model, None).model == model.resolve()
 

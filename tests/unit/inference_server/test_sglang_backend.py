@@ -18,6 +18,7 @@ from headway.contracts.config.server import SGLangConfig
 from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import BackendError, ConfigError, DataError, RequestTooLong, SyncError
 from headway.contracts.types import LLMRequest, WeightUpdateMeta
+from inference_server.backends.sglang import control
 from inference_server.backends.sglang.backend import SGLangBackend
 from inference_server.backends.sglang.updates import FolderUpdate
 from tests.unit.inference_server.sglang_stand_in import StandIn
@@ -461,6 +462,34 @@ async def test_abort_answers_with_the_tokens_so_far(model_dir):
 async def test_drain_lets_requests_end_first(model_dir):
     response = await swap_in_flight(model_dir, StandIn(), "drain")
     assert (response.stop_reason, response.version_runs) == ("length", [(4, 0, 6)])
+
+
+@pytest.mark.parametrize("policy", ["abort", "drain"])
+async def test_no_weights_change_while_a_request_of_others_is_in_the_engine(
+    model_dir, monkeypatch, policy
+):
+    engine = StandIn()
+    statuses = iter([400, 400, 200])
+    monkeypatch.setattr(engine, "_on_flush_cache", lambda _: web.Response(status=next(statuses)))
+    async with attached(model_dir, engine) as backend:
+        await backend.swap(FolderUpdate(5, "/v5"), policy)
+        assert [path for path, _ in engine.calls if path != "/v1/loads"] == [
+            "/pause_generation",
+            *["/flush_cache"] * 3,
+            "/update_weights_from_disk",
+            "/continue_generation",
+        ]
+
+
+async def test_a_swap_is_refused_if_a_request_of_others_does_not_end(model_dir, monkeypatch):
+    monkeypatch.setattr(control, "IDLE_S", 0.05)
+    engine = StandIn()
+    async with attached(model_dir, engine) as backend:
+        monkeypatch.setattr(engine, "_on_flush_cache", lambda body: web.Response(status=400))
+        with pytest.raises(SyncError, match="still runs requests of others"):
+            await backend.swap(FolderUpdate(5, "/v5"), "abort")
+        assert (backend.version, engine.asked("/update_weights_from_disk")) == (4, [])
+        assert engine.paused is None
 
 
 @pytest.mark.parametrize("reason", ["speculative", "old streams"])
