@@ -228,7 +228,7 @@ class Members:
 
     def note_room(self, member: Member) -> None:
         """A request ended there: its place is free, whatever the server had said before."""
-        if member.busy_until > monotonic():
+        if member.busy_until and member.busy_until > monotonic():
             member.busy_until = 0.0
             self.arrival.notify()
 

@@ -18,8 +18,11 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope
 
-from headway.runtime.large_json import CHECKED_BYTES, parse_json
+from headway.runtime.large_json import parse_json
 from headway.runtime.offload import offload
+
+MODEL_BYTES = 64 << 10
+"""A smaller body is checked against its model on the event loop."""
 
 
 class JsonRequest(Request):
@@ -41,7 +44,7 @@ class JsonRequest(Request):
             tree = await parse_json(body)
         except ValueError as error:
             raise json.JSONDecodeError(str(error), "", 0) from error
-        if self._model is None or len(body) <= CHECKED_BYTES:
+        if self._model is None or len(body) <= MODEL_BYTES:
             return tree
         try:
             return await offload(len(body), self._model.model_validate, tree)
