@@ -100,7 +100,7 @@ def test_a_model_scores_an_answer_at_its_last_token(llama_dir, reward_dir, optio
     assert set(columns) == {"scores"}
     got = batch().with_columns(scores=columns["scores"]).per_sequence("scores")
     wanted = [(float(values[-1]) - bias) * scaling for values in plain_values(reward_dir)]
-    assert got.tolist() == pytest.approx(wanted, abs=1e-5)
+    assert got.tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-5)
     # They are rewards already: nothing is shaped a second time.
     assert (config.algorithm.reward_scaling, config.algorithm.reward_bias) == (1.0, 0.0)
 
@@ -123,7 +123,7 @@ def test_a_model_beside_the_verifier_adds_its_score(llama_dir, reward_dir):
         ((1.0 if n % 2 else -1.0) - 0.5) * 2.0 + 3.0 * float(values[-1])
         for n, values in enumerate(plain_values(reward_dir))
     ]
-    assert got.tolist() == pytest.approx(wanted, abs=1e-5)
+    assert got.tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-5)
     assert (config.algorithm.reward_scaling, config.algorithm.reward_bias) == (1.0, 0.0)
 
 
