@@ -38,12 +38,13 @@ OPTIMIZER = OptimizerConfig(
 )
 TOTAL_STEPS = 10
 TRAINER = TrainerConfig(total_steps=TOTAL_STEPS)
-GRAD_NORM = 3e-6
+GRAD_NORM = 5e-6
 """Relative bound on the norm's differences between ways to compute it in float32.
 
 It is above 1e-6 because float32 is: of the steps here one process itself is up to 2e-6 away from the same
 step in float64, by the rounding of its forward (a logprob of 10 nats has an error of 1e-6, up to 1e-5,
-and so has its ratio) and, from the second step on, of its parameters. Two ways differ by up to 1.7e-6.
+and so has its ratio) and, from the second step on, of its parameters. Two ways differ by up to
+1.7e-6 with AVX-512, and 3.2e-6 with AVX2.
 In float64 they differ by 1e-14: see `tests.numeric.float64`.
 """
 IN_FLOAT64 = 1e-11
