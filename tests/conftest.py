@@ -4,6 +4,7 @@ left out."""
 
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -37,6 +38,15 @@ def what_a_file_registers_goes_with_it() -> Iterator[None]:
     for registry in _registries():
         for name in registry._targets.keys() - before[registry].keys():
             del registry._targets[name]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def the_process_group_of_a_file_goes_with_it() -> Iterator[None]:
+    """Likewise the default group, which an engine that computes in float16 opens by itself."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _registries() -> list[Registry]:
