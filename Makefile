@@ -27,7 +27,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist lo
 
 .PHONY: help lock quickstart test test-all test-rest test-gpu wheel-test gpu-day coverage docs check check-schemas \
         check-newest check-lowest format install system-packages sglang-cpu vllm-cpu \
-        test-sglang test-vllm test-engines clean
+        test-sglang test-vllm test-engines engines-table clean
 
 help:
 	@echo "make quickstart   set up and train a tiny policy, end to end (ARGS='--steps 50 --sync')"
@@ -74,6 +74,9 @@ test-sglang test-vllm: test-%: %-cpu
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/integration/test_$*_real*.py $(ARGS)
 
 test-engines: test-sglang test-vllm
+
+engines-table: sglang-cpu vllm-cpu
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.engines_cpu.table
 
 check: $(VENV)/.installed check-schemas
 	$(BIN)/ruff format --check .

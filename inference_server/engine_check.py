@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import httpx
@@ -21,11 +22,25 @@ ASK_TIMEOUT_S = 10.0
 MARKS = {"passed": "ok", "failed": "FAILED", "skipped": "left out"}
 
 
+class Result(NamedTuple):
+    """What came of one promise."""
+
+    promise: str
+    mark: str
+    remark: str
+
+
 def check_engine(
-    url: str, model: Path | None, scratch: Path | None, tolerance: float | None
+    url: str,
+    model: Path | None,
+    scratch: Path | None,
+    tolerance: float | None,
+    json_file: Path | None = None,
 ) -> None:
     """Print what holds and what does not.
 
+    Args:
+        json_file: gets the same as a JSON object.
     Raises:
         ConfigError: neither SGLang nor vLLM answers there, or its model is not here.
         CommandFailed: a promise is not kept.
@@ -33,7 +48,7 @@ def check_engine(
     engine = find_engine(url.rstrip("/"), model, tolerance)
     click.echo(f"{engine.kind} at {engine.url}, model {engine.model}")
     TestEngine.engine = engine
-    lines = _Lines()
+    results = Results()
     options = [
         "-p",
         "no:asyncio",
@@ -46,10 +61,17 @@ def check_engine(
     config = ["-c", "/dev/null", "--rootdir", str(Path(engine_suite.__file__).parent)]
     previous, tempfile.tempdir = tempfile.tempdir, str(scratch) if scratch else tempfile.tempdir
     try:
-        pytest.main([*options, *config, engine_suite.__file__], plugins=[lines])
+        pytest.main([*options, *config, engine_suite.__file__], plugins=[results])
     finally:
         tempfile.tempdir = previous
-    count = lines.count
+    count = Counter(result.mark for result in results.found)
+    if json_file is not None:
+        told = {
+            "engine": engine.kind,
+            "url": engine.url,
+            "promises": [r._asdict() for r in results.found],
+        }
+        json_file.write_text(json.dumps(told, indent=2) + "\n")
     click.echo(f"{count['ok']} hold, {count['FAILED']} do not, {count['left out']} left out")
     if count["FAILED"] or not count["ok"]:
         raise CommandFailed(
@@ -97,34 +119,35 @@ def _json_of(client: httpx.Client, url: str) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-class _Lines:
-    """A pytest plugin that prints a line per test."""
+class Results:
+    """A pytest plugin that prints a line per test, and remembers what it said."""
 
     def __init__(self) -> None:
-        self.count: Counter[str] = Counter()
+        self.found: list[Result] = []
 
     def pytest_collection_modifyitems(self, items: Sequence[pytest.Item]) -> None:
         """Let the collected class check the same engine, under whatever name it was imported."""
         for item in items:
             if isinstance(item, pytest.Function) and item.cls is not None:
-                item.cls.engine = TestEngine.engine
+                item.cls.engine = getattr(TestEngine, "engine", None)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Print it once it is over."""
         if report.when != "call" and report.outcome == "passed":
             return
-        mark = MARKS[report.outcome]
-        self.count[mark] += 1
         name = report.location[2].split(".")[-1].removeprefix("test_").replace("_", " ")
-        click.echo(f"{mark:8}  {name}{_remark(report)}")
+        result = Result(name, MARKS[report.outcome], _remark(report))
+        self.found.append(result)
+        remark = f": {result.remark}" if result.remark else ""
+        click.echo(f"{result.mark:8}  {result.promise}{remark}")
 
 
 def _remark(report: pytest.TestReport) -> str:
-    figures = dict(report.user_properties).get("figures")
+    remark = dict(report.user_properties).get("remark")
     if report.outcome == "passed":
-        return f": {figures}" if figures else ""
+        return str(remark or "")
     if isinstance(report.longrepr, tuple):
-        return f": {report.longrepr[2].removeprefix('Skipped: ')}"
+        return str(report.longrepr[2]).removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
     lines = str(crash.message if crash else report.longrepr).splitlines()
-    return f": {lines[0] if lines else 'no reason was given'}"
+    return lines[0] if lines else "no reason was given"

@@ -39,7 +39,20 @@ def command() -> None:
     type=click.FloatRange(min=0.0, min_open=True),
     help="Mean error of logprobs; by default 0.001 for float32 weights, else 0.03.",
 )
-def check(url: str, model: Path | None, scratch: Path | None, tolerance: float | None) -> None:
+@click.option(
+    "--json",
+    "json_file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the results there, too.",
+)
+def check(
+    url: str,
+    model: Path | None,
+    scratch: Path | None,
+    tolerance: float | None,
+    json_file: Path | None,
+) -> None:
     """Check an engine's logprobs, versions, weight updates, pauses, aborts and stop rules.
 
     Nothing else may use the engine meanwhile: its weights are exchanged several times. In the end it has
@@ -51,4 +64,4 @@ def check(url: str, model: Path | None, scratch: Path | None, tolerance: float |
         raise click.ClickException(
             f"{error.name} is not installed; install Headway with the extras 'inference' and 'testing'"
         ) from error
-    engine_check.check_engine(url, model, scratch, tolerance)
+    engine_check.check_engine(url, model, scratch, tolerance, json_file)

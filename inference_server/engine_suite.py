@@ -87,7 +87,7 @@ class TestEngine(GenerationBackendContract):
         )
         mean, largest = errors.mean().item(), errors.max().item()
         figures = f"{len(errors)} logprobs, error {mean:.1e}, at most {largest:.1e}"
-        record_property("figures", figures)
+        record_property("remark", figures)
         tolerance = self.engine.tolerance or (1e-3 if dtype == torch.float32 else 0.03)
         assert mean <= tolerance, f"{figures}; wanted {tolerance:g} in the mean"
 

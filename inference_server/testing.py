@@ -246,10 +246,13 @@ class GenerationBackendContract:
         [{"logprob_start": 0}, {"top_logprobs": 2}, {"stop": ("x",)}, {"min_p": 0.1}],
         ids=lambda fields: next(iter(fields)),
     )
-    def test_a_field_is_honoured_or_refused(self, fields: dict[str, Any]) -> None:
+    def test_a_field_is_honoured_or_refused(
+        self, fields: dict[str, Any], record_property: Callable[[str, object], None]
+    ) -> None:
         try:
             response = self.served.run(self.served.generate(**fields))
         except DataError:
+            record_property("remark", "refused by name")
             return
         assert len(response.output_tokens) == len(response.output_logprobs)
         if "logprob_start" in fields:

@@ -99,7 +99,7 @@ def test_a_line_per_promise_and_a_status(
 ) -> None:
     crash = SimpleNamespace(reprcrash=SimpleNamespace(message="AssertionError: 5 tokens\nmore"))
     reports = [
-        report("test_logprobs", "passed", user_properties=[("figures", "error 1e-5")]),
+        report("test_logprobs", "passed", user_properties=[("remark", "error 1e-5")]),
         report("test_one", "passed", when="setup"),
         report("test_a_pause[keep]", "failed", longrepr=crash),
         report("test_a_drain", "skipped", longrepr=("f", 1, "Skipped: it follows none")),
