@@ -44,7 +44,8 @@ def main() -> None:
 
 def embedded_results() -> list[Result]:
     results = Results()
-    pytest.main(["-q", f"{EMBEDDED}::TestEmbeddedTorch"], plugins=[results])
+    config = ["-c", "/dev/null", "--rootdir", str(ROOT), "-p", "no:asyncio"]
+    pytest.main(["-q", *config, f"{EMBEDDED}::TestEmbeddedTorch"], plugins=[results])
     return results.found
 
 
@@ -98,7 +99,7 @@ def table(columns: dict[str, Sequence[Result]]) -> str:
 def cell(result: Result | None) -> str:
     """What a reader wants to know: yes, no, refused by name, or that it was not asked."""
     if result is None:
-        return "–"
+        return "not asked"
     if result.mark == "ok" and result.remark:
         return result.remark
     return CELLS[result.mark]
