@@ -33,8 +33,8 @@ from measure import report
 from torch import Tensor
 from trainer_step_ways import WAYS, Lengths, Rollout, Setup, draw_rollouts, make_model
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
-"""Relative, of loss and gradient."""
+TOLERANCE = {"float32": 2e-4, "bfloat16": 5e-2}
+"""Relative, of loss and gradient; 1.1e-4 was seen in float32 on AVX2."""
 
 
 def main() -> None:

@@ -136,6 +136,7 @@ class Results:
         if report.when != "call" and report.outcome == "passed":
             return
         name = report.location[2].split(".")[-1].removeprefix("test_").replace("_", " ")
+        name = name.replace("[", ": ").removesuffix("]")
         result = Result(name, MARKS[report.outcome], _remark(report))
         self.found.append(result)
         remark = f": {result.remark}" if result.remark else ""

@@ -152,6 +152,7 @@ class VersionStaging:
                 self._check()
                 answer = await self._served.swap(staged, policy)
                 self._served.came_by(self.order)  # a gateway may have asked for it again
+                self._staged = None  # its memory is for the next version
                 self._on_over()
                 return answer
         except BaseException:

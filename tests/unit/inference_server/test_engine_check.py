@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,10 @@ from headway.runtime.command import CommandFailed
 from inference_server import engine_check
 from inference_server.engine_check import check_engine, find_engine
 from inference_server.engine_suite import Engine
+from inference_server.engine_suite import TestEngine as Suite
 
 URL = "http://engine:1"
+PAGE = Path(__file__).parents[3] / "docs" / "servers" / "engines.md"
 Serve = Callable[[dict[str, Any]], None]
 
 
@@ -95,7 +98,10 @@ def report(name: str, outcome: str, **fields: Any) -> Any:
 
 
 def test_a_line_per_promise_and_a_status(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: Path
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    model: Path,
+    tmp_path: Path,
 ) -> None:
     crash = SimpleNamespace(reprcrash=SimpleNamespace(message="AssertionError: 5 tokens\nmore"))
     reports = [
@@ -115,12 +121,22 @@ def test_a_line_per_promise_and_a_status(
         check_engine(URL, None, None, None)
     assert capsys.readouterr().out.splitlines()[1:] == [
         "ok        logprobs: error 1e-5",
-        "FAILED    a pause[keep]: AssertionError: 5 tokens",
+        "FAILED    a pause: keep: AssertionError: 5 tokens",
         "left out  a drain: it follows none",
         "1 hold, 1 do not, 1 left out",
     ]
     reports[2:3] = []
-    check_engine(URL, None, None, None)
+    check_engine(URL, None, None, None, tmp_path / "results.json")
+    told = json.loads((tmp_path / "results.json").read_text())
+    assert (told["engine"], len(told["promises"])) == ("vllm", 2)
+    assert told["promises"][0] == {"promise": "logprobs", "mark": "ok", "remark": "error 1e-5"}
     reports[:] = []  # it ran nothing
     with pytest.raises(CommandFailed):
         check_engine(URL, None, None, None)
+
+
+def test_the_table_in_the_docs_has_the_promises_of_the_suite() -> None:
+    rows = [line.split("|")[1] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    promises = {row.split(":")[0].strip() for row in rows[1:]}
+    tests = [name.removeprefix("test_") for name in dir(Suite) if name.startswith("test_")]
+    assert promises == {name.replace("_", " ") for name in tests}, "run make engines-table"

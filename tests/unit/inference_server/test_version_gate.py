@@ -130,6 +130,18 @@ async def test_a_rollback_is_a_publication_like_any_other(gate, peer_store):
     assert peer_store.staged == [5, 3, 6]
 
 
+async def test_what_was_replaced_is_freed_at_once(gate, peer_store):
+    gc.disable()  # a cycle would keep its memory, and the blobs that it is mapped from
+    try:
+        await gate.prepare(order(1, 1))
+        tensor = weakref.ref(gate._state.staging._staged.held.tensors["w"])
+        await gate.commit(commit(1, 1))
+        await publish(gate, 2, 2)
+        await until(lambda: tensor() is None)
+    finally:
+        gc.enable()
+
+
 async def test_a_torn_version_leaves_the_old_one_serving_and_may_be_tried_again(gate, peer_store):
     peer_store.torn.add(1)
     with pytest.raises(SyncError, match="version 1 is torn"):
