@@ -23,7 +23,7 @@ from tests.integration.conftest import TINY
 from tests.integration.guarded import GATEWAY, KINDS, MAX_BODY_BYTES, SECRETS, Guarded, guarded_run
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.extended
 
 MAX_GROWTH_BYTES = 64 << 20
 """Of a process's memory under one attack."""

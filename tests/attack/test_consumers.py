@@ -16,7 +16,7 @@ from tests.integration.conftest import TINY
 from tests.integration.guarded import GATEWAY, Guarded, guarded_run
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.extended
 
 OWNER, THIEF = "consume", "submit"
 NAME = "trainer-1"

@@ -25,7 +25,7 @@ from tests.integration.conftest import model_dir  # noqa: F401 - a fixture
 from tests.integration.guarded import GATEWAY, KINDS, SECRETS, SERVER, Guarded, guarded_run
 from tests.integration.test_schemathesis import OPERATIONS, OUTAGES, SCHEMAS, hasten
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.extended
 
 NUM_REQUESTS = 4
 NUM_VALUES = 6

@@ -29,7 +29,7 @@ from weight_sync.model_dir import load_model, model_without_weights
 from weight_sync.receiver import make_receiver
 from weight_sync.transports.model_dir import INDEX_NAME, ModelDirReader
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.extended
 
 MAX_GROWTH_KIB = 256 << 10
 LIMIT_S = 20.0

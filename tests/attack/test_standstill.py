@@ -26,7 +26,7 @@ from tests.integration.conftest import model_dir  # noqa: F401 - a fixture
 from tests.processes import start_process
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.extended
 
 READY_S = 60.0
 MAX_CONTEXT = 256

@@ -33,7 +33,7 @@ from weight_sync.manifest import MANIFEST_NAME, Adapter, Base, TensorEntry, cont
 from weight_sync.receiver import make_receiver
 from weight_sync.transports.disk import make_local_publisher
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.extended
 
 VERSION = 7
 GIVEN = {"a.weight": torch.ones(8, 4), "b.weight": torch.ones(4)}

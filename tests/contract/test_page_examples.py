@@ -35,7 +35,6 @@ def runner(tmp_path: Path) -> Iterator[PageRunner]:
     runner.close()
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("page", list(params()))
 def test_every_example_of_a_page_runs(runner: PageRunner, page: Path):
     runner.run_page(runnable(page))

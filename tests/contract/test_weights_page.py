@@ -102,7 +102,6 @@ def server_url(tmp_path: Path) -> Iterator[str]:
     process.stop(10.0)
 
 
-@pytest.mark.timeout(120)
 def test_a_trainer_of_ones_own_publishes_a_model_and_then_an_adapter(
     server_url: str, tmp_path: Path
 ):

@@ -17,7 +17,6 @@ DEADLINE_S = 200
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(240)
 def test_the_example_runs(tmp_path: Path):
     (example,) = [
         block.text for block in examples_of(ROOT / "docs" / "training" / "workers.md", "python")

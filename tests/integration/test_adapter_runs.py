@@ -14,7 +14,7 @@ from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.driving import kill, resume, steps_of, until_checkpoint, until_steps
 from tests.integration.test_transport_runs import check_run, manifests
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.extended
 
 STEPS = 6
 LORA = LoraConfig(rank=4, alpha=16)

@@ -20,7 +20,7 @@ from headway.launch.launchers.local import LocalRun
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.extended
 
 CHATML = """{%- for message in messages %}
 {{- '<|' + message.role + '|>' + message.content + '\\n' }}{% endfor %}

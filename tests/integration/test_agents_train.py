@@ -42,8 +42,6 @@ from trainer.interfaces.advantages import AdvantagesCall
 from trainer.interfaces.ppo_actor import PPOActor
 from trainer.topology import Topology
 
-pytestmark = pytest.mark.timeout(180)
-
 CHATML = """{%- for message in messages %}
 {{- '<' + message.role | upper + '>' + message.content + ';' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<ASSISTANT>' }}{% endif %}"""

@@ -34,8 +34,6 @@ from tests.integration.builders import EXACT, generation, rollout
 from tests.integration.conftest import publishing, run_config
 from tests.processes import local_run, start_process
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @dataclass
 class Served:

@@ -23,7 +23,7 @@ from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.driving import finish, kill, resume
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.extended
 
 Start = Callable[[LaunchConfig], LocalRun]
 Connect = Callable[[str], RemoteInferenceEngine]

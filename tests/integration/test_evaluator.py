@@ -24,8 +24,6 @@ from headway.runtime.process import ProcessSpec
 from tests.processes import start_process
 from trainer.evaluation.evaluator import EvaluationTarget, Evaluator
 
-pytestmark = pytest.mark.timeout(120)
-
 Start = Callable[[LaunchConfig], LocalRun]
 Configure = Callable[..., LaunchConfig]
 MakeEvaluator = Callable[..., Evaluator]

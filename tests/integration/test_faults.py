@@ -19,8 +19,6 @@ from tests.integration.builders import generation, rollout
 from tests.processes import local_run
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.timeout(180)
-
 Start = Callable[[LaunchConfig], LocalRun]
 Connect = Callable[[str], RemoteInferenceEngine]
 Publish = Callable[[int], WeightUpdateMeta]

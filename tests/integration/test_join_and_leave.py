@@ -44,7 +44,6 @@ from weight_sync.publication import Publication
 from weight_sync.store import version_name
 from weight_sync.transports.base import make_publisher
 
-pytestmark = pytest.mark.timeout(180)
 SHORT_RUN = ("test_servers_join_and_leave_while_versions_are_published[http]",)
 
 NUM_VERSIONS = 20

@@ -37,8 +37,6 @@ from tests.numeric.models import save_model, write_char_tokenizer
 from tests.waiting import eventually
 from weight_sync.receiver import make_receiver
 
-pytestmark = pytest.mark.timeout(120)
-
 DEADLINE_S = 30.0
 VERSION = 3
 TEMPLATE = """

@@ -17,7 +17,6 @@ from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.driving import finish, steps_of
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.timeout(300)
 SHORT_RUN = ("test_a_trainer_that_dies_within_a_call_goes_on_with_the_batch[actor_train]",)
 
 MakeConfig = Callable[..., LaunchConfig]

@@ -13,6 +13,7 @@ from headway.contracts.errors import ConfigError
 from headway.runtime.config import validate_config
 from headway.runtime.journal import METRICS_NAME, read_steps
 from tests.numeric.models import save_model, write_char_tokenizer
+from tests.ray_cluster import shut_down
 from trainer.experiments.base import EXPERIMENTS
 
 STEPS = 40
@@ -33,7 +34,6 @@ PPO: dict[str, Any] = {
         "kl_target": 1.0,
     },
 }
-pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +121,10 @@ def test_pools_and_numbers_of_workers_change_no_result(start: Path, tmp_path: Pa
 @pytest.mark.extended
 def test_it_learns_on_ray(start: Path, tmp_path: Path):
     ray = pytest.importorskip("ray")
-    if ray.is_initialized():
-        ray.shutdown()
+    shut_down()
     assert_learned(steps_of(start, tmp_path, STEPS, workers={"launcher": "ray", **TWO}))
     assert not ray.is_initialized()
+    shut_down()
 
 
 def test_torchrun_is_refused(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

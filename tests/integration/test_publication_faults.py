@@ -33,7 +33,6 @@ from tests.integration.publishing_trainer import BUCKET, Outcome, Sync, Trainer
 from tests.processes import local_run
 from weight_sync.model_dir import load_model
 
-pytestmark = pytest.mark.timeout(180)
 SHORT_RUN = (
     "test_disk[trainer-killed-half_written]",
     "test_disk[server-killed-one_of_two_committed]",

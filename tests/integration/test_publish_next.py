@@ -20,7 +20,6 @@ from weight_sync.model_dir import load_model
 PAGE = ROOT / "docs" / "weights" / "your-trainer.md"
 
 
-@pytest.mark.timeout(120)
 def test_a_refused_version_does_not_block_the_next_one(
     make_config: Callable[..., LaunchConfig],
     start: Callable[[LaunchConfig], LocalRun],

@@ -15,7 +15,7 @@ from headway.runtime.journal import METRICS_NAME, read_steps
 from tests.integration.driving import kill, resume, until_steps
 from trainer.tracking.groups import GROUPS
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.extended
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 SINKS = [name for name in ("tensorboard", "wandb") if importlib.util.find_spec(name) is not None]

@@ -25,7 +25,6 @@ from tests.integration.driving import finish, kill, resume, steps_of, until_step
 from tests.processes import local_run
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.timeout(240)
 SHORT_RUN = (
     "test_a_run_consumes_exactly_its_batches[0-1-grpo]",
     "test_a_killed_trainer_resumes_without_losing_or_repeating_a_trajectory[from_a_checkpoint]",

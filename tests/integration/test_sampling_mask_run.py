@@ -6,7 +6,7 @@ import pytest
 
 from tests.integration.driving import finish, steps_of
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.extended
 
 
 def test_ratios_of_a_run_that_cuts_are_one_before_the_first_update(make_config, start):

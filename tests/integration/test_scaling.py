@@ -33,7 +33,7 @@ from tests.processes import start_process
 from tests.unit.gateway.ledger_suite import RedisServer
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.extended
 
 LIMIT_S = 60.0
 TOKENS = 60

@@ -26,7 +26,7 @@ from inference_server.app import make_app
 from inference_server.engine import make_generator
 from tests.integration.guarded import GATEWAY, SECRETS, SERVER, Guarded, guarded_run
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.extended
 
 NUM_REQUESTS = 12
 DEADLINE_S = 20.0

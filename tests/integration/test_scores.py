@@ -35,8 +35,6 @@ from tests.integration.conftest import run_config
 from tests.processes import local_run
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.timeout(180)
-
 TROUBLE = "tests.integration.rewards_in_trouble"
 """Imported by the services that need it alone: it registers rewards."""
 

@@ -26,8 +26,6 @@ from tests.integration.guarded import (
 )
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.timeout(180)
-
 REFUSED = range(400, 500)
 JSON = {"content-type": "application/json"}
 

@@ -30,7 +30,7 @@ from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.builders import generation, rollout
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.extended
 
 LATENCY_S = 0.01
 LONG = 20_000

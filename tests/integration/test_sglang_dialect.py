@@ -38,8 +38,6 @@ from tests.processes import start_process
 from tests.waiting import eventually
 from weight_sync.transports.disk import make_local_publisher
 
-pytestmark = pytest.mark.timeout(180)
-
 GROUP_TIMEOUT_S = 3.0
 LONG = 300
 PROMPT = [3, 4, 5, 6, 7, 8]

@@ -25,7 +25,6 @@ from trainer.dataflow.policy import policy_flow
 from trainer.interfaces.frozen_model import FrozenModel
 from trainer.interfaces.teacher_servers import TeacherServers
 
-pytestmark = pytest.mark.timeout(240)
 EMBEDDED = {"type": "embedded_torch", "num_threads": 1, "kv_cache_bytes": 1 << 22}
 EXACT = {"rtol": 1e-4, "atol": 5e-5}
 """Both compute in float32: a server one sequence in blocks, the ranks several packed ones."""

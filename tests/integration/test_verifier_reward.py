@@ -23,7 +23,7 @@ from trainer.interfaces.answers import AnswerTextRule, spread_scores
 from trainer.interfaces.reward_verifier import VerifierReward
 from trainer.topology import Topology
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.extended
 
 ALONE = Topology(0, 1, torch.device("cpu"))
 

@@ -19,6 +19,7 @@ import tests.numeric.ranks  # noqa: F401 -- what the fork server imports once
 from headway.contracts.errors import ConfigError, DataError, WorkerError, WorkerLost
 from tests.integration.group_workers import Known, negated
 from tests.processes import FORKS
+from tests.ray_cluster import ray_cluster, shut_down
 from trainer.workers.data_proto import DataProto
 from trainer.workers.dispatch import Dispatch, register
 from trainer.workers.group import WorkerGroup
@@ -28,16 +29,14 @@ DEADLINE_S = 90.0
 ROOT = Path(__file__).parents[2]
 KINDS = ("processes", "ray")
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.extended
 Open = Callable[..., WorkerGroup]
 
 
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    ray = pytest.importorskip("ray")
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=1 << 27)
-    yield
-    ray.shutdown()
+def cluster() -> Iterator[None]:
+    with ray_cluster():
+        yield
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Open]:
     def start(kind: str, world_size: int, *args: Any, **options: Any) -> WorkerGroup:
         options = {"timeout_s": DEADLINE_S} | options
         if kind == "ray":
-            request.getfixturevalue("ray_cluster")
+            request.getfixturevalue("cluster")
             group = WorkerGroup.of_ray_actors(Known, world_size, *args, **options)
         else:
             options["start_method"] = FORKS.get_start_method()
@@ -207,9 +206,7 @@ def test_a_method_called_like_the_group_s_own_is_refused():
 
 
 def test_ray_s_actors_want_a_cluster():
-    ray = pytest.importorskip("ray")
-    if ray.is_initialized():
-        ray.shutdown()
+    shut_down()
     with pytest.raises(ConfigError, match=r"call ray\.init"):
         WorkerGroup.of_ray_actors(Known, 1)
 

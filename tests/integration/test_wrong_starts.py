@@ -18,8 +18,6 @@ import pytest
 from headway.runtime.process import Process, ProcessSpec
 from tests.processes import start_process
 
-pytestmark = pytest.mark.timeout(60)
-
 DEADLINE_S = 30.0
 ENDS_S = 5.0
 """Generous: an end takes a second."""

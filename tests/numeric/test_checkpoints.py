@@ -34,7 +34,7 @@ from trainer.batching.balance import partition_by_tokens
 from trainer.checkpoint import CheckpointContents, Checkpoints, RunState
 from trainer.topology import Topology
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.extended
 
 ALONE = Topology(0, 1, torch.device("cpu"))
 NEVER = (0, 0)

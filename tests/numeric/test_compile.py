@@ -91,7 +91,6 @@ def test_layers_and_sizes_share_what_is_compiled(tmp_path, monkeypatch):
     assert graphs[12] == graphs[2] > 0
 
 
-@pytest.mark.timeout(300)
 def test_the_real_compiler_gives_the_same_numbers(llama_dir):
     engine, plain = open_engine(llama_dir, trainer=COMPILED), open_engine(llama_dir)
     for seed in range(2):

@@ -89,7 +89,6 @@ def clip_shards(topology: Topology, rows: int) -> tuple[float, torch.Tensor]:
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_shards_make_one_vector_and_copies_count_once(tmp_path, rows):
     whole = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))

@@ -32,7 +32,7 @@ from trainer.api import LossOutput, MicroBatchSpec, SaveLoadMeta
 from trainer.batching.balance import partition_by_tokens
 from trainer.topology import Topology
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.extended
 
 KINDS = ("llama", "qwen3")  # qwen3's head is tied to the embeddings
 STEPS = 3

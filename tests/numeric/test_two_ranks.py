@@ -39,7 +39,7 @@ class Runs(NamedTuple):
     two_ranks: Path
 
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from tests.numeric.worker_rows import (
     workers_config,
 )
 from tests.processes import FORKS
+from tests.ray_cluster import ray_cluster
 from trainer.workers.data_proto import DataProto
 from trainer.workers.group import WorkerGroup
 from trainer.workers.padding import to_sequences
@@ -36,7 +37,7 @@ SIZES = (8, 7, 3, 1)
 ATOL = 1e-6
 SETUPS = ("two", "four", "rows of two", "ray")
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.extended
 
 
 class RolloutOutcome(NamedTuple):
@@ -62,7 +63,7 @@ def play(
         if setup not in done:
             out = tmp_path_factory.mktemp("out")
             if setup == "ray":
-                request.getfixturevalue("ray_cluster")
+                request.getfixturevalue("cluster")
             done[setup] = _play(setup, folder, out)
         return done[setup]
 
@@ -70,11 +71,9 @@ def play(
 
 
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    ray = pytest.importorskip("ray")
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=1 << 27)
-    yield
-    ray.shutdown()
+def cluster() -> Iterator[None]:
+    with ray_cluster():
+        yield
 
 
 def _open(setup: str, worker: type, *args: Any) -> WorkerGroup:

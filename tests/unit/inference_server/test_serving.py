@@ -30,8 +30,6 @@ LONG = 10_000
 TOKEN = "s3cret"
 JSON = {"content-type": "application/json"}
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @dataclass
 class Served:

@@ -25,8 +25,6 @@ from weight_sync.manifest import MANIFEST_NAME, parse_manifest
 from weight_sync.publisher import StoredPublisher
 from weight_sync.transports.disk import make_local_publisher
 
-pytestmark = pytest.mark.timeout(60)
-
 TENSORS = {
     "embed": torch.arange(600_000, dtype=torch.float32).reshape(300, 2000),
     "norm": torch.full((7,), 0.5, dtype=torch.bfloat16),

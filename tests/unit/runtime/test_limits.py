@@ -19,8 +19,6 @@ from headway.runtime.limits import MAX_FIELDS, MAX_HEAD_BYTES, MAX_PIPELINED
 from tests.unit.runtime.served import ECHO, echo_app, served
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.timeout(60)
-
 DEADLINE_S = 20.0
 HEAD = b"GET " + HEALTH.encode() + b" HTTP/1.1\r\nhost: x\r\n"
 POST = b"POST " + ECHO.encode() + b" HTTP/1.1\r\nhost: x\r\n"

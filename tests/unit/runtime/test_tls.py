@@ -17,8 +17,6 @@ from headway.contracts.errors import ConfigError
 from headway.runtime.tls import CLIENT_CERT, CLIENT_KEY, client_context, server_options
 from tests.unit.runtime.served import served
 
-pytestmark = pytest.mark.timeout(60)
-
 CALLS = """
 import asyncio, sys
 from headway.contracts.types import LLMRequest
