@@ -18,6 +18,7 @@ import torch
 from headway.contracts.errors import SyncError
 from weight_sync.codecs import Encoded
 from weight_sync.manifest import Manifest, TensorEntry, bytes_of, dtype_name
+from weight_sync.pieces import Piece, Written
 from weight_sync.store import BlobReader
 
 ALIGNMENT = 64
@@ -32,21 +33,26 @@ class Blob:
     """Bytes to write as one blob, and the position of each tensor in them."""
 
     name: str
-    pieces: list[memoryview]
+    pieces: list[Piece]
     tensors: Sequence[tuple[str, torch.Tensor, Encoded]]
     places: list[tuple[int, int]]
     """For each tensor, its piece and the offset of that piece."""
 
-    def entries(self, checksums: Sequence[str]) -> list[TensorEntry]:
-        """Return the tensors' entries in the manifest, once the pieces were written and have their
-        checksums.
-        """
+    def is_finite(self, written: Sequence[Written]) -> bool:
+        """True if every value was seen to be finite while the pieces were written."""
+        return all(
+            encoded.codec == "raw" and written[piece].is_finite
+            for (_, _, encoded), (piece, _) in zip(self.tensors, self.places, strict=True)
+        )
+
+    def entries(self, written: Sequence[Written]) -> list[TensorEntry]:
+        """Return the tensors' entries in the manifest, once the pieces were written."""
         return [
             TensorEntry(
                 name=name,
                 shape=tuple(tensor.shape),
                 dtype=dtype_name(tensor.dtype),
-                checksum=checksums[piece] if encoded.codec == "raw" else encoded.checksum,
+                checksum=written[piece].checksum if encoded.codec == "raw" else encoded.checksum,
                 blob=self.name,
                 offset=offset,
                 size=encoded.payload.nbytes,
@@ -91,7 +97,7 @@ def _safetensors_blob(name: str, tensors: Sequence[tuple[str, torch.Tensor, Enco
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     head = struct.pack("<Q", len(text)) + text
-    return _blob(name, [memoryview(head)], ordered, pads=False)
+    return _blob(name, [Piece(memoryview(head))], ordered, pads=False)
 
 
 def _packed_blob(name: str, tensors: Sequence[tuple[str, torch.Tensor, Encoded]]) -> Blob:
@@ -100,18 +106,22 @@ def _packed_blob(name: str, tensors: Sequence[tuple[str, torch.Tensor, Encoded]]
 
 def _blob(
     name: str,
-    pieces: list[memoryview],
+    pieces: list[Piece],
     tensors: Sequence[tuple[str, torch.Tensor, Encoded]],
     pads: bool,
 ) -> Blob:
-    offset = sum(piece.nbytes for piece in pieces)
+    offset = sum(piece.data.nbytes for piece in pieces)
     places = []
-    for _, _, encoded in tensors:
-        payload = bytes_of(encoded.payload)
-        padding = -payload.nbytes % ALIGNMENT if pads else 0
+    for _, tensor, encoded in tensors:
+        size = encoded.payload.nbytes
+        padding = -size % ALIGNMENT if pads else 0
         places.append((len(pieces), offset))
-        pieces += [payload, memoryview(bytes(padding))] if padding else [payload]
-        offset += payload.nbytes + padding
+        pieces.append(
+            Piece.of_values(tensor) if encoded.codec == "raw" else Piece(bytes_of(encoded.payload))
+        )
+        if padding:
+            pieces.append(Piece(memoryview(bytes(padding))))
+        offset += size + padding
     return Blob(name, pieces, tensors, places)
 
 

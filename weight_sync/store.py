@@ -16,7 +16,6 @@ from itertools import count
 from typing import Protocol
 
 import torch
-import xxhash
 from pydantic import Field, ValidationError
 
 from headway.contracts.config.base import Config
@@ -33,10 +32,9 @@ from weight_sync.manifest import (
     parse_part,
     part_name,
 )
+from weight_sync.pieces import Piece, Written
 
 ANNOUNCEMENT_NAME = "announcement.json"
-CHUNK_BYTES = 1 << 20
-"""Fits a core's cache."""
 _VERSION_NAME = re.compile(r"v(\d{8,18})")
 
 
@@ -68,13 +66,13 @@ class Store(Protocol):
         """
 
     def write_blob(
-        self, version: PolicyVersion, name: str, pieces: Sequence[memoryview]
-    ) -> list[str]:
+        self, version: PolicyVersion, name: str, pieces: Sequence[Piece]
+    ) -> list[Written]:
         """Write a blob; once this returns, it can be read.
 
         Returns:
-            The checksum of each piece, computed while it lay in the cache: it costs a tenth of what
-            another pass over the memory would.
+            What was found of each piece while it lay in the cache: it costs a tenth of what another
+            pass over the memory would.
         Raises:
             OSError: full, or gone.
         """
@@ -118,19 +116,6 @@ class BlobReader(Protocol):
 
     def close(self) -> None:
         """Let go of files and connections."""
-
-
-def write_checked(pieces: Sequence[memoryview], write: Callable[[memoryview], object]) -> list[str]:
-    """Write all pieces, and checksum each chunk right after it was touched."""
-    checksums = []
-    for piece in pieces:
-        checksum = xxhash.xxh3_128()
-        for start in range(0, piece.nbytes, CHUNK_BYTES):
-            chunk = piece[start : start + CHUNK_BYTES]
-            write(chunk)
-            checksum.update(chunk)
-        checksums.append(checksum.hexdigest())
-    return checksums
 
 
 def version_name(version: PolicyVersion) -> str:

@@ -11,6 +11,7 @@ import torch
 from headway.contracts.errors import SyncError
 from weight_sync.checkpoint import BUFFERS
 from weight_sync.manifest import dtype_name, tensor_checksum
+from weight_sync.pieces import sum_of
 
 
 def check_fit(
@@ -66,11 +67,7 @@ def check_finite(tensors: Sequence[tuple[str, torch.Tensor]], origin: str) -> No
     Raises:
         SyncError: a tensor holds such values.
     """
-    sums = [
-        # Types of 8 bits have no sum of their own.
-        tensor.sum(dtype=torch.float32 if tensor.element_size() == 1 else None).float()
-        for _, tensor in tensors
-    ]
+    sums = [sum_of(tensor).float() for _, tensor in tensors]
     if not sums or torch.stack(sums).isfinite().all():
         return
     for name, tensor in tensors:

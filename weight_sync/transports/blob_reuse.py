@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from headway.contracts.types import PolicyVersion
 from weight_sync.manifest import MANIFEST_NAME
-from weight_sync.store import write_checked
+from weight_sync.pieces import Piece, Written, write_checked
 from weight_sync.transports.disk import LocalStore
 
 FREE_NAME = ".free"
@@ -84,9 +84,9 @@ class BlobReuseStore(LocalStore):
         self._mappings = Mappings(writes=True)
 
     def write_blob(
-        self, version: PolicyVersion, name: str, pieces: Sequence[memoryview]
-    ) -> list[str]:
-        size = sum(piece.nbytes for piece in pieces)
+        self, version: PolicyVersion, name: str, pieces: Sequence[Piece]
+    ) -> list[Written]:
+        size = sum(piece.data.nbytes for piece in pieces)
         path = self.folder(version) / name
         if size == 0:  # nothing can be mapped
             path.touch()

@@ -28,8 +28,9 @@ from headway.runtime.model_files import MAX_TEXT_BYTES
 from weight_sync.buffers import Buffers
 from weight_sync.deadline import Deadline
 from weight_sync.manifest import MANIFEST_NAME, TensorEntry, bytes_of
+from weight_sync.pieces import Piece, Written, write_checked
 from weight_sync.publisher import StoredPublisher
-from weight_sync.store import StoredSource, version_name, write_checked
+from weight_sync.store import StoredSource, version_name
 
 LOCK_NAME = ".publisher.lock"
 FILE_SCHEME = "file://"
@@ -78,18 +79,18 @@ class LocalStore:
             _fsync(str(self.root))
 
     def write_blob(
-        self, version: PolicyVersion, name: str, pieces: Sequence[memoryview]
-    ) -> list[str]:
+        self, version: PolicyVersion, name: str, pieces: Sequence[Piece]
+    ) -> list[Written]:
         descriptor = os.open(
             self.folder(version) / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644
         )
         try:
-            checksums = write_checked(pieces, partial(_write_whole, descriptor))
+            written = write_checked(pieces, partial(_write_whole, descriptor))
         except BaseException:
             os.close(descriptor)
             raise
         self._syncing.append(self._syncer.submit(_finish, descriptor, self._is_durable))
-        return checksums
+        return written
 
     def sync(self) -> None:
         syncing, self._syncing = self._syncing, []
@@ -180,8 +181,8 @@ class ObjectStore:
         self._fs.pipe_file(self._key(version, name), text.encode())
 
     def write_blob(
-        self, version: PolicyVersion, name: str, pieces: Sequence[memoryview]
-    ) -> list[str]:
+        self, version: PolicyVersion, name: str, pieces: Sequence[Piece]
+    ) -> list[Written]:
         with self._fs.open(self._key(version, name), "wb") as file:
             return write_checked(pieces, file.write)
 
