@@ -72,7 +72,8 @@ sglang-cpu vllm-cpu: %-cpu: $(VENV)/.installed
 	PYTHON="$(PYTHON)" UV="$(CURDIR)/$(BIN)/uv" bash tests/engines_cpu/install.sh $*
 
 test-sglang test-vllm: test-%: %-cpu
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/integration/test_$*_real*.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/integration/test_$*_real*.py \
+		"tests/integration/test_engine_experts.py::test_a_mixture_is_served[$*]" $(ARGS)
 
 test-engines: test-sglang test-vllm
 

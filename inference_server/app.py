@@ -22,7 +22,7 @@ from headway.runtime.access import Access
 from headway.runtime.allowed_hosts import AllowedHosts
 from headway.runtime.tasks import cancel_and_wait
 from inference_server.backends.base import GenerationBackend
-from inference_server.dialects.headway import generation, peer_files, weights
+from inference_server.dialects.headway import adapters, generation, peer_files, weights
 from inference_server.dialects.openai import routes as openai
 from inference_server.dialects.sglang import routes as sglang
 from inference_server.dialects.sglang.dialect import SGLangDialect
@@ -71,6 +71,7 @@ def make_app(
         config.service.max_body_bytes,
         generation.router,
         weights.router,
+        adapters.router,
         peer_files.router,
         openai.router,
         sglang.router,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from headway.contracts.config.server import ServerConfig, UpdatePolicy
+from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import Conflict, ServiceError, StaleVersion, VersionMoved
 from headway.contracts.http.servers import ServerReport, ServerState, ServerStatus
 from headway.contracts.http.weights import (
@@ -22,6 +23,7 @@ from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, Weig
 from headway.runtime.logging import note_request
 from headway.runtime.modules import import_modules
 from headway.text.tokenizer import TextTokenizer
+from inference_server.adapters import Adapters
 from inference_server.admission import RequestAdmission
 from inference_server.backends.base import GenerationBackend, OnDelta, make_backend
 from inference_server.default_dtype import settled_model
@@ -50,8 +52,14 @@ class LocalGenerator:
         admission: RequestAdmission | None = None,
         model_name: str = "model",
         gateways: Sequence[str] = (),
+        weights: ReceiverConfig | None = None,
     ) -> None:
+        """
+        Args:
+            weights: where adapters may be read; None is nowhere.
+        """
         self.backend = backend
+        self.adapters = Adapters(backend, weights or ReceiverConfig())
         self.gate = gate
         self.tokenizer = tokenizer
         self.model_name = model_name
@@ -125,6 +133,7 @@ class LocalGenerator:
         Raises:
             QueueFull, Conflict, Draining, RequestTimeout: by `RequestAdmission.admit`.
             RequestTooLong, DataError, BackendError: by the backend.
+            DataError: the adapter is not loaded, or the backend serves none.
             VersionMoved: another version serves than the one that was asked for.
         """
         try:
@@ -139,9 +148,10 @@ class LocalGenerator:
         return response
 
     def _check_version(self, req: LLMRequest) -> None:
-        if req.version not in (None, self.version):
+        serving = self.version if req.adapter is None else self.adapters.version(req.adapter)
+        if req.version not in (None, serving):
             raise VersionMoved(
-                f"version {self.version} serves here, request {req.rid!r} wants {req.version}"
+                f"version {serving} serves here, request {req.rid!r} wants {req.version}"
             )
 
     async def update_weights(
@@ -228,7 +238,7 @@ def make_generator(config: ServerConfig) -> LocalGenerator:
     admission = RequestAdmission(config.max_in_flight, config.request_timeout_s)
     model_name = config.served_model_name or Path(config.model.path).absolute().name
     generator = LocalGenerator(
-        backend, gate, "local", tokenizer, admission, model_name, config.gateways
+        backend, gate, "local", tokenizer, admission, model_name, config.gateways, config.weights
     )
     generator.model_paths = (config.model.path,)
     return generator

@@ -20,12 +20,13 @@ from headway.contracts.errors import NotEnoughWork
 from headway.contracts.types import PolicyVersion, RolloutRequest, TrajectoryBatch
 from headway.runtime.config import validate_config
 from trainer.algorithms.selection import keep_best
-from trainer.batching.checks import check_batch
+from trainer.batching.checks import check_batch, check_experts
 from trainer.checkpoint import RunState
 from trainer.data import PromptData
 from trainer.prompt_filter import PromptFilter
 from trainer.rollout_id import rollout_id_of
 from trainer.topology import Topology
+from weight_sync.checkpoint import expert_counts
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class BatchSource:
         self._topology = topology
         self._rollout = config.rollout
         self._sampling = config.sampling
+        is_replaying = config.algorithm.routed_experts == "replay"
+        self._experts = expert_counts(config.model.path) if is_replaying else None
         self._replays_mask = config.algorithm.sampling_mask == "replay"
         self._batch_size = config.data.batch_size
         self._run_id = state.run_id
@@ -71,11 +74,14 @@ class BatchSource:
         Args:
             version: of the weights that will learn from it.
         Raises:
-            DataError: a group is not whole, or holds a number that is not finite.
+            DataError: a group is not whole, or holds a number that is not finite, or experts that the
+                model does not have.
             StaleVersion: a trajectory is older than `rollout.max_staleness` allows.
         """
         batch = self._receive()
         check_batch(batch, version, self._rollout.group_size, self._rollout.max_staleness)
+        if self._experts is not None:
+            check_experts(batch, self._experts)
         return batch if self._keep is None else keep_best(batch, self._keep)
 
     def _receive(self) -> TrajectoryBatch:
@@ -135,4 +141,5 @@ class BatchSource:
             filter=self._rollout.filter,
             gconfig=validate_config(SamplingConfig, sampling),
             sampling_mask=self._replays_mask,
+            routed_experts=self._experts is not None,
         )

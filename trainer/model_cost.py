@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headway.contracts.config.model import TrainedModelConfig
+from weight_sync.checkpoint import expert_counts
 
 PEAK_TFLOPS = {
     "GB200": 2500.0,
@@ -25,8 +26,6 @@ PEAK_TFLOPS = {
     "L4": 121.0,
 }
 """Dense bfloat16 by part of the device's name, from the makers' data sheets; the longest that fits."""
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ def model_cost(config: TrainedModelConfig) -> ModelCost | None:
     """
     whole = AutoConfig.from_pretrained(config.path, local_files_only=True)
     text = whole.get_text_config()
-    if any(getattr(text, name, None) for name in _EXPERTS):
+    if expert_counts(config.path) is not None:
         return None
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(whole)

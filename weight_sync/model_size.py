@@ -68,6 +68,14 @@ def adapter_parameters(model: torch.nn.Module, rank: int, targets: Sequence[str]
     )
 
 
+def expert_routers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the routers of a mixture of experts, in the order of its layers; none of a dense model.
+
+    They are transformers' routers that return (logits [T, E], weights [T, K], experts [T, K]).
+    """
+    return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+
+
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The repeated blocks."""
     stacks = [list(m) for m in model.modules() if isinstance(m, torch.nn.ModuleList)]

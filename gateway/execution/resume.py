@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Awaitable, Callable
 
 from headway.contracts.errors import BackendError
+from headway.contracts.routed_experts import join_experts
 from headway.contracts.sampling_mask import SamplingMask
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, TopLogprobs
 
@@ -42,13 +43,19 @@ def rest_of(req: LLMRequest, so_far: LLMResponse) -> LLMRequest:
     """The request for what is missing.
 
     Raises:
-        BackendError: a penalty counts sampled tokens, and a prefix would not be counted.
+        BackendError: a penalty counts sampled tokens, and a prefix would not be counted; or a grammar
+            would begin in the middle.
     """
     gconfig, count = req.gconfig, len(so_far.output_tokens)
     if count and (gconfig.presence_penalty or gconfig.frequency_penalty):
         raise BackendError(
             f"request {req.rid!r} was interrupted after {count} tokens; presence_penalty and "
             "frequency_penalty count sampled tokens only, so it must start over"
+        )
+    if count and gconfig.has_grammar:
+        raise BackendError(
+            f"request {req.rid!r} was interrupted after {count} tokens; json_schema and regex begin with "
+            "the first one, so it must start over"
         )
     is_scored = so_far.prompt_logprobs is not None
     left = {
@@ -80,6 +87,7 @@ def join(first: LLMResponse, second: LLMResponse) -> LLMResponse:
         ttft_s=first.ttft_s if count else first.latency_s + second.ttft_s,
         top_logprobs=_join_top(first.top_logprobs, second.top_logprobs),
         sampling_mask=_join_masks(first, second),
+        routed_experts=join_experts([first.routed_experts, second.routed_experts]),
         prompt_logprobs=prompt.prompt_logprobs,
         prompt_top_logprobs=prompt.prompt_top_logprobs,
         cached_tokens=first.cached_tokens if count else second.cached_tokens,
@@ -108,6 +116,7 @@ def cut_at_stop(
     is_known = length == len(tokens) and response.stop_reason == "stop"
     if length > len(tokens) or is_known:
         return response
+    experts = response.routed_experts
     return response.model_copy(
         update={
             "output_tokens": tokens[:length],
@@ -119,6 +128,7 @@ def cut_at_stop(
             ],
             "top_logprobs": response.top_logprobs and response.top_logprobs[:length],
             "sampling_mask": response.sampling_mask and response.sampling_mask.first(length),
+            "routed_experts": experts and experts.first(len(experts) - (len(tokens) - length)),
             "stop_reason": "stop",
             "stop_match": found(length),
         }

@@ -140,6 +140,8 @@ class RolloutRunner:
         ask = self._generator.agenerate
         if request.sampling_mask:
             ask = partial(_generate_with_mask, ask)
+        if request.routed_experts:
+            ask = partial(_generate_with_experts, ask)
         generate = partial(generate_whole, ask, tokenizer.decode)
         if request.versions != VersionBounds():
             generate = partial(_generate_within, generate, self._generator, request.versions)
@@ -234,6 +236,19 @@ async def _generate_with_mask(
         raise ConfigError(
             f"request {req.rid!r} cuts the distribution (top_k, top_p or min_p), and its server reported "
             "no sampling mask; set algorithm.sampling_mask=ignore to train without, or cut nothing"
+        )
+    return response
+
+
+async def _generate_with_experts(
+    generate: Callable[[LLMRequest], Awaitable[LLMResponse]], req: LLMRequest
+) -> LLMResponse:
+    """Sample, and ask for the routed experts."""
+    response = await generate(req.model_copy(update={"routed_experts": True}))
+    if response.routed_experts is None and response.stop_reason != "interrupt":
+        raise ConfigError(
+            f"request {req.rid!r} asks for its routed experts, and its server reported none; serve the "
+            "trainer's mixture of experts, or set algorithm.routed_experts=ignore"
         )
     return response
 

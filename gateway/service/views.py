@@ -92,4 +92,5 @@ def _trajectory_view(row: Trajectory, tokenizer: TextTokenizer | None) -> Trajec
             for t in row.turns
         ],
         sampling_mask=row.sampling_mask,
+        routed_experts=row.routed_experts,
     )

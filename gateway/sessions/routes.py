@@ -128,6 +128,7 @@ def _rollout(body: SessionRequest) -> RolloutRequest:
             gconfig=body.gconfig,
             versions=body.versions,
             sampling_mask=body.sampling_mask,
+            routed_experts=body.routed_experts,
         )
     except ValidationError as error:
         raise InvalidField.of(error) from error

@@ -14,6 +14,7 @@ import numpy as np
 
 from gateway.trajectories.sample import Sample
 from headway.contracts.errors import BackendError
+from headway.contracts.routed_experts import RoutedExperts, join_experts
 from headway.contracts.sampling_mask import SamplingMask
 from headway.contracts.types import (
     LLMResponse,
@@ -44,6 +45,7 @@ class Transcript:
         self._turns: list[Turn] = []
         self._masks: list[tuple[int, SamplingMask]] = []
         """Where each begins; where none is, nothing was cut."""
+        self._experts: RoutedExperts | None = None
         self.observe(ids)
 
     def __len__(self) -> int:
@@ -88,6 +90,7 @@ class Transcript:
             if problem is not None:
                 raise BackendError(f"request {response.rid!r} was answered with {problem}")
             self._masks.append((start, response.sampling_mask))
+        self._experts = join_experts([self._experts, response.routed_experts])
         self._ids += tokens
         self._logprobs += response.output_logprobs
         self._versions += versions
@@ -141,6 +144,7 @@ class Transcript:
             turns=self._told_turns(),
             branch=branch,
             sampling_mask=self._whole_mask(),
+            routed_experts=self._experts,
         )
 
     def _whole_mask(self) -> SamplingMask | None:

@@ -3,9 +3,10 @@
 Columns of all trajectories are concatenated and cut by `lengths`, so a batch costs one copy:
 `input_ids` int32, `loss_mask` bool, `logprobs` float32, `versions` int32, `lengths` int64 [N],
 `rewards` float32 [N]. Of trajectories with a sampling mask, `mask_counts` int32 holds its counts and
-`mask_tokens` int32 its ids, cut by `mask_sizes` of the header. Identifiers, stop reasons, verdicts and
-turns are JSON in the header's metadata. Schema 1 had no verdicts, details, turns and branches, and schema
-2 no sampling masks; they are read still.
+`mask_tokens` int32 its ids, cut by `mask_sizes` of the header; of those with routed experts, `experts`
+uint8 holds their bytes, cut by `expert_sizes`. Identifiers, stop reasons, verdicts and
+turns are JSON in the header's metadata. Schema 1 had no verdicts, details, turns and branches, schema 2
+no sampling masks, and schema 3 no routed experts; they are read still.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 
 from headway.contracts.errors import DataError
+from headway.contracts.routed_experts import PackedExperts, RoutedExperts
 from headway.contracts.sampling_mask import SamplingMask
 from headway.contracts.types import StopReason, Trajectory, TrajectoryGroup, Turn, Verdict
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 MAX_REWARD = float(np.finfo(np.float32).max)
 MEDIA_TYPE = "application/vnd.headway.trajectories+safetensors"
 
@@ -44,6 +46,7 @@ _COLUMNS: dict[str, np.dtype[Any]] = {
     "mask_counts": np.dtype(np.int32),
     "mask_tokens": np.dtype(np.int32),
     "versions": np.dtype(np.int32),
+    "experts": np.dtype(np.uint8),
     "loss_mask": np.dtype(np.bool_),
 }
 """Columns in the order of a payload: the widest first, so that each begins at a multiple of its
@@ -53,6 +56,7 @@ _TYPE_NAMES = {
     np.dtype(np.int32): "I32",
     np.dtype(np.float32): "F32",
     np.dtype(np.bool_): "BOOL",
+    np.dtype(np.uint8): "U8",
 }
 """Names of NumPy's types in safetensors."""
 _Turn = tuple[int, int, StopReason, float | None, dict[str, Any]]
@@ -72,6 +76,8 @@ class _Header(BaseModel):
     turns: list[list[_Turn]] | None = None  # [N]
     branch: list[NonNegativeInt] | None = None  # [N]
     mask_sizes: list[NonNegativeInt | None] | None = None  # [N] ids; None of one without a mask
+    expert_sizes: list[tuple[int, int, int, int] | None] | None = None
+    """[N] tokens, layers, experts of each, and bytes of each; None of one without."""
 
     def sizes(self) -> set[int]:
         """Lengths of the columns that are there: one, if the header is whole."""
@@ -83,6 +89,7 @@ class _Header(BaseModel):
             self.turns,
             self.branch,
             self.mask_sizes,
+            self.expert_sizes,
         )
         return {len(column) for column in columns if column is not None}
 
@@ -122,6 +129,8 @@ def encode_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
     masks = [row.sampling_mask for row in rows]
     columns["mask_counts"] = b"".join([mask.counts.tobytes() for mask in masks if mask is not None])
     columns["mask_tokens"] = b"".join([mask.tokens.tobytes() for mask in masks if mask is not None])
+    experts = [None if row.routed_experts is None else row.routed_experts.pack() for row in rows]
+    columns["experts"] = b"".join([packed.experts for packed in experts if packed is not None])
     columns["lengths"] = pack(f"<{len(rows)}q", *[row.num_tokens for row in rows])
     columns["rewards"] = pack(f"<{len(rows)}f", *[row.reward for row in rows])
     header = {
@@ -133,6 +142,7 @@ def encode_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
         "turns": [[_turn_fields(turn) for turn in row.turns] for row in rows],
         "branch": [row.branch for row in rows],
         "mask_sizes": [None if mask is None else len(mask.tokens) for mask in masks],
+        "expert_sizes": [None if packed is None else _sizes_of(packed) for packed in experts],
     }
     return _save(columns, header)
 
@@ -189,6 +199,7 @@ def decode_groups(payload: bytes) -> tuple[TrajectoryGroup, ...]:
             f"{_not_finite(header, lengths, rewards, token_columns['logprobs'])}"
         )
     masks = _masks(columns, header, lengths.tolist())
+    experts = _experts(columns, header, lengths.tolist())
     ends = np.cumsum(lengths)
     groups, row = [], 0
     for rollout_id, group_id, size in header.groups:
@@ -207,6 +218,7 @@ def decode_groups(payload: bytes) -> tuple[TrajectoryGroup, ...]:
                     logprobs=token_columns["logprobs"][cut],
                     versions=token_columns["versions"][cut],
                     sampling_mask=masks[index],
+                    routed_experts=experts[index],
                     **header.notes(index, int(lengths[index])),
                 )
             )
@@ -247,6 +259,42 @@ def _masks(
             )
         position, token = position + length, token + size
     return masks
+
+
+def _sizes_of(packed: PackedExperts) -> tuple[int, int, int, int]:
+    token_bytes = packed.num_layers * packed.top_k * packed.width
+    return len(packed.experts) // token_bytes, packed.num_layers, packed.top_k, packed.width
+
+
+def _experts(
+    columns: dict[str, NDArray[Any]], header: _Header, lengths: Sequence[int]
+) -> list[RoutedExperts | None]:
+    """The routed experts of each trajectory [N]."""
+    sizes = header.expert_sizes
+    if sizes is None:
+        return [None] * len(lengths)
+    content = _column(columns, "experts", _COLUMNS["experts"]).tobytes()
+    found: list[RoutedExperts | None] = []
+    start = 0
+    for length, size in zip(lengths, sizes, strict=True):
+        if size is None:
+            found.append(None)
+            continue
+        num_tokens, num_layers, top_k, width = size
+        if not (0 <= num_tokens <= length and num_layers > 0 and top_k > 0 and width in (1, 2)):
+            raise DataError(f"trajectory payload has routed experts {size} of {length} tokens")
+        end = start + num_tokens * num_layers * top_k * width
+        part = PackedExperts(
+            num_layers=num_layers, top_k=top_k, width=width, experts=content[start:end]
+        )
+        found.append(RoutedExperts.unpack(part))
+        start = end
+    if start != len(content):
+        raise DataError(
+            f"trajectory payload is inconsistent: {len(content)} bytes of routed experts, {start} are "
+            "announced"
+        )
+    return found
 
 
 def _turn_fields(turn: Turn) -> list[Any]:

@@ -21,6 +21,7 @@ from headway.contracts.config.base import (
     WorkflowRef,
 )
 from headway.contracts.config.sampling import SamplingConfig
+from headway.contracts.routed_experts import RoutedExperts
 from headway.contracts.sampling_mask import SamplingMask
 
 PolicyVersion = Annotated[int, Field(lt=2**31)]
@@ -127,6 +128,8 @@ class RolloutRequest(Config):
     versions: VersionBounds = VersionBounds()
     sampling_mask: bool = False
     """Ask for `LLMRequest.sampling_mask` wherever sampling cuts, and store it with the trajectory."""
+    routed_experts: bool = False
+    """Ask for `LLMRequest.routed_experts`, and store them with the trajectory."""
 
     @model_validator(mode="after")
     def _check(self) -> RolloutRequest:
@@ -150,6 +153,12 @@ class LLMRequest(Config):
     """Also report which tokens `top_k`, `top_p` and `min_p` left at each position, and give the output's
     logprobs under the distribution over those alone; false gives logprobs from before the cut. Has no
     effect where `gconfig` cuts nothing. Backends that report none refuse."""
+    routed_experts: bool = False
+    """Also report which experts computed each token, prompt included, if the model is a mixture of
+    experts. An engine that does not report them refuses."""
+    adapter: Identifier | None = None
+    """Name of a loaded adapter that computes beside the base; versions are then the adapter's. None takes
+    the base alone."""
     version: PolicyVersion | None = Field(default=None, ge=0)
     """The version that has to serve when the request comes; a server with another one refuses it. None
     takes any."""
@@ -194,6 +203,9 @@ class LLMResponse(Config):
     sampling_mask: SamplingMask | None = None
     """Tokens that could be drawn at each output position; None if it was not asked for, or nothing was
     cut."""
+    routed_experts: RoutedExperts | None = None
+    """Experts of every token but the last, prompt included; None if they were not asked for, or the model
+    has none. An engine may report none of a request that was interrupted."""
     prompt_logprobs: list[float | None] | None = None
     """Logprobs of the prompt from `logprob_start` on, if asked for; the first token of a prompt has
     none."""
@@ -272,6 +284,9 @@ class Trajectory:
     sampling_mask: SamplingMask | None = None
     """Mask over [T]: tokens that could be drawn at each position, and that `logprobs` are over. None if
     nothing was cut, or the mask was not asked for: `logprobs` are then over all tokens."""
+    routed_experts: RoutedExperts | None = None
+    """Experts of the first tokens, up to the last that the policy read; None if they were not asked for,
+    or the model has none."""
 
     @property
     def trajectory_id(self) -> str:

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from headway.contracts.config.base import Config
 
-UNCONSTRAINED = "output is not constrained to a grammar"
+UNCONSTRAINED = "calls of tools are not constrained to a grammar"
 
 
 class RequestPart(Config):

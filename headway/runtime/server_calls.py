@@ -10,6 +10,7 @@ from pydantic_core import to_json
 
 from headway.contracts.errors import BackendError, ErrorBody, NotFound, ServiceError
 from headway.contracts.http import paths
+from headway.contracts.routed_experts import MAX_EXPERT_BYTES
 from headway.contracts.sampling_mask import MAX_MASK_TOKENS, SamplingMask
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
 from headway.runtime.connections import MAX_RESPONSE_BYTES, Connections
@@ -91,6 +92,8 @@ def _most_bytes(req: LLMRequest) -> int:
     size = (req.gconfig.max_new_tokens + scored) * (TOKEN_BYTES + req.top_logprobs * TOP_BYTES)
     if req.sampling_mask:
         size += (MAX_MASK_TOKENS + req.gconfig.max_new_tokens) * MASK_TOKEN_BYTES
+    if req.routed_experts:
+        size += MAX_EXPERT_BYTES
     return min(MAX_RESPONSE_BYTES + size, MAX_GENERATION_BYTES)
 
 
@@ -110,6 +113,9 @@ def _problem(response: LLMResponse, req: LLMRequest, rid: str, vocab_size: int) 
         return f"token ids from {min(tokens)} to {max(tokens)}, ids are below {vocab_size}"
     if logprobs and max(logprobs) > MAX_LOGPROB:
         return f"a logprob of {max(logprobs):g}"
+    experts, num_tokens = response.routed_experts, len(req.input_ids) + len(tokens)
+    if experts is not None and len(experts) >= num_tokens:
+        return f"experts of {len(experts)} tokens, {num_tokens - 1} were computed"
     mask = response.sampling_mask
     return _problem_of_mask(mask, tokens, vocab_size) or _problem_of_runs(
         response.version_runs, len(tokens)

@@ -233,6 +233,12 @@ class TextTokenizer:
         return self._special.sub(lambda found: f"{found[0][0]}\u200b{found[0][1:]}", text)
 
     @cached_property
+    def special_ids(self) -> list[int]:
+        """Ids of the special tokens, ascending: no text spells them."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return sorted(number for number, token in added.items() if token.special)
+
+    @cached_property
     def _special(self) -> re.Pattern[str]:
         added = self._tokenizer.get_added_tokens_decoder().values()
         names = [re.escape(token.content) for token in added if token.special]

@@ -101,7 +101,8 @@ class FakeBackend:
     async def generate(self, req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
         check_request(req, self.limits)
         refuse_mask(req, "fake")
-        if req.gconfig.stop or req.logprob_start is not None or req.top_logprobs:
+        gconfig = req.gconfig
+        if gconfig.stop or gconfig.has_grammar or req.logprob_start is not None or req.top_logprobs:
             raise DataError("the fake backend has no text and no distribution; ask for neither")
         arrival = time.monotonic()
         await self._admitting.wait()

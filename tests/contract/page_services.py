@@ -20,6 +20,7 @@ from headway.contracts.config.weight_sync import DiskSync
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.process import Process, ProcessSpec
 from tests.contract.pages import ROOT, Example
+from tests.numeric.adapters import save_adapter
 from tests.processes import start_process
 from weight_sync.transports.base import WeightPublisher, make_publisher
 
@@ -30,7 +31,7 @@ FAKE = ("--backend.type", "fake", "--backend.vocab-size", "258")
 REFUSED_BY_FAKE = ("top_logprobs", "logprob_start")
 """Who asks for one of these gets a random model instead of the fake backend."""
 SHARED = "/shared/weights"
-"""Where versions lie on pages: `b` is a model, `v00000008` was published."""
+"""Where versions lie on pages: `b` is a model, `v00000008` was published, `sql` is an adapter."""
 VERSIONS = re.compile(r"headway (?:rollback|pin) \S+ (\d+)")
 START_S = 60.0
 STOP_S = 10.0
@@ -69,10 +70,13 @@ class PageServices:
         model = self.folder / "MODEL"
         if is_real:
             make = runpy.run_path(str(ROOT / "examples/gsm8k/make_tiny_model.py"))
-            make["make_tiny_model"](model, self.folder / "random")
+            make["make_tiny_model"](None, self.folder / "random")
             shutil.copytree(self.folder / "random", model, dirs_exist_ok=True)
         if f"{SHARED}/b" in text:
             shutil.copytree(model, self.weights / "b")
+        if f"{SHARED}/sql" in text:
+            lora = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+            save_adapter(self.weights / "sql", model, seed=0, **lora)
         if f"{SHARED}/v00000008" in text:
             publisher = self._publisher()
             publisher.publish(8, tensors())

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from headway.contracts.codec import decode_groups, encode_groups
+from headway.contracts.routed_experts import RoutedExperts
 from headway.contracts.sampling_mask import SamplingMask
 from headway.contracts.types import Turn
 
@@ -13,6 +14,7 @@ DATA = Path(__file__).parent / "data"
 SCHEMA_1 = DATA / "trajectories-schema-1.safetensors"
 SCHEMA_2 = DATA / "trajectories-schema-2.safetensors"
 SCHEMA_3 = DATA / "trajectories-schema-3.safetensors"
+SCHEMA_4 = DATA / "trajectories-schema-4.safetensors"
 
 
 def test_schema_1_still_decodes():
@@ -67,9 +69,25 @@ def test_schema_3_still_decodes():
     assert second.trajectories[0].sampling_mask is None
 
 
-def test_schema_3_is_written_as_it_was():
+def test_schema_3_had_no_routed_experts():
+    for group in decode_groups(SCHEMA_3.read_bytes()):
+        assert [row.routed_experts for row in group.trajectories] == [None] * len(
+            group.trajectories
+        )
+
+
+def test_schema_4_still_decodes():
+    first, second = decode_groups(SCHEMA_4.read_bytes())
+    one, two = first.trajectories
+    assert one.routed_experts == RoutedExperts(np.array([[[3, 0]], [[-1, 7]]], np.int16))
+    assert two.routed_experts == RoutedExperts(np.array([[[300, 2]]], np.int16))
+    assert (two.sampling_mask, two.verdict) == (None, "timeout")
+    assert second.trajectories[0].routed_experts is None
+
+
+def test_schema_4_is_written_as_it_was():
     """If this fails, raise `SCHEMA_VERSION` and store a payload of the new schema beside this one."""
-    payload = SCHEMA_3.read_bytes()
+    payload = SCHEMA_4.read_bytes()
     assert parts(encode_groups(decode_groups(payload))) == parts(payload)
 
 

@@ -9,7 +9,7 @@ import runpy
 import sys
 import time
 from asyncio.subprocess import PIPE
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from transformers import DynamicCache
 
 from headway.contracts.types import LLMRequest, LLMResponse
+from inference_server.backends.base import GenerationBackend
 from tests.numeric.models import extend_cache, reference_logits, reference_logprobs
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,24 @@ def error_of(response: LLMResponse, expected: torch.Tensor) -> float:
     """Largest difference of the logprobs; 0 without tokens."""
     got = torch.tensor(response.output_logprobs, dtype=torch.float64)
     return (got - expected).abs().max().item() if len(got) else 0.0
+
+
+async def check_logprobs(
+    backend: GenerationBackend,
+    model: torch.nn.Module,
+    asked: Sequence[LLMRequest],
+    tolerance: float,
+) -> None:
+    """Generate all at once; each token is as probable as this model finds it, and of one version."""
+    responses = await asyncio.gather(*map(backend.generate, asked))
+    errors = []
+    for one, response in zip(asked, responses, strict=True):
+        scale, count = one.gconfig.temperature or 1.0, one.gconfig.max_new_tokens
+        expected = reference_logprobs(model, list(one.input_ids), response.output_tokens, scale)
+        errors.append(error_of(response, expected))
+        assert response.version_runs == [(backend.version, 0, count)]
+    show(f"max error of {len(asked)} requests' logprobs: {max(errors):.1e}")
+    assert max(errors) < tolerance
 
 
 @torch.no_grad()
@@ -95,6 +114,21 @@ def shaped_logprobs(model: torch.nn.Module, asked: LLMRequest, tokens: list[int]
         row = (rows[position] - penalty) / (gconfig.temperature or 1.0)
         expected.append(torch.log_softmax(row, dim=-1)[token])
     return torch.stack(expected)
+
+
+def allowed_logprobs(
+    model: torch.nn.Module, asked: LLMRequest, tokens: list[int], allowed: list[list[int]]
+) -> torch.Tensor:
+    """Logprobs of an output among the tokens that a grammar allows at each position."""
+    with torch.no_grad():
+        logits = reference_logits(model, [*asked.input_ids, *tokens]).double()
+    rows = logits[len(asked.input_ids) - 1 : -1]
+    return torch.stack(
+        [
+            torch.log_softmax(row[ids], dim=-1)[ids.index(token)]
+            for row, token, ids in zip(rows, tokens, allowed, strict=True)
+        ]
+    )
 
 
 async def check_bundled_run(folder: Path, file: str, backend: Mapping[str, Any]) -> None:

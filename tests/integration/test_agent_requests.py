@@ -216,7 +216,7 @@ async def test_parallel_requests_are_answered_and_become_branches(bench: Bench):
     ("fields", "param", "words"),
     [
         ({"n": 2}, "n", "n=1"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "only text"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "without json_schema"),
         ({"tool_choice": "required"}, "tool_choice", "cannot be forced"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
         ({"extra_body": {"nonsense": 1}}, "nonsense", "not a field of this server"),

@@ -578,8 +578,7 @@ ENGINE_REFUSALS = {
     "skip_special_tokens": False,
     "no_stop_trim": True,
     "return_hidden_states": True,
-    "regex": "a+",
-    "structured_outputs": {"regex": "a+"},
+    "ebnf": 'root ::= "a"',
     "lora_path": "x",
     "custom_params": {"a": 1},
     "sampling_seed": 7,
@@ -601,8 +600,9 @@ def test_a_field_that_would_change_an_answer_is_refused_with_a_reason(parrot, na
     assert "not a field of this server" not in raised.value.message
 
 
+AGE = {"type": "integer", "minimum": 10, "maximum": 99}
 REFUSED_CHATS = {
-    "response_format": {"response_format": {"type": "json_object"}},
+    "response_format": {"response_format": {"type": "json_schema"}},
     "tool_choice": {"tools": [WEATHER], "tool_choice": "required"},
     "store": {"store": True},
     "functions": {"functions": [{"name": "f"}]},
@@ -638,6 +638,22 @@ def test_what_a_chat_cannot_honour_is_refused_by_name(parrot, param, stream):
     assert raised.value.type == "invalid_request_error"
     assert raised.value.code == "invalid_request"
     assert param in raised.value.message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": AGE}}},
+        {"extra_body": {"json_schema": AGE}},
+        {"extra_body": {"structured_outputs": {"regex": "[1-9][0-9]"}}},
+    ],
+    ids=["response_format", "json_schema", "structured_outputs"],
+)
+def test_an_answer_is_what_it_is_bound_to(llama, fields):
+    answer = chat(llama, max_tokens=8, n=4, seed=1, **fields)
+    for choice in answer.choices:
+        assert 10 <= json.loads(choice.message.content) <= 99
+        assert choice.finish_reason == "stop"
 
 
 def test_stream_options_without_a_stream_are_refused(parrot):

@@ -372,8 +372,16 @@ def test_a_server_gives_away_nothing_but_versions(guarded: Guarded, blob: str):
 def test_weights_are_never_unpickled(guarded: Guarded, weights: Path, load_format: str):
     body = {"model_path": str(weights), "load_format": load_format}
     assert guarded.ask(SERVER, "POST", paths.SGLANG_UPDATE_DISK, json=body).status_code in REFUSED
-    for path in ("/update_weights_from_tensor", "/load_lora_adapter", "/start_profile"):
+    for path in ("/update_weights_from_tensor", "/start_profile"):
         assert guarded.ask(SERVER, "POST", path, json={}).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/etc", "../../etc", "file:///etc", "http://127.0.0.1/x", "\0"])
+def test_adapters_are_read_below_allowed_directories_only(guarded: Guarded, path: str):
+    body = {"lora_name": "x", "lora_path": path}
+    assert guarded.ask(SERVER, "POST", paths.SGLANG_LORA_LOAD, json=body).status_code in REFUSED
+    answer = guarded.ask(SERVER, "PUT", paths.ADAPTER.format(name="x"), json={"path": path})
+    assert answer.status_code in REFUSED
 
 
 NAMES = [

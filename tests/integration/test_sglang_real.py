@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -40,7 +42,9 @@ from headway.text.tokenizer import TextTokenizer
 from inference_server.backends.sglang.backend import SGLangBackend
 from inference_server.version_gate import VersionGate
 from tests.integration.real_engines import (
+    allowed_logprobs,
     check_bundled_run,
+    check_logprobs,
     engine_python,
     error_of,
     needs,
@@ -50,6 +54,7 @@ from tests.integration.real_engines import (
     show,
 )
 from tests.numeric.models import (
+    EOS,
     VOCAB_SIZE,
     load_reference,
     reference_logits,
@@ -57,6 +62,7 @@ from tests.numeric.models import (
     save_model,
     write_char_tokenizer,
 )
+from weight_sync.checkpoint_names import CheckpointNames
 from weight_sync.deadline import Deadline
 from weight_sync.publisher import StoredPublisher
 from weight_sync.receiver import make_receiver
@@ -84,12 +90,22 @@ ARGS = {
 }
 
 
+def save_llama(folder: Path, seed: int) -> None:
+    save_model(folder, "llama", seed=seed)
+
+
 class Policies:
     """Two models, and versions that alternate between them."""
 
-    def __init__(self, root: Path) -> None:
-        self.folders = [save_model(root / f"model{seed}", "llama", seed=seed) for seed in (0, 1)]
-        for folder in self.folders:
+    def __init__(self, root: Path, save: Callable[[Path, int], None] = save_llama) -> None:
+        """
+        Args:
+            root: what is written goes there.
+            save: writes the model of a seed to a folder.
+        """
+        self.folders = [root / f"model{seed}" for seed in (0, 1)]
+        for seed, folder in enumerate(self.folders):
+            save(folder, seed)
             write_char_tokenizer(folder)
         self.models = [load_reference(folder) for folder in self.folders]
         self.root = root / "versions"
@@ -101,7 +117,9 @@ class Policies:
 
     def publish(self) -> WeightUpdateMeta:
         self.newest += 1
-        return self.publisher.publish(self.newest, self.model(self.newest).named_parameters())
+        model = self.model(self.newest)
+        weights = CheckpointNames(model).split(model.named_parameters())
+        return self.publisher.publish(self.newest, weights)
 
     def reader(self):
         receiver = make_receiver(ReceiverConfig(allow=(str(self.root),)))
@@ -143,7 +161,8 @@ async def slowly(backend):
     """A tiny model on an idle machine would end before a swap comes, and on a busy one, too."""
     await backend._engine.post("/slow_down", {"forward_sleep_time": FORWARD_S})
     yield
-    await backend._engine.post("/slow_down", {"forward_sleep_time": None})
+    if backend.failure is None:
+        await backend._engine.post("/slow_down", {"forward_sleep_time": None})
 
 
 def request(index: int, count: int = 20, **extra) -> LLMRequest:
@@ -195,16 +214,7 @@ async def ready(progress: Progress) -> None:
 async def test_logprobs_are_those_of_transformers(backend, policies):
     options = [{}, {"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 5, "top_p": 0.8}]
     asked = [request(i, 60, **options[i % 4]) for i in range(16)]
-    responses = await asyncio.gather(*map(backend.generate, asked))
-    errors = []
-    for one, response in zip(asked, responses, strict=True):
-        scale = one.gconfig.temperature or 1.0
-        model = policies.model(backend.version)
-        expected = reference_logprobs(model, list(one.input_ids), response.output_tokens, scale)
-        errors.append(error_of(response, expected))
-        assert response.version_runs == [(backend.version, 0, 60)]
-    show(f"max error of 16 x 60 logprobs: {max(errors):.1e}")
-    assert max(errors) < TOLERANCE
+    await check_logprobs(backend, policies.model(backend.version), asked, TOLERANCE)
 
 
 async def test_biases_shape_the_logprobs(backend, policies):
@@ -212,6 +222,26 @@ async def test_biases_shape_the_logprobs(backend, policies):
     response = await backend.generate(asked)
     model = policies.model(backend.version)
     assert error_of(response, shaped_logprobs(model, asked, response.output_tokens)) < TOLERANCE
+
+
+async def test_outputs_follow_a_regular_expression_or_a_schema(backend, policies):
+    free, tokenizer = {"ignore_eos": False}, TextTokenizer(str(policies.folders[0]))
+    values = [12, "AB", "C"]
+    by_regex = [request(i, 40, regex="[A-C]{3}-[0-9]{2}", **free) for i in range(6)]
+    by_schema = [request(6 + i, 40, json_schema={"enum": values}, **free) for i in range(6)]
+    asked = by_regex + by_schema
+    responses = await asyncio.gather(*map(backend.generate, asked))
+    texts = [tokenizer.decode(response.output_tokens) for response in responses]
+    show(f"texts: {texts}")
+    assert all((r.stop_reason, r.stop_match) == ("stop", EOS) for r in responses)
+    assert all(re.fullmatch("[A-C]{3}-[0-9]{2}", text) for text in texts[:6])
+    assert all(json.loads(text) in values for text in texts[6:])
+    model = policies.model(backend.version)
+    places = [*["ABC"] * 3, "-", *["0123456789"] * 2]
+    allowed = [sorted(ord(c) - ord(" ") + 2 for c in place) for place in places]
+    for one, response in zip(by_regex, responses[:6], strict=True):
+        expected = allowed_logprobs(model, one, response.output_tokens, [*allowed, [EOS]])
+        assert error_of(response, expected) < TOLERANCE
 
 
 async def test_penalties_that_would_come_late_are_refused(backend):

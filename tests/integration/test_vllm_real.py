@@ -7,6 +7,8 @@ logprob is compared with what transformers computes from the same weights.
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,11 +24,13 @@ from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import UpdatePolicy, VLLMConfig
 from headway.contracts.errors import BackendError
 from headway.contracts.types import LLMResponse
+from headway.text.tokenizer import TextTokenizer
 from inference_server.backends.base import GenerationBackend
 from inference_server.backends.vllm.backend import VLLMBackend
 from inference_server.testing import FIRST_VERSION, GenerationBackendContract, Running
 from tests.integration.real_engines import (
     ROOT,
+    allowed_logprobs,
     check_bundled_run,
     engine_python,
     error_of,
@@ -67,25 +71,30 @@ ARGS = {
 }
 
 
+def save_wide_llama(folder: Path, seed: int = 0, num_layers: int = 2) -> None:
+    """Heads are as wide as vLLM wants them; each of two ranks has one of those with keys and values."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=EOS,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
 class TestVLLM(GenerationBackendContract):
     timeout_s = 180.0
 
     def save_model(self, folder: Path) -> None:
-        """A small Llama with heads as wide as vLLM wants them, slow enough to be met in the middle."""
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=12,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=2048,
-            initializer_range=0.2,
-            bos_token_id=0,
-            eos_token_id=EOS,
-        )
-        LlamaForCausalLM(config).save_pretrained(folder)
+        """Deep enough to be met in the middle."""
+        save_wide_llama(folder, num_layers=12)
         write_char_tokenizer(folder)
 
     @asynccontextmanager
@@ -158,6 +167,34 @@ class TestVLLM(GenerationBackendContract):
             for token, logprob in pairs:
                 wanted_one = table[len(prompt) - 1 + offset, token].item()
                 assert logprob == pytest.approx(wanted_one, abs=TOLERANCE)
+
+    def test_outputs_follow_a_regular_expression_or_a_schema(self) -> None:
+        values, bound = [12, "AB", "C"], {"ignore_eos": False}
+        prompts = [tuple(range(2, 5 + i)) for i in range(6)]
+        by_regex = [self.served.request(40, p, regex="[A-C]{3}-[0-9]{2}", **bound) for p in prompts]
+        by_schema = [
+            self.served.request(40, p, json_schema={"enum": values}, **bound) for p in prompts
+        ]
+        asked = by_regex + by_schema
+
+        async def work() -> list[LLMResponse]:
+            await self.swap_in(1.0)
+            return await asyncio.gather(*map(self.served.backend.generate, asked))
+
+        responses = self.served.run(work())
+        tokenizer = TextTokenizer(str(self.served.model_path))
+        texts = [tokenizer.decode(response.output_tokens) for response in responses]
+        show(f"texts: {texts}")
+        assert all((r.stop_reason, r.stop_match) == ("stop", EOS) for r in responses)
+        assert all(re.fullmatch("[A-C]{3}-[0-9]{2}", text) for text in texts[:6])
+        assert all(json.loads(text) in values for text in texts[6:])
+        places = [*["ABC"] * 3, "-", *["0123456789"] * 2]
+        allowed = [sorted(ord(c) - ord(" ") + 2 for c in place) for place in places]
+        for one, response in zip(by_regex, responses[:6], strict=True):
+            expected = allowed_logprobs(
+                self.model(1.0), one, response.output_tokens, [*allowed, [EOS]]
+            )
+            assert error_of(response, expected) < TOLERANCE
 
     @pytest.mark.parametrize("policy", ["keep", "recompute"])
     def test_each_token_has_the_version_that_sampled_it(self, policy: UpdatePolicy) -> None:

@@ -20,6 +20,7 @@ from inference_server.backends.embedded.backend import EmbeddedTorchBackend
 from inference_server.backends.embedded.device import Device
 from tests.numeric.models import VOCAB_SIZE, load_reference
 from weight_sync.channel import StagedWeights
+from weight_sync.checkpoint_names import CheckpointNames
 
 DEADLINE_S = 30.0
 KV_BYTES = 1 << 24
@@ -134,9 +135,9 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 def stage(version: int, folder: Path) -> StagedWeights:
     """The weights of a model directory as a verified version."""
-    tensors: dict[str, Tensor] = {
-        name: p.detach().clone() for name, p in load_reference(folder).named_parameters()
-    }
+    model = load_reference(folder)
+    weights = CheckpointNames(model).split(model.named_parameters())
+    tensors = {name: weight.detach().clone() for name, weight in weights}
     return StagedWeights(version, "0" * 64, tensors)
 
 

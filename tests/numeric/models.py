@@ -15,8 +15,12 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB_SIZE = 61
@@ -35,7 +39,8 @@ def save_model(
     spread: float = SPREAD,
 ) -> Path:
     """Write a random model of a kind: llama (grouped heads, untied), qwen3 (tied, q/k norms), sliding
-    (qwen3 whose second layer reads the last 24 positions only), gpt2."""
+    (qwen3 whose second layer reads the last 24 positions only), gpt2; qwen3_moe and mixtral (2 of 4
+    experts for each token)."""
     torch.manual_seed(seed)
     common = {
         "vocab_size": VOCAB_SIZE,
@@ -53,6 +58,13 @@ def save_model(
     elif kind == "qwen3":
         tied = {"head_dim": 16, "tie_word_embeddings": True}
         model = Qwen3ForCausalLM(Qwen3Config(**common, **grouped, **tied))
+    elif kind == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        config = Qwen3MoeConfig(**common, **grouped, **experts, head_dim=16, norm_topk_prob=True)
+        model = Qwen3MoeForCausalLM(config)
+    elif kind == "mixtral":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+        model = MixtralForCausalLM(MixtralConfig(**common, **grouped, **experts))
     elif kind == "sliding":
         types = ["full_attention", "sliding_attention"]
         window = {"layer_types": types, "use_sliding_window": True, "sliding_window": 24}
@@ -104,7 +116,10 @@ def write_char_tokenizer(folder: Path) -> None:
 
 def load_reference(folder: Path) -> torch.nn.Module:
     """The model as transformers loads it, in evaluation mode."""
-    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    if hasattr(model.config, "num_experts_per_tok"):
+        model.set_experts_implementation("eager")  # an expert at a time, in any type
+    return model
 
 
 def reference_logits(model: torch.nn.Module, ids: list[int]) -> Tensor:

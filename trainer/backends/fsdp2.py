@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from headway.contracts.config.model import TrainedModelConfig
-from headway.contracts.config.optimizer import OptimizerConfig
+from headway.contracts.config.optimizer import EMPTY, OptimizerConfig
 from headway.contracts.config.trainer import TokenNormalizeScope, TrainerConfig
 from headway.contracts.errors import ConfigError
 from headway.contracts.types import FinetuneSpec, WeightUpdateMeta
@@ -299,6 +299,8 @@ class FSDP2Engine:
         self._lora = self._add_lora(model)
         kept = self._trainer_config.kept_logits_bytes
         self._model = PackedModel(model, config, kept)
+        if config.head == "lm" and self._optimizer_config.type != EMPTY.type:
+            self._model.replay_experts()  # of the policy: the choices were not a reference model's
         if self._trainer_config.compile:
             self._model.compile_layers()
         elif self._topology.device.type == "cpu":

@@ -29,6 +29,7 @@ from trainer.backends.packed_attention import (
     register,
     register_uncompiled,
 )
+from trainer.backends.router_replay import RouterReplay
 from trainer.batching.sequences import SequenceBatch
 from trainer.transfer import to_device
 from weight_sync.model_size import decoder_layers
@@ -60,6 +61,7 @@ class PackedModel(torch.nn.Module):
         # No dropout: proximal and current logprobs must differ by the update only.
         self.eval()
         self._is_plain = True
+        self._replay: RouterReplay | None = None
         if config.gradient_checkpointing:
             _recompute_activations(model)
 
@@ -70,6 +72,8 @@ class PackedModel(torch.nn.Module):
         watches what it returns: tensors, or a tuple or dict of them.
         """
         inputs = self._inputs(batch)
+        if self._replay is not None:
+            self._replay.begin(batch.routed_experts)
         if not self._is_plain:
             return task(LogitsOutput(self.model(**inputs).logits[0], batch))
         hidden = self.model.base_model(**inputs).last_hidden_state[0]
@@ -112,6 +116,10 @@ class PackedModel(torch.nn.Module):
         )
         if not self._is_plain:
             log.info("this model changes what its head gives; whole logits are computed")
+
+    def replay_experts(self) -> None:
+        """Have tokens go to the experts that batches name."""
+        self._replay = RouterReplay(self.model)
 
     def fuse_layers(self) -> None:
         """Have layers compute in fewer passes over memory, where that is known to be the same; before

@@ -18,6 +18,7 @@ from trainer.backends.lora import Lora, Whole
 from trainer.backends.sharding import Sharding
 from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
+from weight_sync.checkpoint_names import CheckpointNames
 from weight_sync.device_copy import snapshot
 from weight_sync.manifest import DTYPES, Base
 from weight_sync.publisher import StoredPublisher
@@ -58,6 +59,7 @@ class Upload:
         self._topology = topology
         self._publisher = publisher
         self._base: Base | None = None
+        self._names = CheckpointNames(model)
 
     def publish_base(self) -> None:
         """Make adapters possible, if this store can hold them and nothing yet; collective."""
@@ -161,7 +163,7 @@ class Upload:
     def _write(self, meta: WeightUpdateMeta | None, tensors: Tensors) -> None:
         if self._publisher is None or meta is None:
             raise ConfigError("this engine has no weight channel to publish through")
-        self._publisher.publish(meta.version, tensors)
+        self._publisher.publish(meta.version, self._names.split(tensors))
 
     def _write_adapter(self, meta: WeightUpdateMeta | None, tensors: Tensors) -> None:
         assert isinstance(self._publisher, StoredPublisher)
@@ -170,7 +172,7 @@ class Upload:
 
     def _write_base(self, tensors: Tensors) -> None:
         assert isinstance(self._publisher, StoredPublisher)
-        digest = self._publisher.publish(FIRST, tensors).digest
+        digest = self._publisher.publish(FIRST, self._names.split(tensors)).digest
         assert digest is not None
         self._base = Base(version=FIRST, digest=digest)
 

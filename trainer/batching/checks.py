@@ -9,6 +9,7 @@ import numpy as np
 
 from headway.contracts.errors import DataError, RewardError, StaleVersion
 from headway.contracts.types import PolicyVersion, Trajectory, TrajectoryBatch, TrajectoryGroup
+from weight_sync.checkpoint import ExpertCounts
 
 
 def check_batch(
@@ -29,6 +30,32 @@ def check_batch(
             _check_finite(row)
             _check_mask(row)
             _check_fresh(row, version, max_staleness)
+
+
+def check_experts(batch: TrajectoryBatch, counts: ExpertCounts) -> None:
+    """Refuse routed experts of another model.
+
+    Args:
+        counts: of the model that learns.
+    Raises:
+        DataError: it has not so many layers or experts.
+    """
+    for group in batch.groups:
+        for row in group.trajectories:
+            if row.routed_experts is None:
+                continue
+            num_layers, top_k = row.routed_experts.shape
+            highest = int(row.routed_experts.experts.max(initial=-1))
+            if (
+                highest >= counts.num_experts
+                or num_layers > counts.num_layers
+                or top_k != counts.top_k
+            ):
+                raise DataError(
+                    f"rollout {row.rollout_id}: {row.trajectory_id} was computed by {top_k} experts up "
+                    f"to number {highest} in {num_layers} layers, and the model has {counts.top_k} of "
+                    f"{counts.num_experts} in {counts.num_layers}: its server serves another model"
+                )
 
 
 def check_verifier(rewards: Sequence[float], lowest: float) -> None:

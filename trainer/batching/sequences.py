@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from headway.contracts.errors import DataError
+from headway.contracts.routed_experts import UNKNOWN
 from headway.contracts.types import Trajectory
 from trainer.batching.sampling_mask import PackedSamplingMask
 from trainer.transfer import to_device
@@ -35,6 +36,9 @@ class SequenceBatch:
     """A micro-batch that a rank computes once more, at weight 0: others have more of them."""
     sampling_mask: PackedSamplingMask | None = None
     """Tokens that logprobs and entropies are over, at each position; None: all tokens everywhere."""
+    routed_experts: Tensor | None = None
+    """[T, L, K] int64 experts that the policy computes each token with, -1 where its routers choose.
+    None: they choose everywhere."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self.columns[name]
@@ -74,7 +78,11 @@ class SequenceBatch:
             for name, column in self.columns.items()
         }
         mask = None if self.sampling_mask is None else self.sampling_mask.spans(spans)
-        return SequenceBatch(tuple(self.lengths[i] for i in indices), columns, sampling_mask=mask)
+        experts = self.routed_experts
+        if experts is not None:
+            experts = torch.cat([experts[start:end] for start, end in spans])
+        lengths = tuple(self.lengths[i] for i in indices)
+        return SequenceBatch(lengths, columns, sampling_mask=mask, routed_experts=experts)
 
     def with_columns(self, **columns: Tensor) -> SequenceBatch:
         """A batch with more (or replaced) columns of length T."""
@@ -95,7 +103,15 @@ class SequenceBatch:
             if column.dtype == torch.bool and column.device.type == "cpu" != device.type
         }
         mask = None if self.sampling_mask is None else self.sampling_mask.to(device)
-        return replace(self, columns=columns, true_positions=known, sampling_mask=mask)
+        experts = self.routed_experts
+        experts = None if experts is None else to_device(experts, device)
+        return replace(
+            self,
+            columns=columns,
+            true_positions=known,
+            sampling_mask=mask,
+            routed_experts=experts,
+        )
 
 
 def batch_of_trajectories(trajectories: Sequence[Trajectory]) -> SequenceBatch:
@@ -107,7 +123,7 @@ def batch_of_trajectories(trajectories: Sequence[Trajectory]) -> SequenceBatch:
         `behaviour_versions` int32. The same all over each sequence: `sequence` int64, the index of the
         trajectory; `group` int64, that of the first of its prompt group; `scores` float32; `truncated`
         bool, it ran into a limit; `is_sample` bool, false for further branches of a sample. The sampling
-        masks that trajectories have.
+        masks and routed experts that trajectories have.
     """
     if not trajectories:
         raise DataError("a batch of no trajectories cannot be packed")
@@ -140,7 +156,31 @@ def batch_of_trajectories(trajectories: Sequence[Trajectory]) -> SequenceBatch:
             "is_sample": spread(first_branches(trajectories)),
         },
         sampling_mask=PackedSamplingMask.of(trajectories),
+        routed_experts=packed_experts(trajectories),
     )
+
+
+def packed_experts(trajectories: Sequence[Trajectory]) -> Tensor | None:
+    """Return [T, L, K] int64, the experts of trajectories end to end, -1 where they are unknown.
+
+    Returns:
+        None if all are.
+
+    Raises:
+        DataError: they are of different models.
+    """
+    shapes = {row.routed_experts.shape for row in trajectories if row.routed_experts is not None}
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise DataError(f"trajectories have routed experts of {len(shapes)} models: {shapes}")
+    parts = []
+    for row in trajectories:
+        whole = np.full((row.num_tokens, *shapes.copy().pop()), UNKNOWN, np.int64)
+        if row.routed_experts is not None:
+            whole[: len(row.routed_experts)] = row.routed_experts.experts[: row.num_tokens]
+        parts.append(whole)
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def with_greedy_samples(batch: SequenceBatch, trajectories: Sequence[Trajectory]) -> SequenceBatch:

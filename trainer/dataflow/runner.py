@@ -158,10 +158,15 @@ class _StepState:
         self.metrics: Metrics = {}
 
     def shown(self, call: Call) -> SequenceBatch:
-        """Return the columns that the call declared to read, and no others; the sampling mask, too,
-        since it is a part of what a logprob is."""
+        """Return the columns that the call declared to read, and no others; the sampling mask and
+        routed experts, too, since they are a part of what a logprob is."""
         columns = {key: self.batch[key] for key in call.input_keys}
-        return SequenceBatch(self.batch.lengths, columns, sampling_mask=self.batch.sampling_mask)
+        return SequenceBatch(
+            self.batch.lengths,
+            columns,
+            sampling_mask=self.batch.sampling_mask,
+            routed_experts=self.batch.routed_experts,
+        )
 
     def add(self, call: Call, result: CallResult) -> None:
         """Add the result of a call.

@@ -144,6 +144,10 @@ class AlgorithmConfig(Config):
     entropy over the tokens that could be drawn, as the server reported them (DeepSeek-V3.2,
     arXiv:2512.02556), and servers that report none refuse; `ignore` takes them over all tokens,
     so ratios are biased and tokens that could not be drawn get a gradient."""
+    routed_experts: Literal["replay", "ignore"] = "replay"
+    """Of a mixture of experts: `replay` computes each token with the experts that computed it when it was
+    sampled (arXiv:2510.11370), and servers that do not record them refuse; `ignore` lets the routers
+    choose again. No matter for a dense model."""
     distillation_coef: float = Field(0.0, ge=0.0)
     """Weight of log(teacher / policy) in each token's advantage, in nats (on-policy distillation,
     arXiv:2306.08543); above 0 a `teacher` is needed. `reward_scaling: 0` learns from it alone."""

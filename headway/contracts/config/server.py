@@ -39,6 +39,11 @@ class EmbeddedTorchConfig(Config):
     """Memory for keys and values; None takes 40 % of what is free. On a GPU None takes 80 % of what is
     free beside a second copy of the weights, which a swap needs; 40 % where the type of the weights has
     no FlashAttention."""
+    speculative_tokens: int = Field(0, ge=0, le=64)
+    """Maximum number of tokens of a sequence that are guessed from its own n-grams and checked in one
+    step; the output stays the same. 0 guesses none."""
+    max_adapters: int = Field(8, ge=0)
+    """Maximum number of adapters that are served beside the base."""
     cuda_graphs: bool = True
     """On a GPU, record the launches of a decode step once per batch size, and replay them as one."""
     pack_weights: bool = True

@@ -52,6 +52,8 @@ WEIGHTS_ROLLBACK = "/v1/weights/rollback"
 WEIGHTS_RESERVATION = "/v1/weights/reservation"
 WEIGHTS_HELD = "/v1/weights/held/{version}/{blob}"
 """Weights that a server holds, laid out as a version directory: peers fetch from `held_root`."""
+ADAPTERS = "/v1/adapters"
+ADAPTER = "/v1/adapters/{name}"
 SERVERS = "/v1/servers"
 MODELS = "/v1/models"
 MODEL = "/v1/models/{model}"
@@ -83,6 +85,8 @@ SGLANG_POST_PROCESS = "/post_process_weights"
 SGLANG_RELABEL = "/update_weight_version"
 SGLANG_WEIGHTS = "/get_weights_by_name"
 SGLANG_CHECKER = "/weights_checker"
+SGLANG_LORA_LOAD = "/load_lora_adapter"
+SGLANG_LORA_UNLOAD = "/unload_lora_adapter"
 SGLANG_MEMORY_RELEASE = "/release_memory_occupation"
 SGLANG_MEMORY_RESUME = "/resume_memory_occupation"
 SGLANG_TOKENIZE = "/tokenize"
@@ -105,7 +109,7 @@ _ROUTES: Mapping[Role, tuple[tuple[str, ...], ...]] = {
         ("GET", METRICS, STATUS, SCALE, LEDGER, ROLLOUTS, ROLLOUT, WEIGHTS, DASHBOARD),
         ("GET", WORKFLOWS, REWARDS, FILTERS, TOOLS),
         ("POST", GENERATE, GENERATE_STREAM, ROLLOUTS, SESSIONS, REWARDS_SCORE),
-        ("GET", MODELS, MODEL, OPENAPI, *OPENAPI_PAGES),
+        ("GET", MODELS, MODEL, ADAPTERS, OPENAPI, *OPENAPI_PAGES),
         ("POST", COMPLETIONS, CHAT_COMPLETIONS),
         ("POST", SGLANG_GENERATE, SGLANG_TOKENIZE, SGLANG_DETOKENIZE),
         ("PUT", SGLANG_GENERATE),
@@ -128,6 +132,9 @@ _ROUTES: Mapping[Role, tuple[tuple[str, ...], ...]] = {
         ("POST", SGLANG_GROUP_INIT, SGLANG_GROUP_DESTROY),
         ("POST", SGLANG_UPDATE_BEGIN, SGLANG_UPDATE_END, SGLANG_POST_PROCESS),
         ("POST", SGLANG_MEMORY_RELEASE, SGLANG_MEMORY_RESUME),
+        ("POST", SGLANG_LORA_LOAD, SGLANG_LORA_UNLOAD),
+        ("PUT", ADAPTER),
+        ("DELETE", ADAPTER),
         ("POST", SGLANG_WEIGHTS, SGLANG_CHECKER),
         ("GET", SGLANG_WEIGHTS, SGLANG_FLUSH),
     ),

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from headway.contracts.config.base import MAX_COUNT, Config, Identifier
+from headway.contracts.routed_experts import RoutedExperts
 from headway.contracts.sampling_mask import SamplingMask
 from headway.contracts.types import (
     DEFAULT_CONSUMER,
@@ -92,6 +93,8 @@ class TrajectoryView(Config):
     turns: list[TurnView]
     sampling_mask: SamplingMask | None = None
     """Tokens that could be drawn at each position, which `logprobs` are over; None: all."""
+    routed_experts: RoutedExperts | None = None
+    """Experts of the first tokens; None if they were not recorded."""
 
 
 class GroupView(Config):

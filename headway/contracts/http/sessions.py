@@ -32,6 +32,8 @@ class SessionRequest(Config):
     versions: VersionBounds = VersionBounds()
     sampling_mask: bool = False
     """As in a rollout's request; logprobs that the client is given are then under the mask, too."""
+    routed_experts: bool = False
+    """As in a rollout's request."""
     timeout_s: float = Field(60.0, ge=0.0, le=300.0)
     """Seconds to wait for capacity before 429."""
 

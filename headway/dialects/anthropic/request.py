@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, JsonValue, Tag
 
 from headway.contracts.config.base import Config
 from headway.dialects.error_shapes import InvalidField
+from headway.dialects.structured_output import TextFormat
 from headway.dialects.unsupported import UNCONSTRAINED, RequestPart, unsupported
 
 SAMPLING_NAMES = {"max_new_tokens": "max_tokens", "stop": "stop_sequences"}
@@ -122,6 +123,12 @@ class Metadata(RequestPart):
     """Not used."""
 
 
+class OutputConfig(RequestPart):
+    format: TextFormat | None = None
+    """Text, or JSON of a schema."""
+    effort: Annotated[JsonValue, unsupported("there is one effort")] = None
+
+
 class MessagesRequest(Config):
     """Null and absent mean the same."""
 
@@ -142,11 +149,11 @@ class MessagesRequest(Config):
     tool_choice: ToolChoice | None = None
     metadata: Metadata | None = None
     cache_control: CacheControl | None = None
+    output_config: OutputConfig | None = None
 
     thinking: Annotated[
         JsonValue, unsupported("thinking is not distinguished from text", {"type": "disabled"})
     ] = None
-    output_config: Annotated[JsonValue, unsupported(UNCONSTRAINED, {})] = None
     service_tier: Annotated[
         JsonValue, unsupported("there is one tier", "auto", "standard_only")
     ] = None
@@ -177,12 +184,14 @@ class MessagesRequest(Config):
 
     def given(self) -> dict[str, Any]:
         """Sampling parameters by our names; None where the request is silent."""
+        form = self.output_config and self.output_config.format
         return {
             "max_new_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k or None,
             "stop": self.stop_sequences,
+            "json_schema": form and form.bound,
         }
 
 

@@ -10,7 +10,8 @@ from headway.dialects.error_shapes import InvalidField
 from headway.dialects.openai.engine_fields import ChatEngineFields
 from headway.dialects.openai.fields import GenerationFields
 from headway.dialects.openai.messages import ChatMessage, ChatTool
-from headway.dialects.unsupported import UNCONSTRAINED, ToolChoice, unsupported
+from headway.dialects.structured_output import ResponseFormat
+from headway.dialects.unsupported import ToolChoice, unsupported
 
 OF_TEMPLATE = ("messages", "tools", "add_generation_prompt")
 """Variables of a template that come from the request itself."""
@@ -37,11 +38,10 @@ class ChatRequest(GenerationFields, ChatEngineFields):
     """Carried along for logs and routing: prefixes are shared without it."""
     chat_template_kwargs: dict[str, JsonValue] | None = None
     """Extension: further variables of the chat template (`enable_thinking`, ...)."""
+    response_format: ResponseFormat | None = None
+    """Text, any JSON object, or JSON of a schema."""
 
     store: Annotated[JsonValue, unsupported("nothing is stored", False)] = None
-    response_format: Annotated[
-        JsonValue, unsupported(f"only text: {UNCONSTRAINED}", {"type": "text"})
-    ] = None
     modalities: Annotated[JsonValue, unsupported("only text", ["text"])] = None
     service_tier: Annotated[JsonValue, unsupported("there is one tier", "auto", "default")] = None
     audio: Annotated[JsonValue, unsupported("this server writes text only")] = None
@@ -61,6 +61,11 @@ class ChatRequest(GenerationFields, ChatEngineFields):
     def offered_tools(self) -> tuple[ChatTool, ...]:
         """Tools that the model may call."""
         return () if self.tool_choice == "none" else self.tools or ()
+
+    def given(self, index: int = 0) -> dict[str, Any]:
+        form = self.response_format and self.response_format.bound
+        mine = super().given(index)
+        return mine if form is None else mine | {"json_schema": form}
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -94,6 +99,13 @@ class ChatRequest(GenerationFields, ChatEngineFields):
         super().check()
         if not self.messages:
             raise InvalidField("messages is empty; send at least one", "messages")
+        mine = super().given()
+        is_bound = mine["json_schema"] is not None or mine["regex"] is not None
+        if is_bound and self.response_format is not None and self.response_format.bound is not None:
+            raise InvalidField(
+                "response_format beside json_schema, regex or structured_outputs; send one of them",
+                "response_format",
+            )
         if None not in (self.max_tokens, self.max_completion_tokens) and (
             self.max_tokens != self.max_completion_tokens
         ):

@@ -7,7 +7,8 @@ from typing import Annotated
 
 from pydantic import JsonValue
 
-from headway.dialects.unsupported import UNCONSTRAINED, RequestPart, unsupported
+from headway.dialects.structured_output import ONE_OF_TWO, JsonSchema, StructuredOutputs
+from headway.dialects.unsupported import RequestPart, unsupported
 
 AT_THE_END = "what ended a choice is in its token_ids, never in its text"
 INSIDE_THE_MODEL = "answers hold tokens and logprobs, nothing else of the model"
@@ -22,6 +23,12 @@ class EngineFields(RequestPart):
     """Extension: logprobs call a token `token_id:N`."""
     spaces_between_special_tokens: bool | None = None
     """Not used: no text has special tokens."""
+    regex: str | None = None
+    """Extension: the whole answer matches it."""
+    json_schema: JsonSchema | None = None
+    """Extension: the answer is JSON of this schema."""
+    structured_outputs: StructuredOutputs | None = None
+    """Extension: either of the two, in vLLM's form."""
 
     skip_special_tokens: Annotated[
         JsonValue, unsupported("special tokens are in token_ids, never in text", True)
@@ -34,10 +41,7 @@ class EngineFields(RequestPart):
     return_cached_tokens_details: Annotated[
         JsonValue, unsupported("usage has the number of cached tokens", False)
     ] = None
-    regex: Annotated[JsonValue, unsupported(UNCONSTRAINED)] = None
-    ebnf: Annotated[JsonValue, unsupported(UNCONSTRAINED)] = None
-    json_schema: Annotated[JsonValue, unsupported(UNCONSTRAINED)] = None
-    structured_outputs: Annotated[JsonValue, unsupported(UNCONSTRAINED)] = None
+    ebnf: Annotated[JsonValue, unsupported(ONE_OF_TWO)] = None
     stop_regex: Annotated[JsonValue, unsupported("send stop strings", [])] = None
     bad_words: Annotated[JsonValue, unsupported("send logit_bias", [])] = None
     use_beam_search: Annotated[JsonValue, unsupported("tokens are sampled", False)] = None

@@ -95,7 +95,10 @@ class GenerationFields(EngineFields):
 
     def given(self, index: int = 0) -> dict[str, Any]:
         """Parameters of one choice by our names; None where the request is silent."""
+        other = self.structured_outputs
         return {
+            "json_schema": self.json_schema if other is None else other.json_,
+            "regex": self.regex if other is None else other.regex,
             "min_new_tokens": self.min_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -120,4 +123,10 @@ class GenerationFields(EngineFields):
         if self.stream_options is not None and not self.stream:
             raise InvalidField(
                 "stream_options without stream=true; send both or neither", "stream_options"
+            )
+        is_bound = self.json_schema is not None or self.regex is not None
+        if self.structured_outputs is not None and is_bound:
+            raise InvalidField(
+                "structured_outputs beside json_schema or regex; send one of them",
+                "structured_outputs",
             )

@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, JsonValue, Tag
 
 from headway.contracts.config.base import Config
 from headway.dialects.error_shapes import InvalidField
+from headway.dialects.structured_output import TextFormat
 from headway.dialects.unsupported import UNCONSTRAINED, RequestPart, ToolChoice, unsupported
 
 SAMPLING_NAMES = {"max_new_tokens": "max_output_tokens"}
@@ -109,6 +110,12 @@ class FunctionTool(RequestPart):
         return {"type": "function", "function": function}
 
 
+class TextSettings(RequestPart):
+    format: TextFormat | None = None
+    """Text, any JSON object, or JSON of a schema."""
+    verbosity: Annotated[JsonValue, unsupported("say so in the messages")] = None
+
+
 class ResponsesRequest(Config):
     """Null and absent mean the same."""
 
@@ -143,13 +150,11 @@ class ResponsesRequest(Config):
     """Not used."""
     prompt_cache_key: str | None = None
     """Not used: prefixes are shared without it."""
+    text: TextSettings | None = None
 
     include: Annotated[
         JsonValue,
         unsupported("nothing can be included; leave it out", [], ["reasoning.encrypted_content"]),
-    ] = None
-    text: Annotated[
-        JsonValue, unsupported(f"only text: {UNCONSTRAINED}", {}, {"format": {"type": "text"}})
     ] = None
     truncation: Annotated[JsonValue, unsupported("nothing is truncated", "disabled")] = None
     reasoning: Annotated[JsonValue, unsupported("reasoning is not distinguished from text", {})] = (
@@ -188,8 +193,10 @@ class ResponsesRequest(Config):
 
     def given(self) -> dict[str, Any]:
         """Sampling parameters by our names; None where the request is silent."""
+        form = self.text and self.text.format
         return {
             "max_new_tokens": self.max_output_tokens,
+            "json_schema": form and form.bound,
             "temperature": self.temperature,
             "top_p": self.top_p,
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import EmbeddedTorchConfig, UpdatePolicy
-from headway.contracts.errors import SyncError
+from headway.contracts.errors import Conflict, SyncError
 from headway.contracts.http.generation import PauseMode
 from headway.contracts.types import (
     LLMRequest,
@@ -28,9 +29,11 @@ from headway.text.tokenizer import TextTokenizer
 from inference_server.backends.base import Limits, Load, OnDelta, StagedVersion, check_request
 from inference_server.backends.embedded.decode_loop import DecodeLoop
 from inference_server.backends.embedded.device import Device, local_device
+from inference_server.backends.embedded.grammar import Grammars, GrammarState
 from inference_server.backends.embedded.model import EmbeddedModel, PreparedVersion
 from inference_server.backends.embedded.sequence import Caller, Sequence
 from inference_server.backends.embedded.swaps import ReplacedWeights, Swap
+from weight_sync.adapter_dir import read_adapter
 from weight_sync.channel import StagedWeights, WeightReader
 from weight_sync.manifest import Adapter
 
@@ -63,7 +66,9 @@ class EmbeddedTorchBackend:
             without_weights,
             device or local_device(config.device),
         )
+        self._config = config
         self._tokenizer = tokenizer
+        self._grammars = Grammars(tokenizer, self._model.limits.vocab_size, self._model.eos_ids)
         self._decode_loop = DecodeLoop(config, self._model, version, without_weights)
         self._seeds = random.Random(config.seed)
         self._replaced = ReplacedWeights()
@@ -116,9 +121,14 @@ class EmbeddedTorchBackend:
 
     async def generate(self, req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
         check_request(req, self._model.limits)
+        if req.adapter is not None:
+            self._model.adapters.version(req.adapter)
         loop = asyncio.get_running_loop()
+        grammar = None
+        if req.gconfig.has_grammar:
+            grammar = await asyncio.to_thread(self._grammars.state_of, req.gconfig)
         caller = Caller(loop, loop.create_future(), on_delta)
-        sequence = self._sequence(req, caller)
+        sequence = self._sequence(req, caller, grammar)
         self._decode_loop.submit(sequence)
         try:
             return await caller.future
@@ -173,6 +183,23 @@ class EmbeddedTorchBackend:
         self._replaced.free(swap.replaced)
         return running
 
+    @property
+    def adapters(self) -> Mapping[str, PolicyVersion]:
+        """Version of each loaded adapter, by name."""
+        return self._model.adapters.versions
+
+    async def load_adapter(self, name: str, folder: Path, version: PolicyVersion) -> None:
+        """See `AdapterBackend`."""
+        bank, most = self._model.adapters, self._config.max_adapters
+        if name not in bank.versions and len(bank.versions) >= most:
+            raise Conflict(f"backend.max_adapters={most} adapters are loaded; unload one")
+        loaded = await asyncio.to_thread(lambda: bank.prepare(*read_adapter(folder), version))
+        await self._call(lambda: self._decode_loop.put_adapter(name, loaded))
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `AdapterBackend`."""
+        await self._call(lambda: self._decode_loop.drop_adapter(name))
+
     def load(self) -> Load:
         return self._decode_loop.load()
 
@@ -180,9 +207,12 @@ class EmbeddedTorchBackend:
         await self._decode_loop.aclose()
         await asyncio.to_thread(self._replaced.wait)
 
-    def _sequence(self, req: LLMRequest, caller: Caller) -> Sequence:
+    def _sequence(
+        self, req: LLMRequest, caller: Caller, grammar: GrammarState | None = None
+    ) -> Sequence:
         eos_ids = frozenset() if req.gconfig.ignore_eos else self._model.eos_ids
-        return Sequence.of(req, caller, eos_ids, self._tokenizer, self._seeds)
+        guesses = self._config.speculative_tokens
+        return Sequence.of(req, caller, eos_ids, self._tokenizer, self._seeds, grammar, guesses)
 
     async def _call(self, work: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._decode_loop.call(work))

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from headway.contracts.config.server import EmbeddedTorchConfig
-from headway.contracts.errors import BackendError, ServiceError
+from headway.contracts.errors import BackendError, DataError, ServiceError
 from headway.contracts.http.generation import PauseMode
 from headway.contracts.types import LLMResponse, PolicyVersion
 from inference_server.backends.base import Load
+from inference_server.backends.embedded.adapter_bank import LoadedAdapter
 from inference_server.backends.embedded.decoder import Decoder, InFlightStep, Refused, SampledToken
 from inference_server.backends.embedded.model import EmbeddedModel
 from inference_server.backends.embedded.orders import Orders
@@ -55,7 +56,7 @@ class DecodeLoop:
         self._model = model
         self.version = version
         self.cache, runner = model.make_runner(config)
-        self.decoder = Decoder(runner, model.limits, model.device)
+        self.decoder = Decoder(runner, model.limits, model.device, model.recorder)
         self.scheduler = Scheduler(self.cache, config.max_sequences, config.max_prefill_tokens)
         self._orders = Orders()
         self._swaps: deque[Swap] = deque()
@@ -100,7 +101,7 @@ class DecodeLoop:
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        self._orders.put(lambda: self.scheduler.waiting.append(sequence))
+        self._orders.put(lambda: self._admit(sequence))
 
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence that nobody waits for any more."""
@@ -184,6 +185,24 @@ class DecodeLoop:
         self.decoder.forget()
         self._model.drop_weights()
         self.cache.clear()
+
+    def put_adapter(self, name: str, adapter: LoadedAdapter) -> None:
+        """Serve a version of an adapter; what runs with it goes on over its keys and values."""
+        self.cache.invalidate_adapter(name)
+        self._model.adapters.put(name, adapter)
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter; what runs with it ends with the tokens so far.
+
+        Raises:
+            DataError: it is not loaded.
+        """
+        self._model.adapters.version(name)
+        for sequence in self.scheduler.sequences:
+            if sequence.adapter == name:
+                self._answer_early(sequence)
+        self.cache.invalidate_adapter(name)
+        self._model.adapters.drop(name)
 
     def interrupt(self, rid: str | None) -> None:
         """End a request, or all of them, with the tokens so far."""
@@ -271,7 +290,8 @@ class DecodeLoop:
     def _launch_behind(self) -> InFlightStep | None:
         """The step behind the one that is under way, if it is sure what that will be."""
         in_flight = self._in_flight
-        if in_flight is None or self._model.device.is_host or not in_flight.can_be_followed:
+        in_order = self._model.device.is_host or self._model.recorder.is_used
+        if in_flight is None or in_order or not in_flight.can_be_followed:
             return None
         scheduled = self.scheduler.follow(in_flight.scheduled)
         if scheduled is None:
@@ -284,14 +304,38 @@ class DecodeLoop:
         if in_flight is None:
             return
         for work in in_flight.scheduled:
-            count = work.span.end - work.span.start
+            count = work.span.end - work.span.start - len(work.guess)
             if count > 1 or not work.sequence.num_output:
                 self._num_prefilled += count
         outcomes = self.decoder.land(in_flight)
+        self._keep_right_guesses(in_flight, outcomes)
         now = time.monotonic()
         for outcome in outcomes:
-            if outcome.sequence.row is not None:  # else it ended while the step was under way
+            # None if it ended while the step was under way, or with a token before this one.
+            if outcome.sequence.row is not None:
                 self._take(outcome, now)
+
+    def _keep_right_guesses(
+        self, in_flight: InFlightStep, outcomes: list[SampledToken | Refused]
+    ) -> None:
+        """Before any row moves: its tokens move with it, and behind them there are zeros."""
+        for outcome in outcomes:
+            row = outcome.sequence.row
+            if row is not None and isinstance(outcome, SampledToken) and outcome.place:
+                row.length += 1
+        for work in in_flight.scheduled:
+            row = work.sequence.row
+            if work.guess and row is work.span.row:
+                self.cache.truncate(row, row.length, work.span.end)
+
+    def _admit(self, sequence: Sequence) -> None:
+        try:
+            if sequence.adapter:  # it may have been unloaded since the request was checked
+                self._model.adapters.version(sequence.adapter)
+        except DataError as error:
+            self._tell(sequence, error)
+        else:
+            self.scheduler.waiting.append(sequence)
 
     def _swap_if_due(self) -> None:
         while self._swaps:
@@ -334,10 +378,10 @@ class DecodeLoop:
         elif not math.isfinite(outcome.logprob):
             self.scheduler.discard(sequence)
             self.decoder.forget()
-            reason = (
-                f"request {sequence.request.rid}: version {self.version} gave logits "
-                "that are not finite"
-            )
+            served = f"version {self._version_of(sequence)}"
+            if sequence.adapter:
+                served += f" of {sequence.adapter}"
+            reason = f"request {sequence.request.rid}: {served} gave logits that are not finite"
             self._tell(sequence, BackendError(reason))
         elif sequence.request.gconfig.max_new_tokens == 0:
             self.end(sequence, sequence.response("length", None, now))
@@ -345,13 +389,22 @@ class DecodeLoop:
             self._num_generated += 1
             self._record(outcome, now)
 
+    def _version_of(self, sequence: Sequence) -> PolicyVersion:
+        """That of what samples now."""
+        adapters = self._model.adapters
+        return adapters.version(sequence.adapter) if sequence.adapter else self.version
+
     def _record(self, sampled: SampledToken, now: float) -> None:
         sequence = sampled.sequence
-        sequence.append(
-            sampled.token, sampled.logprob, self.version, sampled.top, now, sampled.left
-        )
+        version = self._version_of(sequence)
+        try:
+            sequence.append(sampled.token, sampled.logprob, version, sampled.top, now, sampled.left)
+        except DataError as error:
+            self.scheduler.discard(sequence)
+            self._tell(sequence, error)
+            return
         if sequence.caller.on_delta is not None:
-            self._tell(sequence, sampled.delta(self.version))
+            self._tell(sequence, sampled.delta(version))
         ended = sequence.end()
         if ended is not None:
             self.end(sequence, sequence.response(*ended, now))

@@ -8,8 +8,10 @@ read yet: the device then computes while the host learns what it drew before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from headway.contracts.sampling_mask import MAX_MASK_TOKENS
 from headway.contracts.types import LLMDelta, PolicyVersion, TopLogprobs
 from inference_server.backends.base import Limits
 from inference_server.backends.embedded.device import Device
+from inference_server.backends.embedded.expert_recorder import ExpertRecorder
 from inference_server.backends.embedded.runner import StepRunner
 from inference_server.backends.embedded.sampler import (
     Sampled,
@@ -48,6 +51,8 @@ class SampledToken:
     """Alternatives, if it asks for them."""
     left: NDArray[np.int32] | None = None
     """Ids of the tokens that were left to draw from, ascending, if it asks for its sampling mask."""
+    place: int = 0
+    """Number of guessed tokens before it in the step, all of them right."""
 
     def delta(self, version: PolicyVersion) -> LLMDelta:
         """Return the delta that its caller gets."""
@@ -81,14 +86,23 @@ class InFlightStep:
     @property
     def can_be_followed(self) -> bool:
         """True if its tokens are on the device, in their final form."""
-        return self.samples is not None and self.samples.is_final and not self.refused
+        samples = self.samples
+        return (
+            samples is not None
+            and samples.is_final
+            and not self.refused
+            and not any(s.grammar or s.ngrams for s in samples.sequences)
+        )
 
 
 class Decoder:
     """Computes steps; used by the engine's thread."""
 
-    def __init__(self, runner: StepRunner, limits: Limits, device: Device) -> None:
+    def __init__(
+        self, runner: StepRunner, limits: Limits, device: Device, recorder: ExpertRecorder
+    ) -> None:
         self._runner = runner
+        self._recorder = recorder
         self._limits = limits
         self._device = device
         self._plan: tuple[list[Sequence], SamplingPlan] | None = None
@@ -104,21 +118,37 @@ class Decoder:
         for work in scheduled:
             span = work.span
             ids.extend(work.sequence.tokens[span.start : span.end])
+            ids.extend(work.guess)
             positions.extend(range(span.start, span.end))
         wanted, scored = _wanted_logits(scheduled)
-        sequences = [work.sequence for work in scheduled if work.is_last]
+        drawn = [
+            (work.sequence, place)
+            for work in scheduled
+            if work.is_last
+            for place in range(len(work.guess) + 1)
+        ]
+        sequences = [sequence for sequence, _ in drawn]
         logits, uniforms, targets = self._runner.run(
             ids,
             positions,
             wanted,
             [work.span for work in scheduled],
-            [sequence.uniform() for sequence in sequences],
+            [sequence.uniform(ahead=place) for sequence, place in drawn],
             [sequence.tokens[position] for sequence, position in scored],
         )
-        for work in scheduled:
-            work.span.row.length = work.span.end
+        self._extend_rows(scheduled)
         scores = _Scores(scored, logits[: len(scored)], targets, self._device.is_host)
         return self.sample(scheduled, sequences, logits[len(scored) :], uniforms, scores)
+
+    def _extend_rows(self, scheduled: list[ScheduledTokens]) -> None:
+        """Their rows hold the tokens of a step now."""
+        experts = self._recorder.take(self._runner.places)
+        for work in scheduled:
+            span = work.span
+            span.row.length = span.end - len(work.guess)  # until they are known to be right
+            if experts is not None:
+                computed = experts[span.first : span.first + span.end - span.start]
+                span.row.experts[span.start :] = list(computed)
 
     def launch_behind(
         self, in_flight: InFlightStep, scheduled: list[ScheduledTokens]
@@ -190,7 +220,8 @@ class Decoder:
                 samples.sequences, sampled, samples.logits, samples.uniforms, is_host
             )
             read = self._device.fetch(samples.tensors)()
-        return [*in_flight.refused, *samples.outcomes(read)]
+        guesses = {id(work.sequence): work.guess for work in in_flight.scheduled}
+        return [*in_flight.refused, *_confirmed(samples.outcomes(read), guesses)]
 
     def _sample(self, sequences: list[Sequence], logits: Tensor, uniforms: Tensor) -> Sampled:
         return self._plan_for(sequences).sample(logits, uniforms)
@@ -228,6 +259,7 @@ class Decoder:
                     s.output,
                     sorted(s.stop_ids),
                     s.request.sampling_mask,
+                    s.grammar,
                 )
                 for s in sequences
             ]
@@ -262,7 +294,9 @@ class _Tops:
         for index, rows in enumerate(self._groups):
             tokens, values = read[2 * index].tolist(), read[2 * index + 1].tolist()
             for row, ids, logprobs in zip(rows, tokens, values, strict=True):
-                pairs = list(zip(ids, logprobs, strict=True))
+                pairs = [  # what a grammar forbids is no alternative
+                    pair for pair in zip(ids, logprobs, strict=True) if pair[1] > -math.inf
+                ]
                 if self._counts[row]:
                     found[row] = pairs[: self._counts[row]]
         return found
@@ -328,19 +362,43 @@ class _StepSamples:
         """
         return all(bool(part.all()) for part in read[2 : 2 + self._num_checked])
 
-    def outcomes(self, read: list[Tensor]) -> list[SampledToken | Refused]:
-        """One for each sequence, from what was read back of `tensors`."""
+    def outcomes(self, read: list[Tensor]) -> list[SampledToken]:
+        """One for each row, from what was read back of `tensors`."""
         tops = self._tops.read(read[self._first_top : len(self.tensors)])
         left: dict[int, NDArray[np.int32]] = {}
         if self._masks is not None:
             left = _tokens_left(self._masks, *read[self._first_top - 2 : self._first_top])
         pairs = zip(read[0].tolist(), read[1].tolist(), strict=True)
         return [
-            _within_bound(
-                SampledToken(self.sequences[row], token, logprob, tops.get(row), left.get(row))
-            )
+            SampledToken(self.sequences[row], token, logprob, tops.get(row), left.get(row))
             for row, (token, logprob) in enumerate(pairs)
         ]
+
+
+def _confirmed(
+    outcomes: list[SampledToken], guesses: Mapping[int, tuple[int, ...]]
+) -> list[SampledToken | Refused]:
+    """Drop what was drawn behind a wrong guess, and refuse masks that become too large to be stored.
+
+    Args:
+        guesses: by the id of the sequence.
+    """
+    kept: list[SampledToken | Refused] = []
+    places: dict[int, int | None] = {}
+    mask_tokens: Counter[int] = Counter()
+    for outcome in outcomes:
+        sequence = outcome.sequence
+        key = id(sequence)
+        place, guess = places.get(key, 0), guesses.get(key, ())
+        if place is None:
+            continue
+        is_right = place < len(guess) and outcome.token == guess[place]
+        mask_tokens[key] += 0 if outcome.left is None else len(outcome.left)
+        kept.append(_within_bound(replace(outcome, place=place), mask_tokens[key]))
+        places[key] = place + 1 if is_right else None
+        if guess and sequence.ngrams is not None and not is_right:
+            sequence.ngrams.learn(len(guess), place)
+    return kept
 
 
 def _tokens_left(masks: StepMasks, counts: Tensor, tokens: Tensor) -> dict[int, NDArray[np.int32]]:
@@ -357,20 +415,23 @@ def _tokens_left(masks: StepMasks, counts: Tensor, tokens: Tensor) -> dict[int, 
     return dict(zip(masks.rows, ids, strict=True))
 
 
-def _within_bound(sampled: SampledToken) -> SampledToken | Refused:
-    """Refuse a sequence whose sampling mask becomes too large to be stored."""
-    if sampled.left is None:
-        return sampled
+def _within_bound(sampled: SampledToken, more: int) -> SampledToken | Refused:
+    """Refuse a sequence whose sampling mask becomes too large to be stored.
+
+    Args:
+        more: ids that this step adds to it, up to this token.
+    """
     sequence = sampled.sequence
-    size = sequence.mask_tokens + len(sampled.left)
+    size = sequence.mask_tokens + more
     if size <= MAX_MASK_TOKENS:
         return sampled
     gconfig = sequence.request.gconfig
     reason = (
         f"request {sequence.request.rid}: {size} tokens were left to draw from over "
-        f"{sequence.num_output + 1} positions, a sampling mask holds {MAX_MASK_TOKENS}; cut more than "
-        f"top_p={gconfig.top_p:g}, top_k={gconfig.top_k}, min_p={gconfig.min_p:g} (top_k bounds each "
-        "position), or do not ask for the mask (algorithm.sampling_mask=ignore)"
+        f"{sequence.num_output + sampled.place + 1} positions, a sampling mask holds "
+        f"{MAX_MASK_TOKENS}; cut more than top_p={gconfig.top_p:g}, top_k={gconfig.top_k}, "
+        f"min_p={gconfig.min_p:g} (top_k bounds each position), or do not ask for the mask "
+        "(algorithm.sampling_mask=ignore)"
     )
     return Refused(sequence, DataError(reason))
 
@@ -391,6 +452,10 @@ def _wanted_logits(
             wanted.append(span.first + position - span.start)
             scored.append((sequence, position + 1))
     last = [
-        work.span.first + work.span.end - work.span.start - 1 for work in scheduled if work.is_last
+        work.span.first + at
+        for work in scheduled
+        if work.is_last
+        for span in [work.span]
+        for at in range(span.end - span.start - 1 - len(work.guess), span.end - span.start)
     ]
     return wanted + last, scored

@@ -13,7 +13,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 """Errors of an allocation that may succeed once something is released."""
@@ -45,6 +47,10 @@ class CacheRow:
     is_pure: bool = True
     """All of it was computed by the weights that serve now, so another prompt may copy it."""
     is_running: bool = True
+    adapter: str = ""
+    """Name of the adapter that computed it; empty for the base alone."""
+    experts: list[NDArray[np.int16]] = field(default_factory=list)
+    """[L, K] of each of the first `length` tokens; empty of a dense model."""
 
     @property
     def capacity(self) -> int:
@@ -121,6 +127,14 @@ class KVCache(ABC, Generic[R]):
         self.drop_kept()
         for row in self:
             row.is_pure = False
+
+    def invalidate_adapter(self, name: str) -> None:
+        """One adapter changed: kept rows of it go, running ones are of mixed origin."""
+        for row in [row for row in self._kept if row.adapter == name]:
+            self._evict(row)
+        for row in self:
+            if row.adapter == name:
+                row.is_pure = False
 
     def drop_kept(self) -> None:
         """Free every row that no sequence owns."""

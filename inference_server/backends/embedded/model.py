@@ -24,8 +24,10 @@ from headway.contracts.errors import ConfigError, DataError
 from inference_server.backends.base import HeldVersion, Limits
 from inference_server.backends.embedded import attention
 from inference_server.backends.embedded.adapted_linear import AdaptedLinears
+from inference_server.backends.embedded.adapter_bank import AdapterBank
 from inference_server.backends.embedded.attention import Span, Step
 from inference_server.backends.embedded.device import Device, local_device
+from inference_server.backends.embedded.expert_recorder import ExpertRecorder
 from inference_server.backends.embedded.fused_forward import can_fuse, fuse
 from inference_server.backends.embedded.kv_cache import OUT_OF_MEMORY, KVCache, KVShape
 from inference_server.backends.embedded.packed_linear import (
@@ -40,6 +42,7 @@ from inference_server.backends.embedded.runner import PagedRunner, SlabRunner, S
 from inference_server.backends.embedded.slab_cache import SlabCache
 from weight_sync.adapter import adapter_pairs, scale_of
 from weight_sync.channel import StagedWeights
+from weight_sync.checkpoint_names import CheckpointNames
 from weight_sync.manifest import Adapter
 from weight_sync.model_dir import load_model, model_without_weights
 
@@ -81,6 +84,7 @@ class EmbeddedModel:
         """
         self.device = local_device() if device is None else device
         self.module = _load(config, without_weights)
+        self._names = CheckpointNames(self.module)
         self.expected = {name: p.data for name, p in self.module.named_parameters()}
         """The parameters of a model without weights, on the meta device."""
         if without_weights:
@@ -99,6 +103,8 @@ class EmbeddedModel:
             text.vocab_size, min(max_context or 2**31, text.max_position_embeddings)
         )
         self._parameters = dict(self.module.named_parameters())
+        self.recorder = ExpertRecorder(self.module)
+        self.adapters = AdapterBank(self.module, self._packed)
         self._adapted = AdaptedLinears(self.module)
         self._nothing = {name: p.data for name, p in self._parameters.items() if without_weights}
         self.kv_shape = _kv_shape(text, self.module.dtype, where)
@@ -107,7 +113,7 @@ class EmbeddedModel:
     @property
     def parameters(self) -> Mapping[str, torch.Size]:
         """Names and shapes that a version must bring."""
-        return {name: parameter.shape for name, parameter in self._parameters.items()}
+        return self._names.shapes
 
     def read(self, name: str) -> Tensor:
         """A copy of one parameter on the CPU; tied ones go by each of their names.
@@ -116,18 +122,20 @@ class EmbeddedModel:
             DataError: there is none of this name.
         """
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        if name not in parameters:
+        found = self._names.read(name, parameters)
+        if found is None:
             raise DataError(f"the model has no parameter {name!r}")
-        return parameters[name].detach().cpu().clone()
+        return found.detach().cpu().clone()
 
     def fit(self, staged: StagedWeights) -> PreparedVersion:
         """The same version as the model holds its weights, ready to be exchanged for them."""
         with self.device.staging():
+            merged = self._names.merge(staged.tensors)
             try:
-                tensors = self._placed(staged.tensors)
+                tensors = self._placed(merged)
             except OUT_OF_MEMORY:
                 log.warning("no room for a second copy on the GPU: the swap copies from the host")
-                tensors = self._held(staged.tensors)
+                tensors = self._held(merged)
         packed = {} if self._packed is None else self._packed.pack(tensors)
         return PreparedVersion(staged, tensors, packed)
 
@@ -224,12 +232,18 @@ class EmbeddedModel:
                 self.kv_shape, max_context, lambda: self._kv_budget(config, True), max_kept
             )
             self.runner: StepRunner = PagedRunner(
-                self.forward, cache, attention, self.device, config.cuda_graphs
+                self.forward,
+                cache,
+                attention,
+                self.device,
+                self.adapters,
+                has_graphs=config.cuda_graphs and not self.recorder.is_used,
             )
         else:
             with self.device.decoding():
                 cache = SlabCache(self.kv_shape, max_context, budget, max_kept)
-            self.runner = SlabRunner(self.forward, self.kv_shape.num_kv_heads, self.device)
+            num_kv_heads = self.kv_shape.num_kv_heads
+            self.runner = SlabRunner(self.forward, num_kv_heads, self.device, self.adapters)
         if not self._nothing:
             self.probe(cache)
         return cache, self.runner
@@ -245,6 +259,7 @@ class EmbeddedModel:
             finally:
                 row.length = 2
                 cache.release(row, keep=False)
+                self.recorder.take(None)
 
     def _kv_budget(self, config: EmbeddedTorchConfig, is_paged: bool) -> int:
         """Bytes for keys and values: as configured, or a share of what is free beside a second copy of

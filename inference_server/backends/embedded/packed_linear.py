@@ -9,7 +9,7 @@ exchanges packed weights by pointer too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ from torch.nn.functional import linear
 DTYPES = (torch.float32, torch.bfloat16)
 SMALLEST_BLOCKED = {torch.float32: 1 << 20, torch.bfloat16: 0}
 """Elements of a weight from which oneDNN's layout is the faster one: its calls cost 10 us more."""
+Beside = Callable[[Sequence[tuple[str, int, int]], Tensor, Tensor], Tensor]
+"""Takes modules side by side (name, start and size of its columns), the input and the output."""
 ROWS = 32
 """Rows of a typical step: a hint for the layout."""
 
@@ -72,6 +74,13 @@ class Product:
             names: of the model's parameters, by their `id`.
         """
         self._weights = [names[id(layer.weight)] for layer in layers]
+        sizes = [layer.out_features for layer in layers]
+        self._parts = [
+            (name.removesuffix(".weight"), sum(sizes[:at]), sizes[at])
+            for at, name in enumerate(self._weights)
+        ]
+        self.beside: Beside | None = None
+        """Adds what adapters give."""
         self._biases = [names[id(layer.bias)] for layer in layers if layer.bias is not None]
         self.packed: PackedWeight
 
@@ -84,7 +93,8 @@ class Product:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.packed.product(x)
+        output = self.packed.product(x)
+        return output if self.beside is None else self.beside(self._parts, x, output)
 
 
 class PackedProducts:
@@ -101,6 +111,11 @@ class PackedProducts:
         with torch.no_grad():
             packed = {product: product.pack(tensors) for product in self._products}
         return {product: weight for product, weight in packed.items() if weight is not None}
+
+    def put_beside(self, beside: Beside) -> None:
+        """Have every product ask for what adapters give."""
+        for product in self._products:
+            product.beside = beside
 
     def exchange(self, packed: Mapping[Product, PackedWeight]) -> list[Tensor]:
         """Put packed weights in place; those that they replaced."""

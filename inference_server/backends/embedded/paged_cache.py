@@ -103,6 +103,7 @@ class PagedCache(KVCache[PagedRow]):
             row.blocks = donor.blocks[: shared // BLOCK_SIZE]
             self._num_users.update(row.blocks)  # evicting the donor leaves them
             row.length = len(row.blocks) * BLOCK_SIZE
+            row.experts = donor.experts[: row.length]
         if not self._extend(row, length):
             self._give_up(row.blocks)
             return None
@@ -116,6 +117,7 @@ class PagedCache(KVCache[PagedRow]):
 
     def truncate(self, row: PagedRow, length: int, end: int) -> None:
         row.length = length
+        del row.experts[length:]
 
     def clear(self) -> None:
         self.drop_kept()
@@ -145,6 +147,7 @@ class PagedCache(KVCache[PagedRow]):
             held = self.store[:, :, donor.blocks[index], :rest]
             self.store[:, :, row.blocks[index], :rest].copy_(held)
             row.length = shared
+            row.experts = donor.experts[:shared]
 
     def _free(self, row: PagedRow) -> None:
         del self._rows[row]

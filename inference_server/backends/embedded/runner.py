@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from inference_server.backends.embedded.adapter_bank import AdapterBank
 from inference_server.backends.embedded.attention import Span, Step
 from inference_server.backends.embedded.decode_graphs import DecodeGraphs
 from inference_server.backends.embedded.device import Device, VarlenAttention
@@ -26,6 +27,9 @@ Forward = Callable[[Tensor, Tensor, Tensor, Step], Tensor]
 
 class StepRunner(Protocol):
     """Computes steps."""
+
+    places: list[int] | None
+    """Where each token of the last step was in its forward; None where they were in their order."""
 
     def run(
         self,
@@ -57,11 +61,15 @@ class StepRunner(Protocol):
 class SlabRunner:
     """Steps over slabs."""
 
-    def __init__(self, forward: Forward, num_kv_heads: int, device: Device) -> None:
+    def __init__(
+        self, forward: Forward, num_kv_heads: int, device: Device, adapters: AdapterBank
+    ) -> None:
         self._forward = forward
+        self._adapters = adapters
         self._num_kv_heads = num_kv_heads
         self._where = device.where
         self._is_host = device.is_host
+        self.places: list[int] | None = None
 
     def run(
         self,
@@ -78,12 +86,16 @@ class SlabRunner:
         order = decode_order(spans) if self._is_host and tokens is None else None
         step: Step
         if order is None:
+            self.places = None
+            self._adapters.begin(spans)
             step = SlabStep(spans, self._num_kv_heads, where)
         else:
+            self._adapters.begin([spans[at] for at in order])
             step = SlabDecodeStep([spans[at] for at in order])
             ids, positions = [ids[at] for at in order], [positions[at] for at in order]
             places = sorted(range(len(order)), key=order.__getitem__)
             wanted = [places[at] for at in wanted]
+            self.places = places
         logits = self._forward(
             torch.tensor(ids, device=where) if tokens is None else tokens,
             torch.tensor(positions, device=where),
@@ -109,13 +121,16 @@ class PagedRunner:
         cache: PagedCache,
         attention: VarlenAttention,
         device: Device,
+        adapters: AdapterBank,
         has_graphs: bool,
     ) -> None:
+        self._adapters = adapters
         self._forward = forward
         self._cache = cache
         self._attention = attention
         self._device = device
         self._graphs = DecodeGraphs(device, self._decode) if has_graphs else None
+        self.places: list[int] | None = None
 
     def run(
         self,
@@ -128,8 +143,9 @@ class PagedRunner:
         tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `StepRunner`."""
+        self._adapters.begin(spans)
         is_decode = len(ids) == len(spans) == len(wanted) == len(uniforms) and not targets
-        if is_decode and self._graphs is not None:
+        if is_decode and self._graphs is not None and not self._adapters.is_active:
             width = self._cache.max_blocks
             host = paged_inputs(ids, positions, wanted, spans, uniforms, targets, width)
             done = self._graphs.run(host, tokens)

@@ -4,9 +4,9 @@ A row draws one uniform number per token from its own generator and takes the to
 the cumulative distribution, so a seeded request samples the same tokens whatever else is in the
 batch (exactly so where the batch does not change the logits, as in float32 on one device).
 
-Order: repetition, frequency and presence penalties, logit bias, temperature; the logprob is of this
-distribution. Then top_k, top_p and min_p, each applied to it, limit what may be drawn. For a row that
-asks for its sampling mask, the logprob is over the tokens that are left.
+Order: repetition, frequency and presence penalties, logit bias, grammar, temperature; the logprob is
+of this distribution. Then top_k, top_p and min_p, each applied to it, limit what may be drawn. For a
+row that asks for its sampling mask, the logprob is over the tokens that are left.
 
 No step waits for the device: what it needs was sent when the rows changed, and what it draws stays there.
 """
@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headway.contracts.config.sampling import SamplingConfig
 from inference_server.backends.embedded.device import Device
+from inference_server.backends.embedded.grammar import GrammarState
 
 BLOCK = 256
 """The cumulative distribution is summed block by block: a plain cumsum over the vocabulary is serial."""
@@ -42,6 +44,8 @@ class SamplingRow:
     """Tokens that must not be sampled before `min_new_tokens`."""
     reports_mask: bool = False
     """Report the tokens that are left to draw from, if some are cut."""
+    grammar: GrammarState | None = None
+    """What the output has to follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +96,9 @@ class SamplingPlan:
         self._bias = _Bias.of(configs)
         self._early = _Early.of(rows, vocab_size)
         self._penalties = _Penalties.of(rows, vocab_size)
+        self._grammars = _Grammars.of(rows, device)
         parts = (self._scale, self._cut, self._masks, self._bias, self._early, self._penalties)
-        _send(device, *parts)
+        _send(device, *parts, self._grammars)
         self._last: Tensor | None = None
 
     def sample(self, logits: Tensor, uniforms: Tensor, is_whole: bool = False) -> Sampled:
@@ -103,6 +108,9 @@ class SamplingPlan:
             logits: [n, V].
             uniforms: [n] in [0, 1).
             is_whole: draw the last tokens again, with nuclei looked for in the whole vocabulary.
+
+        Raises:
+            DataError: the grammar of a row cannot be followed.
         """
         if self._last is not None and not is_whole:
             self._remember(self._last)
@@ -112,6 +120,8 @@ class SamplingPlan:
             scaled = self._penalties.apply(scaled)
         if self._bias is not None:
             scaled = self._bias.apply(scaled)
+        if self._grammars is not None:
+            scaled = self._grammars.apply(scaled, is_same=is_whole)
         if self._is_scaled:
             scaled = scaled * scale
         probabilities = torch.softmax(scaled, dim=-1)
@@ -300,6 +310,36 @@ class _Bias(_Columns):
         """[n, V] with the bias."""
         rows, tokens, values = self.columns
         return logits.index_put((rows, tokens), values, accumulate=True)
+
+
+class _Grammars(_Columns):
+    """Forbid what grammars do not allow next."""
+
+    def __init__(self, rows: list[int], states: list[GrammarState], device: Device) -> None:
+        super().__init__(torch.tensor(rows))
+        self._states = states
+        self._device = device
+        self._allowed: Tensor | None = None
+
+    @staticmethod
+    def of(rows: Sequence[SamplingRow], device: Device) -> _Grammars | None:
+        bound = [(at, row.grammar) for at, row in enumerate(rows) if row.grammar is not None]
+        if not bound:
+            return None
+        return _Grammars([at for at, _ in bound], [state for _, state in bound], device)
+
+    def apply(self, logits: Tensor, is_same: bool) -> Tensor:
+        """[n, V] with what is forbidden at minus infinity.
+
+        Args:
+            is_same: nothing was drawn since the last call.
+        """
+        if self._allowed is None or not is_same:
+            allowed = np.stack([state.allowed() for state in self._states])
+            (self._allowed,) = self._device.send([torch.from_numpy(allowed)])
+        (rows,) = self.columns
+        chosen = logits[rows].masked_fill(~self._allowed, float("-inf"))
+        return logits.index_copy(0, rows, chosen)
 
 
 class _Early(_Columns):

@@ -8,6 +8,8 @@ waiting sequences while there are places, memory and budget.
 A prompt is computed once: a newcomer copies the longest common prefix from a row that the weights
 now in place computed, and waits while a running sequence is still computing more of it.
 
+Where the next tokens of a decoding sequence can be guessed, it takes them along to be checked.
+
 When memory is short, the youngest running sequence gives up its row and waits at the front; it goes
 on from its tokens, so nothing is lost. None is admitted then until another one ends. A sequence that
 finds no memory although it is alone is refused: it would wait for nothing.
@@ -26,6 +28,8 @@ from inference_server.backends.embedded.sequence import Sequence
 
 SHORTEST_SHARED = 8
 """Prefixes shorter than this are computed rather than copied."""
+MAX_GUESSES = 64
+"""Guessed tokens in a step: more of them would cost more than they save."""
 SCORED_CHUNK = 256
 """Prompt tokens per step of a sequence whose prompt is scored: each needs a row of logits."""
 
@@ -36,11 +40,13 @@ class ScheduledTokens:
 
     sequence: Sequence
     span: Span
+    guess: tuple[int, ...] = ()
+    """Tokens at the end of the span that are not known yet."""
 
     @property
     def is_last(self) -> bool:
         """True if nothing is pending after this step: a token is sampled."""
-        return self.span.end == len(self.sequence.tokens)
+        return self.span.end - len(self.guess) == len(self.sequence.tokens)
 
 
 class Scheduler:
@@ -82,11 +88,13 @@ class Scheduler:
         self._ensure_rows()
         scheduled: list[ScheduledTokens] = []
         first = 0
-        budget = self._max_prefill_tokens
+        budget, guesses = self._max_prefill_tokens, MAX_GUESSES
         for sequence in self.running:
             chunk = self._chunk(sequence, budget)
             if chunk:
-                first = self._take(scheduled, sequence, chunk, first)
+                guess = self._guess(sequence, guesses)
+                guesses -= len(guess)
+                first = self._take(scheduled, sequence, chunk, first, guess)
                 budget -= chunk if sequence.pending > 1 else 0
         while budget > 0:
             newcomer = self._admit()
@@ -154,7 +162,10 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
         if sequence.row is not None:
-            self._cache.release(sequence.row, keep)
+            row, length = sequence.row, len(sequence.tokens)
+            if row.length > length:  # it ended before the last token that was guessed
+                self._cache.truncate(row, length, row.length)
+            self._cache.release(row, keep)
             sequence.row = None
 
     def _ensure_rows(self) -> None:
@@ -187,14 +198,30 @@ class Scheduler:
             budget = min(budget, SCORED_CHUNK)
         return min(sequence.pending, budget)
 
+    def _guess(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        """Guess what follows the last token, where there is memory for it."""
+        guess = sequence.guess()[:most] if sequence.pending == 1 else []
+        if not guess or sequence.row is None:
+            return ()
+        row = self._cache.grow(sequence.row, len(sequence.tokens) + len(guess))
+        if row is None:
+            return ()
+        sequence.row = row
+        return tuple(guess)
+
     def _take(
-        self, scheduled: list[ScheduledTokens], sequence: Sequence, count: int, first: int
+        self,
+        scheduled: list[ScheduledTokens],
+        sequence: Sequence,
+        count: int,
+        first: int,
+        guess: tuple[int, ...] = (),
     ) -> int:
         row = sequence.row
         if row is None:
             raise RuntimeError(f"{sequence.request.rid} runs without a row")
-        start = row.length
-        scheduled.append(ScheduledTokens(sequence, Span(row, start, start + count, first)))
+        start, count = row.length, count + len(guess)
+        scheduled.append(ScheduledTokens(sequence, Span(row, start, start + count, first), guess))
         return first + count
 
     def _admit(self) -> Sequence | None:
@@ -217,7 +244,7 @@ class Scheduler:
                 self.waiting.remove(sequence)
                 self.refused.append(sequence)
                 return None
-            row.tokens = sequence.tokens
+            row.tokens, row.adapter = sequence.tokens, sequence.adapter
             sequence.row = row
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = min(row.length, sequence.num_prompt)
@@ -239,7 +266,7 @@ class Scheduler:
         if limit <= length:
             return None, 0
         for row in self._cache:
-            if row.is_pure and row.length > length:
+            if row.is_pure and row.length > length and row.adapter == sequence.adapter:
                 reach = min(row.length, limit)
                 common = _common_prefix(sequence.tokens, row.tokens, reach, length)
                 if common > length:
@@ -255,6 +282,8 @@ class Scheduler:
             return False
         for other in self.running:
             if other.pending < 2 or other.row is None or not other.row.is_pure:
+                continue
+            if other.adapter != sequence.adapter:
                 continue
             known = max(SHORTEST_SHARED - 1, shared, other.computed)
             reach = min(limit, len(other.tokens))

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import DataError
+from headway.contracts.routed_experts import RoutedExperts
 from headway.contracts.sampling_mask import SamplingMask
 from headway.contracts.types import (
     LLMDelta,
@@ -22,7 +24,9 @@ from headway.contracts.types import (
     TopLogprobs,
 )
 from headway.text.tokenizer import TextTokenizer
+from inference_server.backends.embedded.grammar import GrammarState
 from inference_server.backends.embedded.kv_cache import CacheRow
+from inference_server.backends.embedded.ngrams import Ngrams
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,9 @@ class Sequence:
     caller: Caller
     tokens: list[int]
     """Prompt, then output."""
+    grammar: GrammarState | None = None
+    ngrams: Ngrams | None = None
+    """None where no tokens are guessed."""
     row: CacheRow | None = None
     logprobs: list[float] = field(default_factory=list)
     runs: list[tuple[PolicyVersion, int, int]] = field(default_factory=list)
@@ -85,6 +92,8 @@ class Sequence:
         eos_ids: frozenset[int],
         tokenizer: TextTokenizer | None,
         seeds: random.Random,
+        grammar: GrammarState | None = None,
+        speculative_tokens: int = 0,
     ) -> Sequence:
         """A request that just came.
 
@@ -100,6 +109,8 @@ class Sequence:
             if tokenizer is None:
                 raise DataError("stop strings need a tokenizer; this model directory has none")
             stop_text = StopText(gconfig.stop, tokenizer)
+        tokens = list(req.input_ids)
+        can_guess = speculative_tokens > 0 and grammar is None and not _looks_back(gconfig)
         return Sequence(
             request=req,
             stop_ids=frozenset(gconfig.stop_token_ids) | eos_ids,
@@ -107,8 +118,15 @@ class Sequence:
             uniforms=random.Random(seeds.random() if gconfig.seed is None else gconfig.seed),
             arrival=time.monotonic(),
             caller=caller,
-            tokens=list(req.input_ids),
+            tokens=tokens,
+            grammar=grammar,
+            ngrams=Ngrams(tokens, speculative_tokens) if can_guess else None,
         )
+
+    @property
+    def adapter(self) -> str:
+        """Name of the adapter that computes beside the base; empty for the base alone."""
+        return self.request.adapter or ""
 
     @property
     def num_prompt(self) -> int:
@@ -135,6 +153,13 @@ class Sequence:
     def pending(self) -> int:
         """Tokens that must be computed before the next one can be sampled."""
         return len(self.tokens) - self.computed
+
+    def guess(self) -> list[int]:
+        """Return tokens that may follow the last one, to be checked in one step with it."""
+        if self.ngrams is None:
+            return []
+        left = self.request.gconfig.max_new_tokens - self.num_output - 1
+        return self.ngrams.guess(left) if left > 0 else []
 
     @property
     def has_started(self) -> bool:
@@ -168,7 +193,13 @@ class Sequence:
         now: float,
         left: NDArray[np.int32] | None = None,
     ) -> None:
-        """Record a sampled token."""
+        """Record a sampled token.
+
+        Raises:
+            DataError: the grammar cannot be followed any further.
+        """
+        if self.grammar is not None:
+            self.grammar.take(token)
         position = self.num_output
         del self._points[:1]
         if self.first_token is None:
@@ -212,11 +243,18 @@ class Sequence:
             ttft_s=(now if self.first_token is None else self.first_token) - self.arrival,
             top_logprobs=self.top if self.request.top_logprobs else None,
             sampling_mask=SamplingMask.of(self.left) if self.left else None,
+            routed_experts=self._experts() if self.request.routed_experts else None,
             prompt_logprobs=scores,
             prompt_top_logprobs=tops,
             cached_tokens=self.cached_tokens or 0,
             num_recomputes=self.num_recomputes,
         )
+
+    def _experts(self) -> RoutedExperts | None:
+        """Those of all computed tokens; none of a dense model, or while nothing is computed."""
+        row = self.row
+        known = [] if row is None else row.experts[: len(self.tokens) - 1]
+        return RoutedExperts(np.stack(known)) if known else None
 
     def _prompt_scores(
         self,
@@ -249,3 +287,13 @@ class StopText:
             if text.find(stop, max(0, known - len(stop) + 1)) >= 0:
                 return stop
         return None  # it was there before, when stopping was too early
+
+
+def _looks_back(gconfig: SamplingConfig) -> bool:
+    """True if the distribution of a token depends on which ones were sampled before, or how many."""
+    return bool(
+        gconfig.presence_penalty
+        or gconfig.frequency_penalty
+        or gconfig.repetition_penalty != 1.0
+        or gconfig.min_new_tokens
+    )

@@ -173,6 +173,7 @@ class SlabCache(KVCache[SlabRow]):
             return None
         self.copy(row, bigger, row.length)
         bigger.tokens, bigger.is_pure = row.tokens, row.is_pure
+        bigger.adapter = row.adapter
         row.slab.remove(row)
         return bigger
 
@@ -181,11 +182,13 @@ class SlabCache(KVCache[SlabRow]):
         held = source.slab.store[:, :, source.index, :, :length]
         target.slab.store[:, :, target.index, :, :length] = held
         target.length = length
+        target.experts = source.experts[:length]
         self.touch(source)
 
     def truncate(self, row: SlabRow, length: int, end: int) -> None:
         row.slab.store[:, :, row.index, :, length:end] = 0
         row.length = length
+        del row.experts[length:]
 
     def clear(self) -> None:
         self.drop_kept()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any
 
-from headway.contracts.errors import BackendError
+from headway.contracts.errors import BackendError, DataError
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
 from headway.runtime.tasks import Signal, cancel_and_wait
 from inference_server.backends.base import Limits, OnDelta, check_request, refuse_mask
@@ -74,6 +74,12 @@ class EngineRequests:
         """See `GenerationBackend.generate`."""
         check_request(req, self.features.limits)
         refuse_mask(req, "sglang")
+        self.features.experts.are_wanted(req)
+        if req.gconfig.has_grammar and not self.features.has_grammars:
+            raise DataError(
+                "json_schema and regex need a tokenizer in the SGLang engine; give the model directory "
+                "one, or start the engine without --skip-tokenizer-init"
+            )
         wire.check_supported(
             req.gconfig, self.features.is_deterministic, self.features.is_pipelined
         )
@@ -217,6 +223,8 @@ class EngineRequests:
         body = wire.generate_body(call.req, call.rid, self.features.limits.vocab_size)
         # Prefixes are shared within a version: after a `keep` swap old ones are still in the cache.
         body["extra_key"] = str(self.version)
+        if self.features.experts.are_wanted(call.req):
+            body["return_routed_experts"] = True
         if not self.features.can_thin_streams and call.on_delta is None:
             answer = await self._engine.post("/generate", body)
             output = wire.parse_output(answer.content, answer.status)
@@ -266,6 +274,7 @@ class EngineRequests:
         cached = meta.get("cached_tokens", 0)
         self.prefill_tokens += max(0, meta.get("prompt_tokens", 0) - cached)
         self.num_preemptions += max(0, meta.get("num_retractions", 0) - call.num_retracts)
+        experts = wire.expert_ids_of(output)
         now = time.monotonic()
         return LLMResponse(
             rid=req.rid,
@@ -277,6 +286,7 @@ class EngineRequests:
             latency_s=now - call.arrival,
             ttft_s=(call.first_token or now) - call.arrival,
             top_logprobs=wire.top_logprobs_of(output, count) if req.top_logprobs else None,
+            routed_experts=self.features.experts.of_response(experts, len(req.input_ids) + count),
             prompt_logprobs=wire.prompt_logprobs_of(output, req),
             prompt_top_logprobs=wire.prompt_top_logprobs_of(output, req),
             cached_tokens=cached,

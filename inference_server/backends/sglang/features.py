@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import JsonValue
@@ -12,6 +12,7 @@ from headway.contracts.config.model import ModelConfig
 from headway.contracts.errors import ConfigError
 from headway.contracts.types import PolicyVersion
 from inference_server.backends.base import Limits
+from inference_server.backends.engine_experts import EngineExperts
 from inference_server.backends.engine_process import EngineCommand, EngineProcess
 from inference_server.backends.sglang import wire
 from inference_server.backends.sglang.call import NO_EVENTS
@@ -30,6 +31,8 @@ class Features:
     """It sends several tokens per event when asked to."""
     has_spans: bool = True
     """It reports a version per token."""
+    has_grammars: bool = True
+    """It can bind outputs to a schema or an expression."""
     is_deterministic: bool = False
     """Seeds have an effect."""
     is_pipelined: bool = True
@@ -39,6 +42,7 @@ class Features:
     """Processes that join a trainer's group; None if SGLang cannot have them all in one."""
     dtype: str = ""
     """Type of the weights; empty if it is not known."""
+    experts: EngineExperts = field(default_factory=EngineExperts)
 
 
 def sglang_command(
@@ -100,11 +104,13 @@ async def learn_features(engine: EngineProcess, model_path: str) -> Features:
         max_running=int(info.get("max_running_requests") or 0),
         can_thin_streams=can_thin_streams,
         has_spans="weight_versions" in output.meta,
+        has_grammars=not info.get("skip_tokenizer_init"),
         is_deterministic=bool(info.get("enable_deterministic_inference")),
         is_pipelined=not info.get("disable_overlap_schedule", False),
         is_speculative=info.get("speculative_algorithm") is not None,
         num_ranks=_num_ranks(info),
         dtype=str(info.get("dtype") or ""),
+        experts=EngineExperts.of_model(model_path, bool(info.get("enable_return_routed_experts"))),
     )
 
 

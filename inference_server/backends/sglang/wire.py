@@ -14,10 +14,15 @@ presence and frequency penalties miss the newest token and count the prompt's la
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import BackendError, DataError, ServiceError
@@ -80,6 +85,10 @@ def sampling_params(gconfig: SamplingConfig) -> dict[str, Any]:
         params["logit_bias"] = {str(token): bias for token, bias in gconfig.logit_bias.items()}
     if gconfig.seed is not None:
         params["sampling_seed"] = gconfig.seed
+    if gconfig.json_schema is not None:
+        params["json_schema"] = json.dumps(gconfig.json_schema)
+    if gconfig.regex is not None:
+        params["regex"] = gconfig.regex
     return params
 
 
@@ -189,6 +198,21 @@ def top_logprobs_of(output: EngineOutput, count: int) -> list[TopLogprobs]:
     return [_pairs(row) for row in output.meta["output_top_logprobs"][:count]]
 
 
+def expert_ids_of(output: EngineOutput) -> NDArray[np.int32] | None:
+    """Return the routed experts, flat; None if SGLang sent none, as with most aborted requests.
+
+    Raises:
+        BackendError: they are damaged.
+    """
+    packed = output.meta.get("routed_experts")
+    if packed is None:
+        return None
+    try:
+        return np.frombuffer(base64.b64decode(packed, validate=True), "<i4")
+    except (TypeError, ValueError) as error:
+        raise BackendError(f"SGLang sent routed experts that cannot be read: {error}") from error
+
+
 def prompt_logprobs_of(output: EngineOutput, req: LLMRequest) -> list[float | None] | None:
     """Return the logprobs of the prompt from `logprob_start` on, if requested; the first token has
     none.
@@ -217,7 +241,12 @@ def _start_of_scores(start: int) -> int:
 
 
 def _pairs(row: Sequence[Sequence[Any]]) -> TopLogprobs:
-    return [(token, logprob) for logprob, token, *_ in row]
+    """What a grammar forbids has no logprob, and is no alternative."""
+    return [
+        (token, logprob)
+        for logprob, token, *_ in row
+        if logprob is not None and logprob > -math.inf
+    ]
 
 
 def version_runs(

@@ -159,7 +159,7 @@ class VLLMBackend:
         try:
             chunk = await self._until_answered(call)
             self._check_alive()
-            return call.response(chunk)
+            return call.response(chunk, self._engine.experts)
         except BackendError as error:
             if self.failure is None:
                 raise
@@ -197,6 +197,11 @@ class VLLMBackend:
         return not self._in_flight and await self._engine.drop_prefixes()
 
     def stage(self, meta: WeightUpdateMeta, reader: WeightReader) -> StagedVersion:
+        if not self._engine.takes_versions:
+            raise SyncError(
+                "vLLM on a CPU packs the weights of experts once, and would go on with the first ones; "
+                "serve this mixture with sglang or embedded_torch, or on a GPU"
+            )
         # The proof counts: vLLM reads by itself.
         expected = checkpoint_shapes(str(self._model))
         if isinstance(reader, WeightVerifier):
@@ -266,6 +271,7 @@ class VLLMBackend:
         self._check_alive()
         check_request(req, self._limits)
         refuse_mask(req, "vllm")
+        self._engine.experts.are_wanted(req)
         if len(req.input_ids) >= self._limits.max_context:
             raise RequestTooLong(
                 f"{len(req.input_ids)} prompt tokens fill the context of "

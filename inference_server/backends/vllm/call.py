@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from headway.contracts.errors import BackendError
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse, PolicyVersion
 from inference_server.backends.base import OnDelta
+from inference_server.backends.engine_experts import EngineExperts
 from inference_server.backends.vllm.wire import OutputChunk, Runs, prompt_scores
 
 log = logging.getLogger(__name__)
@@ -51,11 +52,15 @@ class VLLMCall:
         self.stamped.append((version, start, end + len(part.tokens)))
         self._tell(part, version, 0, len(part.tokens))
 
-    def response(self, part: OutputChunk) -> LLMResponse:
+    def response(self, part: OutputChunk, experts: EngineExperts) -> LLMResponse:
         """Return the response to the request, and hand over what was not streamed.
 
+        Args:
+            part: all that the engine sent.
+            experts: of the model.
+
         Raises:
-            BackendError: vLLM named no version for some of the tokens.
+            BackendError: vLLM named no version for some of the tokens, or sent damaged experts.
         """
         req, runs = self.req, part.runs or []
         if (runs[-1][2] if runs else 0) != len(part.tokens):
@@ -66,6 +71,7 @@ class VLLMCall:
                 extra={"rid": req.rid, "stamped": self.stamped, "sampled": runs},
             )
         scores, tops = prompt_scores(req, part)
+        expert_ids = part.experts
         if req.gconfig.max_new_tokens == 0:  # it was asked for one token, to score the prompt
             is_cut = part.reason == "interrupt"
             cached_tokens = part.cached_tokens
@@ -90,6 +96,7 @@ class VLLMCall:
             latency_s=now - self.arrival,
             ttft_s=(self.first_token or now) - self.arrival,
             top_logprobs=part.top if req.top_logprobs else None,
+            routed_experts=experts.of_response(expert_ids, len(req.input_ids) + len(part.tokens)),
             prompt_logprobs=scores,
             prompt_top_logprobs=tops,
             cached_tokens=part.cached_tokens,

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import VLLMConfig
 from headway.contracts.errors import BackendError, ConfigError, DataError, QueueFull, SyncError
 from headway.contracts.types import LLMRequest, PolicyVersion
+from inference_server.backends.engine_experts import FLAG as EXPERTS_FLAG
+from inference_server.backends.engine_experts import EngineExperts
 from inference_server.backends.engine_process import EngineCommand, EngineProcess, EngineResponse
 from inference_server.backends.vllm.wire import (
     GENERATE,
@@ -54,6 +56,7 @@ class VLLMEngine:
     def __init__(self, config: VLLMConfig, model: ModelConfig) -> None:
         self._config = config
         self._command = _command(model)
+        self._model = model.path
         self._is_updating = False
         self.process = EngineProcess(
             config, self._command, lambda: self.num_tokens, self._live_path
@@ -62,6 +65,9 @@ class VLLMEngine:
         """Tokens that arrived."""
         self.max_context = 0
         self.logprobs_mode: LogprobsMode | None = None
+        self.experts = EngineExperts()
+        self.takes_versions = True
+        """False if it would go on with the old weights of experts."""
 
     @property
     def max_running(self) -> int:
@@ -87,7 +93,10 @@ class VLLMEngine:
                     f"vLLM at {self.process.url} runs without --enable-scale-out: it does not tell "
                     "which weights sampled a token; start it with that flag"
                 )
-            self.logprobs_mode = await self._ask_logprobs_mode()
+            settings = await self._ask_settings()
+            self.logprobs_mode = _logprobs_mode(settings.logprobs_mode)
+            self.experts = EngineExperts.of_model(self._model, settings.reports_experts)
+            self.takes_versions = self.experts.counts is None or settings.device != "cpu"
             return await self._label(version)
         except BaseException:
             await self.process.aclose()
@@ -212,22 +221,18 @@ class VLLMEngine:
         await self._order("/update_weight_version", {"new_version": str(version)})
         return version
 
-    async def _ask_logprobs_mode(self) -> LogprobsMode | None:
+    async def _ask_settings(self) -> _Settings:
+        answer = await self.process.get("/server_info?config_format=json", CONTROL_TIMEOUT_S)
+        info = answer.json() if answer.is_ok else None
+        config = (info or {}).get("vllm_config") or {}
+        aux = config.get("aux_output_config") or {}
+        mode = (config.get("model_config") or {}).get("logprobs_mode")
+        reports_experts = bool(aux.get("enable_return_routed_experts"))
         if self.process.is_managed:
-            mode: Any = {**self._command.args, **self._config.args}["--logprobs-mode"]
-        else:
-            answer = await self.process.get("/server_info?config_format=json", CONTROL_TIMEOUT_S)
-            info = answer.json() if answer.is_ok else None
-            config = (info or {}).get("vllm_config") or {}
-            mode = (config.get("model_config") or {}).get("logprobs_mode")
-        if mode == "raw_logprobs" or mode == "processed_logprobs":
-            return "raw_logprobs" if mode == "raw_logprobs" else "processed_logprobs"
-        if mode is not None:
-            raise ConfigError(
-                f"vLLM runs with --logprobs-mode {mode}; use processed_logprobs or raw_logprobs"
-            )
-        log.warning("vLLM does not tell its logprobs mode; only plain sampling is served")
-        return None
+            args = {**self._command.args, **self._config.args}
+            mode, reports_experts = args["--logprobs-mode"], bool(args.get(EXPERTS_FLAG))
+        device = (config.get("device_config") or {}).get("device")
+        return _Settings(mode, reports_experts, device)
 
     async def _order(
         self, path: str, body: Any, timeout_s: float | None = CONTROL_TIMEOUT_S
@@ -254,6 +259,26 @@ class VLLMEngine:
             raise SyncError(f"vLLM answered {path} with {answer.status}: {answer.text()}")
 
 
+class _Settings(NamedTuple):
+    """Flags that an engine runs with."""
+
+    logprobs_mode: Any
+    reports_experts: bool
+    device: Any
+    """Type of its device; None if it does not tell."""
+
+
+def _logprobs_mode(mode: Any) -> LogprobsMode | None:
+    if mode == "raw_logprobs" or mode == "processed_logprobs":
+        return "raw_logprobs" if mode == "raw_logprobs" else "processed_logprobs"
+    if mode is not None:
+        raise ConfigError(
+            f"vLLM runs with --logprobs-mode {mode}; use processed_logprobs or raw_logprobs"
+        )
+    log.warning("vLLM does not tell its logprobs mode; only plain sampling is served")
+    return None
+
+
 def _command(model: ModelConfig) -> EngineCommand:
     return EngineCommand(
         name="vLLM",
@@ -273,6 +298,7 @@ def _command(model: ModelConfig) -> EngineCommand:
             "--model": "model.path",
             "--dtype": "model.dtype",
             "--logprobs_mode": "--logprobs-mode",
+            "--enable_return_routed_experts": EXPERTS_FLAG,
         },
     )
 

@@ -7,8 +7,13 @@ Pure functions: nothing here talks to an engine.
 
 from __future__ import annotations
 
+import base64
+import io
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import BackendError, DataError
@@ -43,6 +48,8 @@ class OutputChunk:
     """For each position of the prompt, the logprob of its own token and those of the most likely ones.
     """
     cached_tokens: int = 0
+    experts: NDArray[Any] | None = None
+    """Routed experts of all tokens but the last, prompt included; only at the end."""
 
     def extend(self, part: OutputChunk) -> None:
         """Add what the next event brought."""
@@ -52,6 +59,7 @@ class OutputChunk:
         self.cached_tokens = self.cached_tokens or part.cached_tokens
         if part.reason is not None:
             self.reason, self.match, self.runs = part.reason, part.match, part.runs
+            self.experts = part.experts
 
 
 def engine_id_of(request_id: str) -> str:
@@ -94,6 +102,7 @@ def read_chunk(answer: dict[str, Any], num_top: int) -> OutputChunk:
         part.reason = _stop_reason(choice["finish_reason"])
         part.match = choice["stop_reason"]
         part.runs = _runs(choice["weight_versions"], len(part.tokens))
+        part.experts = _experts(choice.get("routed_experts"))
     prompt = answer.get("prompt_logprobs")
     if prompt is not None:
         part.prompt = [
@@ -127,7 +136,14 @@ def sampling_params(req: LLMRequest) -> dict[str, Any]:
         "logprobs": req.top_logprobs,
         "prompt_logprobs": None if req.logprob_start is None else req.top_logprobs,
         "skip_special_tokens": True,
+        **_grammar(gconfig),
     }
+
+
+def _grammar(gconfig: SamplingConfig) -> dict[str, Any]:
+    if gconfig.json_schema is not None:
+        return {"structured_outputs": {"json": gconfig.json_schema}}
+    return {} if gconfig.regex is None else {"structured_outputs": {"regex": gconfig.regex}}
 
 
 def check_sampling(gconfig: SamplingConfig, mode: LogprobsMode | None) -> None:
@@ -196,7 +212,8 @@ def prompt_scores(
 
 def _most_likely(candidates: TopLogprobs, num_top: int) -> TopLogprobs:
     """vLLM lists the sampled token first, also where it is not among the most likely."""
-    return sorted(dict(candidates).items(), key=lambda c: -c[1])[:num_top]
+    likely = [each for each in dict(candidates).items() if each[1] > NOT_FINITE]
+    return sorted(likely, key=lambda c: -c[1])[:num_top]
 
 
 def _checked(part: OutputChunk) -> OutputChunk:
@@ -215,6 +232,18 @@ def _stop_reason(finish: str) -> StopReason:
             f"vLLM ended a request with {finish!r}, known: {', '.join(STOP_REASONS)}"
         )
     return STOP_REASONS[finish]
+
+
+def _experts(packed: str | None) -> NDArray[Any] | None:
+    """Return an array that vLLM packed as a `.npy` file in base64."""
+    if packed is None:
+        return None
+    try:
+        content = base64.b64decode(packed, validate=True)
+        found: NDArray[Any] = np.load(io.BytesIO(content), allow_pickle=False)
+    except (TypeError, ValueError) as error:
+        raise BackendError(f"vLLM sent routed experts that cannot be read: {error}") from error
+    return found
 
 
 def _runs(spans: list[dict[str, Any]] | None, num_tokens: int) -> Runs:

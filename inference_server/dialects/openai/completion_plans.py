@@ -31,7 +31,7 @@ def plan_completion(body: CompletionRequest, generator: LocalGenerator) -> Compl
     Raises:
         InvalidField, NotFound: the request cannot be served.
     """
-    _check(body, generator)
+    adapter = _check(body, generator)
     tokenizer = generator.tokenizer
     job_id = f"cmpl-{uuid.uuid4().hex}"
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -46,6 +46,7 @@ def plan_completion(body: CompletionRequest, generator: LocalGenerator) -> Compl
                 input_ids=ids,
                 gconfig=body.sampling(max_tokens, sibling),
                 top_logprobs=body.logprobs or 0,
+                adapter=adapter,
                 logprob_start=0 if body.echo and body.logprobs is not None else None,
             )
             choices.append(CompletionChoice(len(choices), request, body, tokenizer, echo))
@@ -61,7 +62,7 @@ def plan_chat(body: ChatRequest, generator: LocalGenerator) -> CompletionJob:
     Raises:
         InvalidField, DataError, NotFound: the request cannot be served.
     """
-    _check(body, generator)
+    adapter = _check(body, generator)
     tokenizer = generator.tokenizer
     if tokenizer is None:
         raise InvalidField(
@@ -86,6 +87,7 @@ def plan_chat(body: ChatRequest, generator: LocalGenerator) -> CompletionJob:
                 input_ids=ids,
                 gconfig=body.sampling(body.max_new_tokens or left, index),
                 top_logprobs=body.top_logprobs or 0,
+                adapter=adapter,
                 metadata=body.notes,
             ),
             body,
@@ -106,21 +108,33 @@ def plan_chat(body: ChatRequest, generator: LocalGenerator) -> CompletionJob:
     )
 
 
-def check_model(name: str, generator: LocalGenerator) -> None:
-    """Refuse every name but those of the served model.
+def adapter_of(name: str, generator: LocalGenerator) -> str | None:
+    """Return the adapter that a model's name means: its own name, or that behind the base's and a colon.
 
+    Returns:
+        None for the base.
     Raises:
-        NotFound: it is another.
+        NotFound: it is another model.
     """
-    if name not in (generator.model_name, *generator.model_paths, *ANY_MODEL):
-        raise NotFound(f"model {name!r} is not served here; {generator.model_name!r} is")
+    bases = (generator.model_name, *generator.model_paths, *ANY_MODEL)
+    if name in bases:
+        return None
+    base, _, last = name.rpartition(":")
+    adapter = last if base in bases else name
+    if adapter in generator.adapters.versions:
+        return adapter
+    known = [generator.model_name, *generator.adapters.versions]
+    verb = "is" if len(known) == 1 else "are"
+    raise NotFound(f"model {name!r} is not served here; {', '.join(map(repr, known))} {verb}")
 
 
-def _check(body: GenerationFields, generator: LocalGenerator) -> None:
-    check_model(body.model, generator)
+def _check(body: GenerationFields, generator: LocalGenerator) -> str | None:
+    """Return the adapter that is asked for."""
+    adapter = adapter_of(body.model, generator)
     body.check()
     if body.stops and generator.tokenizer is None:
         raise InvalidField("this server has no tokenizer to look for strings", "stop")
+    return adapter
 
 
 def _request(

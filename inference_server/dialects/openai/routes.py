@@ -24,7 +24,7 @@ from headway.runtime.disconnect import unless_disconnected
 from headway.runtime.offload import offload, size_of
 from inference_server.dialects.headway.generation import local
 from inference_server.dialects.openai.completion_plans import (
-    check_model,
+    adapter_of,
     plan_chat,
     plan_completion,
 )
@@ -36,13 +36,13 @@ router = APIRouter(route_class=route_in(openai_error), responses=FAILURES)
 
 @router.get(paths.MODELS)
 async def models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [_card(request)]}
+    names = [None, *local(request).adapters.versions]
+    return {"object": "list", "data": [_card(request, name) for name in names]}
 
 
 @router.get(paths.MODEL.replace("}", ":path}"))  # a name may have slashes
 async def model(model: str, request: Request) -> dict[str, Any]:
-    check_model(model, local(request))
-    return _card(request)
+    return _card(request, adapter_of(model, local(request)))
 
 
 @router.post(paths.COMPLETIONS, response_class=Response)
@@ -84,12 +84,13 @@ def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
-def _card(request: Request) -> dict[str, Any]:
+def _card(request: Request, adapter: str | None = None) -> dict[str, Any]:
     generator = local(request)
     return {
-        "id": generator.model_name,
+        "id": adapter or generator.model_name,
         "object": "model",
         "created": 0,
         "owned_by": "headway",
         "max_model_len": generator.backend.limits.max_context or None,
+        **({} if adapter is None else {"parent": generator.model_name}),
     }

@@ -1,8 +1,8 @@
 """SGLang's native contract over our backend, so that what was written for SGLang runs unchanged.
 
 Shapes are SGLang's (0.5.23). Where it would break a promise of ours we keep the promise and say so
-beside the route. Updates of weights answer failures with `success: false`, everything else with
-`{"error": {"message"}}`; both are 400 for what a client can mend.
+beside the route. Updates of weights and adapters answer failures with `success: false`, everything
+else with `{"error": {"message"}}`; both are 400 for what a client can mend.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from headway.runtime.event_stream import EventStream
 from headway.runtime.logging import note_request
 from headway.runtime.offload import offload, size_of
 from headway.text.tokenizer import TextTokenizer
+from inference_server.adapters import Adapters
 from inference_server.dialects.headway.generation import local
 from inference_server.dialects.sglang.dialect import SGLangDialect
 from inference_server.dialects.sglang.types import (
@@ -46,12 +47,14 @@ from inference_server.dialects.sglang.types import (
     GroupUpdateBody,
     JoinGroupBody,
     LeaveGroupBody,
+    LoadAdapterBody,
     ParameterBody,
     PauseBody,
     PostProcessBody,
     RelabelBody,
     SelectingBody,
     TokenizeBody,
+    UnloadAdapterBody,
     UpdateBody,
 )
 from inference_server.dialects.sglang.weight_updates import KeptAside, Published, UpdateOptions
@@ -74,11 +77,22 @@ class UpdateFailure(BaseModel):
     num_paused_requests: int | None = None
 
 
+class AdapterFailure(BaseModel):
+    """Response to a change of adapters that failed."""
+
+    success: Literal[False]
+    error_message: str
+    loaded_adapters: dict[str, str]
+
+
 FLUSH_FAILURES: dict[int | str, dict[str, Any]] = {
     "4XX": {"content": {"text/plain": {}, "application/json": {}}}
 }
 UPDATE_FAILURES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": UpdateFailure | ShapedError | ErrorBody}
+}
+ADAPTER_FAILURES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": AdapterFailure | ShapedError | ErrorBody}
 }
 router = APIRouter(route_class=route_in(error_shape), responses=FAILURES)
 
@@ -110,6 +124,31 @@ async def _events(
 
 def _event(chunk: dict[str, Any]) -> str:
     return f"data: {json.dumps(chunk)}\n\n"
+
+
+@router.post(paths.SGLANG_LORA_LOAD, response_model=None, responses=ADAPTER_FAILURES)
+async def load_adapter(body: LoadAdapterBody, request: Request) -> Response:
+    adapters = local(request).adapters
+    return await _changed(adapters, adapters.load(body.lora_name, body.lora_path))
+
+
+@router.post(paths.SGLANG_LORA_UNLOAD, response_model=None, responses=ADAPTER_FAILURES)
+async def unload_adapter(body: UnloadAdapterBody, request: Request) -> Response:
+    adapters = local(request).adapters
+    return await _changed(adapters, adapters.unload(body.lora_name))
+
+
+async def _changed(adapters: Adapters, work: Awaitable[object]) -> Response:
+    """The answer to a change; paths are not told, since only names address an adapter."""
+    failure = ""
+    try:
+        await work
+    except ServiceError as error:
+        note_request(code=error.code, reason=error.message)
+        failure = error.message
+    names = {name: name for name in adapters.versions}
+    answer = {"success": not failure, "error_message": failure, "loaded_adapters": names}
+    return JSONResponse(answer, status_code=400 if failure else 200)
 
 
 @router.post(paths.SGLANG_ABORT, response_class=Response)

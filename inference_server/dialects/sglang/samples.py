@@ -32,6 +32,7 @@ OUR_NAMES = {
     "seed": "sampling_params.sampling_seed",
     "logprob_start": "logprob_start_len",
     "top_logprobs": "top_logprobs_num",
+    "adapter": "lora_path",
 }
 
 
@@ -72,11 +73,12 @@ def read_body(body: GenerateBody, tokenizer: TextTokenizer | None, limits: Limit
     with_logprobs = _spread(body.return_logprob or False, count, "return_logprob")
     starts = _spread(-1 if (s := body.logprob_start_len) is None else s, count, "logprob_start_len")
     tops = _spread(body.top_logprobs_num or 0, count, "top_logprobs_num")
+    adapters = _spread(body.lora_path, count, "lora_path")
     if body.return_text_in_logprobs and tokenizer is None:
         raise InvalidField(_NO_TOKENIZER, "return_text_in_logprobs")
     samples: list[SGLangSample] = []
-    for prompt, sampling, rid, has_logprobs, start, top in zip(
-        prompts, samplings, rids, with_logprobs, starts, tops, strict=True
+    for prompt, sampling, rid, has_logprobs, start, top, adapter in zip(
+        prompts, samplings, rids, with_logprobs, starts, tops, adapters, strict=True
     ):
         if (start >= 0 or top > 0) and not has_logprobs:
             raise InvalidField("logprob_start_len and top_logprobs_num need return_logprob: true")
@@ -88,6 +90,7 @@ def read_body(body: GenerateBody, tokenizer: TextTokenizer | None, limits: Limit
                 copy,
                 start,
                 top,
+                adapter,
                 limits,
             )
             samples.append(
@@ -150,6 +153,7 @@ def _request(
     copy: int,
     start: int,
     top: int,
+    adapter: str | None,
     limits: Limits,
 ) -> LLMRequest:
     left = max(0, limits.max_context - len(prompt))
@@ -170,6 +174,8 @@ def _request(
             stop_token_ids=sampling.stop_token_ids or (),
             ignore_eos=sampling.ignore_eos,
             logit_bias=sampling.logit_bias or {},
+            json_schema=sampling.json_schema,
+            regex=sampling.regex,
             seed=None if seed is None else (seed + copy) % 2**63,
         )
         return LLMRequest(
@@ -177,6 +183,7 @@ def _request(
             input_ids=prompt,
             gconfig=gconfig,
             top_logprobs=top,
+            adapter=adapter,
             logprob_start=start if start >= 0 else None,
         )
     except ValidationError as error:
@@ -246,6 +253,7 @@ class Renderer:
 
     def _meta(self, sample: SGLangSample, output: SampleOutput) -> dict[str, Any]:
         last = output.runs[-1][0] if output.runs else self.version
+        label = str if sample.request.adapter else self.label  # adapters have numbers alone
         return {
             "id": sample.request.rid,
             "finish_reason": _finish_reason(output),
@@ -253,9 +261,9 @@ class Renderer:
             "completion_tokens": len(output.tokens),
             "cached_tokens": output.cached_tokens,
             "cached_tokens_details": None,
-            "weight_version": self.label(last),
+            "weight_version": label(last),
             "weight_versions": [
-                {"version": self.label(version), "start": start, "end": end}
+                {"version": label(version), "start": start, "end": end}
                 for version, start, end in output.runs
             ],
             "num_retractions": output.num_recomputes,

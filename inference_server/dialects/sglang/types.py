@@ -11,9 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
-from headway.contracts.config.base import Config
+from headway.contracts.config.base import Config, Identifier
 from headway.contracts.http.generation import PauseMode
+from headway.contracts.http.weights import WeightPath
 from headway.contracts.types import TokenId
+from headway.dialects.structured_output import JsonSchema
 from headway.dialects.unsupported import RequestPart, unsupported
 
 AS_LOADED = "weights serve as they were loaded, without quantization; leave it out"
@@ -65,9 +67,11 @@ class SGLangSampling(Config):
     """Leave what ended the sequence in `text`."""
     stream_interval: int | None = Field(None, ge=1)
     """Tokens per chunk of a stream; None leaves it to the server."""
+    json_schema: JsonSchema | None = None
+    """The output is JSON of this schema."""
+    regex: str | None = None
+    """The whole output matches it."""
     stop_regex: None = None
-    json_schema: None = None
-    regex: None = None
     ebnf: None = None
     structural_tag: None = None
     custom_params: Annotated[
@@ -93,9 +97,26 @@ class GenerateBody(SGLangBody):
     """Report the logprobs of the prompt from here on; -1 reports none."""
     top_logprobs_num: int | tuple[int, ...] | None = 0
     return_text_in_logprobs: bool = False
+    lora_path: str | tuple[str | None, ...] | None = None
+    """Name of a loaded adapter; None takes the base alone."""
     stream: bool = False
     log_metrics: Literal[True] = True
     """Every request is counted."""
+
+
+class LoadAdapterBody(SGLangBody):
+    """`POST /load_lora_adapter`."""
+
+    lora_name: Identifier
+    lora_path: WeightPath
+    pinned: bool = False
+    """Not used: adapters stay until they are unloaded."""
+
+
+class UnloadAdapterBody(SGLangBody):
+    """`POST /unload_lora_adapter`."""
+
+    lora_name: Identifier
 
 
 class AbortBody(SGLangBody):

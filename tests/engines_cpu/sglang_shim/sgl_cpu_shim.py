@@ -1,7 +1,8 @@
-"""Lets SGLang import torchvision and triton on a machine that has neither in a usable form.
+"""Lets SGLang import torchvision and triton on a machine that has neither in a usable form, and have
+memory of a host without a GPU.
 
 Imported by `sgl_cpu_shim.pth` at the start of every interpreter, so it does nothing until one of the
-two is asked for.
+three is asked for.
 """
 
 import importlib.abc
@@ -14,6 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 TORCHVISION_OPERATORS = ("nms", "qnms")
+HOST_MEMORY = "sglang.srt.mem_cache.pool_host.common"
+"""Has a function for each type of device, and CUDA's for those that it does not know, a CPU among them.
+"""
 
 
 class _Ready(importlib.abc.Loader):
@@ -27,6 +31,21 @@ class _Ready(importlib.abc.Loader):
 
     def exec_module(self, module):
         pass
+
+
+class _HostMemory(importlib.machinery.SourceFileLoader):
+    """Loader of `HOST_MEMORY`."""
+
+    def exec_module(self, module):
+        super().exec_module(module)
+        module.ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
+
+
+def _plain_memory(dims, dtype, device, **ignored):
+    """Memory that needs no pinning: nothing is copied to another device."""
+    import torch
+
+    return torch.empty(dims, dtype=dtype, device=device)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -44,6 +63,8 @@ class _Finder(importlib.abc.MetaPathFinder):
             return self._spec(name, self._mock_triton())
         elif name.startswith("triton.") and self._stubs is not None:
             return self._spec(name, self._stubs._MockModule(name))
+        elif name == HOST_MEMORY:
+            return self._host_memory(name)
         return None
 
     def _declare_operators(self):
@@ -71,6 +92,12 @@ class _Finder(importlib.abc.MetaPathFinder):
             sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != "_TritonFinder"]
             self._stubs = stubs
             return sys.modules.pop("triton")
+
+    def _host_memory(self, name):
+        with self._standing_aside():
+            spec = importlib.util.find_spec(name)
+        spec.loader = _HostMemory(name, spec.origin)
+        return spec
 
     def _spec(self, name, module):
         return importlib.machinery.ModuleSpec(name, _Ready(module), is_package=True)

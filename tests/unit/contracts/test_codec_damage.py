@@ -93,8 +93,8 @@ def test_the_rebuilt_payload_is_good_as_it_stands():
 
 
 def test_a_newer_schema_says_what_to_do():
-    with pytest.raises(DataError, match=r"schema 4 is newer than 3; update this process"):
-        decode_groups(rebuilt(schema_version=4))
+    with pytest.raises(DataError, match=r"schema 5 is newer than 4; update this process"):
+        decode_groups(rebuilt(schema_version=5))
 
 
 @pytest.mark.parametrize("version", ["0", "-1", "one", "1.0", ""])

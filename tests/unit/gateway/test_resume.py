@@ -8,6 +8,7 @@ import pytest
 from gateway.execution.resume import cut_at_stop, generate_whole, join, rest_of
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import BackendError
+from headway.contracts.routed_experts import RoutedExperts
 from headway.contracts.sampling_mask import SamplingMask
 from headway.contracts.types import LLMRequest, LLMResponse
 
@@ -177,3 +178,24 @@ async def test_a_mask_ends_with_its_sequence_at_a_stop_string():
     assert decode(response.output_tokens) == "abc"
     assert response.sampling_mask == mask((97, 98), (98,), (99,))
     assert [asked.sampling_mask for asked in script.asked] == [True, True]
+
+
+def experts(*ids: int) -> RoutedExperts:
+    """Of one layer, one expert each."""
+    return RoutedExperts(np.array(ids, np.int16).reshape(-1, 1, 1))
+
+
+def test_experts_of_both_parts_are_those_that_computed_each_token_first():
+    """The second request computes the first's tokens once more, with experts that sampled nothing."""
+    first = part([5, 6], routed_experts=experts(1, 2, 3))
+    second = part([7, 8], "stop", routed_experts=experts(9, 9, 9, 4, 5))
+    assert join(first, second).routed_experts == experts(1, 2, 3, 4, 5)
+    assert join(part([]), second).routed_experts == second.routed_experts
+
+
+def test_experts_end_where_a_stop_string_ends_the_tokens():
+    first, second = part("ab", routed_experts=experts(1, 2, 3)), part("cdef", "length")
+    joined = join(first, second.model_copy(update={"routed_experts": experts(*range(7))}))
+    cut = cut_at_stop(joined, ("bc",), decode, seam=2)
+    assert decode(cut.output_tokens) == "abc"
+    assert cut.routed_experts == experts(1, 2, 3, 3)

@@ -9,14 +9,17 @@ when they are read. Process groups are real: the stand-in is a rank, on a thread
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from aiohttp import web
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from headway.contracts.errors import SyncError
@@ -71,10 +74,14 @@ class StandIn:
             "enable_deterministic_inference": False,
             "incremental_streaming_output": False,
             "speculative_algorithm": None,
+            "skip_tokenizer_init": False,
+            "enable_return_routed_experts": False,
             "tp_size": 1,
             "dtype": "float32",
         }
         self.weights: dict[str, torch.Tensor] = {"all": torch.tensor(0.0)}
+        self.experts: NDArray[np.int32] | None = None
+        """[positions, layers, experts of a token]: what it reports to those who ask."""
         self.shows_weights = True
         self.groups: dict[str, WeightGroup] = {}
         self.fails_at: int | None = None
@@ -374,6 +381,9 @@ class StandIn:
             meta["input_top_logprobs"] = [
                 None if row[0] is None else [row] * top for row in meta["input_token_logprobs"]
             ]
+        if self.experts is not None and one.finish and one.body.get("return_routed_experts"):
+            computed = self.experts[: len(prompt) + len(one.tokens) - 1]
+            meta["routed_experts"] = base64.b64encode(computed.tobytes()).decode()
         if self.has_spans and one.finish is not None:
             meta["weight_versions"] = self._spans(one)
             meta["weight_version"] = meta["weight_versions"][-1]["version"]

@@ -171,6 +171,8 @@ async def test_every_sampling_field_reaches_the_engine(llama_dir):
         "top_p",
         "top_k",
         "min_p",
+        "json_schema",
+        "regex",
     }
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import copy
+import io
 import json
 import os
 from collections.abc import Callable
@@ -17,7 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from zlib import crc32
 
+import numpy as np
 from aiohttp import web
+from numpy.typing import NDArray
 
 SHAPES = Path(__file__).parents[2] / "contract" / "data" / "vllm"
 UNLIMITED = 1 << 30
@@ -42,6 +46,13 @@ class Running:
     num_recomputes: int = 0
 
 
+def packed(array: NDArray[np.uint8]) -> str:
+    """An array as vLLM puts it into JSON: a `.npy` file in base64."""
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
 def has_weights(path: str) -> bool:
     return any(Path(path).glob("*.safetensors"))
 
@@ -58,14 +69,22 @@ class VLLMStandIn:
         scale_out: bool = True,
         dev_mode: bool = True,
         logprobs_mode: str = "processed_logprobs",
+        device: str = "cuda",
+        experts: NDArray[np.uint8] | None = None,
         budget: int = UNLIMITED,
     ) -> None:
+        """
+        Args:
+            experts: [positions, layers, experts of a token], reported with each whole answer.
+        """
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos = eos
         self.scale_out = scale_out
         self.dev_mode = dev_mode
         self.logprobs_mode = logprobs_mode
+        self.device = device
+        self.experts = experts
         self.label = "default"
         self.weights_path: str | None = None
         self.paused: str | None = None
@@ -252,6 +271,8 @@ class VLLMStandIn:
         choice["finish_reason"] = one.reason
         choice["stop_reason"] = one.match
         choice["weight_versions"] = one.spans if ended else None
+        if ended and self.experts is not None:
+            choice["routed_experts"] = packed(self.experts[: len(one.prompt) + len(one.tokens) - 1])
         if is_stream:
             answer["usage"] = None
         else:
@@ -312,7 +333,11 @@ class VLLMStandIn:
         return web.Response(text=(SHAPES / "metrics.txt").read_text())
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        config = {"model_config": {"logprobs_mode": self.logprobs_mode}}
+        config = {
+            "model_config": {"logprobs_mode": self.logprobs_mode},
+            "device_config": {"device": self.device},
+            "aux_output_config": {"enable_return_routed_experts": self.experts is not None},
+        }
         return web.json_response({"vllm_config": config, "vllm_env": {}, "system_env": {}})
 
     async def _weight_info(self, request: web.Request) -> web.Response:

@@ -1,0 +1,31 @@
+"""Adapters that a server holds beside its base."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from headway.contracts.config.base import Config, Identifier
+from headway.contracts.http.weights import WeightPath
+from headway.contracts.types import PolicyVersion
+
+
+class AdapterRequest(Config):
+    """`PUT /v1/adapters/{name}`: serve an adapter, or another version of it."""
+
+    path: WeightPath
+    """Directory that `peft` wrote (`adapter_config.json` and `adapter_model.safetensors`)."""
+    version: PolicyVersion | None = Field(None, ge=0)
+    """Its version; None takes the next one."""
+
+
+class AdapterView(Config):
+    """An adapter that is served."""
+
+    name: Identifier
+    version: PolicyVersion
+
+
+class AdaptersView(Config):
+    """`GET /v1/adapters`."""
+
+    adapters: list[AdapterView]
