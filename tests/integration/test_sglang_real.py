@@ -413,8 +413,9 @@ async def test_a_prompt_that_old_weights_read_is_read_again_after_keep(backend, 
     assert error_of(response, policies.recomputed(asked, response)) < TOLERANCE
 
 
+@pytest.mark.usefixtures("slowly")
 async def test_a_swap_in_a_pause_is_true_too(backend, policies):
-    asked, progress = request(12, 240), Progress(20)
+    asked, progress = request(12, 120), Progress(20)
     task = asyncio.create_task(backend.generate(asked, progress))
     await ready(progress)
     await backend.pause("in_place")
