@@ -18,14 +18,16 @@ from gateway.service.app import create_app
 from gateway.service.in_process import InProcessEngine
 from gateway.service.service import RolloutService
 from headway.contracts.config.server import ServerConfig
+from headway.dialects.openai import routes as openai
+from headway.dialects.sglang import routes as sglang
+from headway.dialects.sglang.dialect import SGLangDialect
 from headway.runtime.access import Access
 from headway.runtime.allowed_hosts import AllowedHosts
 from headway.runtime.tasks import cancel_and_wait
 from inference_server.backends.base import GenerationBackend
 from inference_server.dialects.headway import adapters, generation, peer_files, weights
-from inference_server.dialects.openai import routes as openai
-from inference_server.dialects.sglang import routes as sglang
-from inference_server.dialects.sglang.dialect import SGLangDialect
+from inference_server.dialects.sglang import routes as sglang_weights
+from inference_server.dialects.sglang.weight_updates import SGLangWeightUpdates
 from inference_server.engine import LocalGenerator, make_generator
 from inference_server.peer_store import PeerStore
 from inference_server.registration import keep_registered
@@ -52,7 +54,13 @@ def make_app(
     async def opened() -> AsyncIterator[RolloutService]:
         async with open_service(config, generator) as service:
             # Now, not before: an attached engine brings its own version.
-            app.state.sglang = SGLangDialect(config, generator)
+            updates = app.state.sglang_updates = SGLangWeightUpdates(
+                generator.backend, generator.gate, config.weights, config.group_timeout_s
+            )
+            model = config.model
+            app.state.sglang = SGLangDialect(
+                generator, updates.labels.label, model.path, config.served_model_name, model.dtype
+            )
             tasks = [
                 asyncio.create_task(
                     _register(app, config, generator, gateway_token), name="heartbeat"
@@ -63,7 +71,7 @@ def make_app(
                 yield service
             finally:
                 await cancel_and_wait(tasks)
-                await app.state.sglang.aclose()
+                await updates.aclose()
 
     app = create_app(
         "Headway generation server",
@@ -75,11 +83,13 @@ def make_app(
         peer_files.router,
         openai.router,
         sglang.router,
+        sglang_weights.router,
         access=access,
         hosts=AllowedHosts(config.service.allowed_hosts, [config.advertise_url]),
         metrics=generator.metrics.registry,
         about=lambda url: {"backend": config.backend.type, "model": config.model.path},
     )
+    app.state.served_model = generator
     app.state.peer_store = PeerStore(generator.gate.receiver.held if config.weights.peers else None)
     return app
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 from headway.contracts.config.server import ServerConfig, UpdatePolicy
 from headway.contracts.config.weight_sync import ReceiverConfig
+from headway.contracts.engines import OnDelta
 from headway.contracts.errors import Conflict, ServiceError, StaleVersion, VersionMoved
+from headway.contracts.http.generation import PauseMode
 from headway.contracts.http.servers import ServerReport, ServerState, ServerStatus
 from headway.contracts.http.weights import (
     GroupRankBody,
@@ -20,12 +22,13 @@ from headway.contracts.http.weights import (
     is_group,
 )
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion, WeightUpdateMeta
+from headway.dialects.served_model import ServedLoad
 from headway.runtime.logging import note_request
 from headway.runtime.modules import import_modules
 from headway.text.tokenizer import TextTokenizer
 from inference_server.adapters import Adapters
 from inference_server.admission import RequestAdmission
-from inference_server.backends.base import GenerationBackend, OnDelta, make_backend
+from inference_server.backends.base import GenerationBackend, make_backend
 from inference_server.default_dtype import settled_model
 from inference_server.memory import check_memory
 from inference_server.metrics import ServerMetrics, ServerSnapshot
@@ -41,7 +44,8 @@ UPLOAD_TIMEOUT_S = 3600.0
 
 
 class LocalGenerator:
-    """`Generator` over one backend and its version gate, with the limits of `RequestAdmission`."""
+    """`Generator` and `ServedModel` over one backend and its version gate, with the limits of
+    `RequestAdmission`."""
 
     def __init__(
         self,
@@ -92,6 +96,22 @@ class LocalGenerator:
         return version == self.version
 
     @property
+    def adapter_versions(self) -> Mapping[str, PolicyVersion]:
+        return self.adapters.versions
+
+    @property
+    def max_context(self) -> int | None:
+        return self.backend.limits.max_context or None
+
+    @property
+    def is_paused(self) -> bool:
+        return self.backend.is_paused
+
+    @property
+    def is_ready(self) -> bool:
+        return not (self.is_paused or self.admission.draining.is_set())
+
+    @property
     def updates_in_flight(self) -> int:
         return self.gate.served.updates_in_flight
 
@@ -115,7 +135,7 @@ class LocalGenerator:
             kv_usage=load.kv_usage,
             preemptions=load.preemptions,
             max_running=load.max_running,
-            max_context_tokens=self.backend.limits.max_context or None,
+            max_context_tokens=self.max_context,
             num_ranks=self.backend.num_ranks,
             vocab_size=self.backend.limits.vocab_size or None,
             tokenizer_digest=self._tokenizer_digest,
@@ -146,6 +166,30 @@ class LocalGenerator:
             note_request(rid=req.rid, code=error.code, reason=error.message)
             raise
         return response
+
+    def load(self) -> ServedLoad:
+        load = self.backend.load()
+        return ServedLoad(
+            load.running,
+            load.queued,
+            load.generated_tokens,
+            load.busy_s,
+            load.kv_tokens,
+            load.kv_capacity_tokens,
+            load.kv_usage,
+        )
+
+    async def abort(self, rid: str | None) -> None:
+        await self.backend.abort(rid)
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self.backend.pause(mode)
+
+    async def resume(self) -> None:
+        await self.backend.resume()
+
+    async def flush(self) -> bool:
+        return await self.backend.flush()
 
     def _check_version(self, req: LLMRequest) -> None:
         serving = self.version if req.adapter is None else self.adapters.version(req.adapter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
@@ -13,6 +13,7 @@ from headway.contracts.http.servers import ServerStatus
 from headway.contracts.types import (
     ConsumerSpec,
     FinetuneSpec,
+    LLMDelta,
     LLMRequest,
     LLMResponse,
     PolicyVersion,
@@ -24,6 +25,8 @@ from headway.contracts.types import (
 )
 
 SCORE_TIMEOUT_S = 600.0
+OnDelta = Callable[[LLMDelta], None]
+"""Called on the caller's event loop with what each step added."""
 
 
 @runtime_checkable

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from headway.contracts.config.base import Config
 from headway.contracts.config.server import PluginBackendConfig, UpdatePolicy
 from headway.contracts.context import check_context
+from headway.contracts.engines import OnDelta
 from headway.contracts.errors import DataError
 from headway.contracts.http.generation import PauseMode
 from headway.contracts.registry import Registry
 from headway.contracts.types import (
-    LLMDelta,
     LLMRequest,
     LLMResponse,
     PolicyVersion,
@@ -24,9 +24,6 @@ from headway.runtime.plugins import plugin_args
 if TYPE_CHECKING:
     from headway.text.tokenizer import TextTokenizer
     from weight_sync.channel import StagedWeights, VerifiedVersion, WeightReader
-
-OnDelta = Callable[[LLMDelta], None]
-"""Called on the caller's event loop with what each step added."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from zlib import crc32
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import FakeBackendConfig, UpdatePolicy
+from headway.contracts.engines import OnDelta
 from headway.contracts.errors import BackendError, DataError
 from headway.contracts.http.generation import PauseMode
 from headway.contracts.types import (
@@ -30,7 +31,6 @@ from inference_server.backends.base import (
     HeldVersion,
     Limits,
     Load,
-    OnDelta,
     StagedVersion,
     check_request,
     refuse_mask,

@@ -22,9 +22,10 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
+from headway.contracts.engines import OnDelta
 from headway.contracts.types import LLMRequest, LLMResponse, Message, Prompt
 from headway.text.tokenizer import TextTokenizer
-from inference_server.backends.base import Load, OnDelta
+from inference_server.backends.base import Load
 from inference_server.backends.fake import FakeBackend
 
 START, END = "<|im_start|>", "<|im_end|>"

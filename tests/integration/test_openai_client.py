@@ -25,11 +25,11 @@ from tokenizers.models import BPE
 
 from headway.contracts.config.server import ServerConfig
 from headway.contracts.config.weight_sync import ReceiverConfig
+from headway.contracts.engines import OnDelta
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
 from headway.runtime.access import Access
 from headway.text.tokenizer import TextTokenizer
 from inference_server.app import make_app
-from inference_server.backends.base import OnDelta
 from inference_server.backends.fake import FakeBackend
 from inference_server.engine import LocalGenerator, make_generator
 from inference_server.version_gate import VersionGate

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import EmbeddedTorchConfig, UpdatePolicy
+from headway.contracts.engines import OnDelta
 from headway.contracts.errors import Conflict, SyncError
 from headway.contracts.http.generation import PauseMode
 from headway.contracts.types import (
@@ -26,7 +27,7 @@ from headway.contracts.types import (
     WeightUpdateMeta,
 )
 from headway.text.tokenizer import TextTokenizer
-from inference_server.backends.base import Limits, Load, OnDelta, StagedVersion, check_request
+from inference_server.backends.base import Limits, Load, StagedVersion, check_request
 from inference_server.backends.embedded.decode_loop import DecodeLoop
 from inference_server.backends.embedded.device import Device, local_device
 from inference_server.backends.embedded.grammar import Grammars, GrammarState

@@ -24,6 +24,7 @@ import torch
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import SGLangConfig, UpdatePolicy
+from headway.contracts.engines import OnDelta
 from headway.contracts.errors import BackendError, ConfigError, ServiceError, SyncError
 from headway.contracts.http.generation import PauseMode
 from headway.contracts.types import (
@@ -35,7 +36,7 @@ from headway.contracts.types import (
 )
 from headway.runtime.tasks import run_to_end
 from headway.text.tokenizer import TextTokenizer
-from inference_server.backends.base import Limits, Load, OnDelta, StagedVersion
+from inference_server.backends.base import Limits, Load, StagedVersion
 from inference_server.backends.engine_process import EngineProcess
 from inference_server.backends.sglang import updates, wire
 from inference_server.backends.sglang.call import EngineCall

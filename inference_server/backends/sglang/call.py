@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headway.contracts.engines import OnDelta
 from headway.contracts.types import LLMDelta, LLMRequest, PolicyVersion
-from inference_server.backends.base import OnDelta
 from inference_server.backends.sglang import wire
 from inference_server.backends.sglang.wire import EngineOutput
 

@@ -14,10 +14,11 @@ from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any
 
+from headway.contracts.engines import OnDelta
 from headway.contracts.errors import BackendError, DataError
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
 from headway.runtime.tasks import Signal, cancel_and_wait
-from inference_server.backends.base import Limits, OnDelta, check_request, refuse_mask
+from inference_server.backends.base import Limits, check_request, refuse_mask
 from inference_server.backends.engine_process import EngineProcess, EngineResponse
 from inference_server.backends.sglang import wire
 from inference_server.backends.sglang.call import EngineCall

@@ -35,6 +35,7 @@ from pathlib import Path
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import UpdatePolicy, VLLMConfig
+from headway.contracts.engines import OnDelta
 from headway.contracts.errors import BackendError, ConfigError, RequestTooLong, SyncError
 from headway.contracts.http.generation import PauseMode
 from headway.contracts.types import (
@@ -48,7 +49,6 @@ from headway.text.tokenizer import TextTokenizer
 from inference_server.backends.base import (
     Limits,
     Load,
-    OnDelta,
     StagedVersion,
     check_request,
     refuse_mask,

@@ -6,9 +6,9 @@ import logging
 import time
 from dataclasses import dataclass, field
 
+from headway.contracts.engines import OnDelta
 from headway.contracts.errors import BackendError
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse, PolicyVersion
-from inference_server.backends.base import OnDelta
 from inference_server.backends.engine_experts import EngineExperts
 from inference_server.backends.vllm.wire import OutputChunk, Runs, prompt_scores
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -16,15 +15,14 @@ from headway.contracts.http.generation import (
     GenerationAbortRequest,
     GenerationPauseRequest,
 )
-from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
+from headway.contracts.types import LLMDelta, LLMRequest
+from headway.dialects.served_model import Part, stream_of
 from headway.runtime.disconnect import unless_disconnected
 from headway.runtime.event_stream import EventStream
 from headway.runtime.json_route import JsonRoute
 from inference_server.engine import LocalGenerator
 
 router = APIRouter(route_class=JsonRoute)
-
-Part = LLMDelta | LLMResponse
 
 
 @router.post(paths.GENERATE_STREAM, response_class=StreamingResponse)
@@ -56,35 +54,22 @@ def _event(part: Part) -> str:
 
 @router.post(paths.GENERATION_ABORT, status_code=204)
 async def abort(body: GenerationAbortRequest, request: Request) -> None:
-    await local(request).backend.abort(body.rid)
+    await local(request).abort(body.rid)
 
 
 @router.post(paths.GENERATION_PAUSE, status_code=204)
 async def pause(body: GenerationPauseRequest, request: Request) -> None:
-    await local(request).backend.pause(body.mode)
+    await local(request).pause(body.mode)
 
 
 @router.post(paths.GENERATION_RESUME, status_code=204)
 async def resume(request: Request) -> None:
-    await local(request).backend.resume()
+    await local(request).resume()
 
 
 @router.post(paths.GENERATION_FLUSH)
 async def flush(request: Request) -> FlushResponse:
-    return FlushResponse(flushed=await local(request).backend.flush())
-
-
-async def stream_of(generator: LocalGenerator, req: LLMRequest) -> AsyncGenerator[Part]:
-    """The deltas of a request as they come, then its response; leaving early cancels it."""
-    parts: asyncio.Queue[LLMDelta | None] = asyncio.Queue()
-    work = asyncio.ensure_future(generator.agenerate(req, parts.put_nowait))
-    work.add_done_callback(lambda _: parts.put_nowait(None))
-    try:
-        while (part := await parts.get()) is not None:
-            yield part
-        yield await work
-    finally:
-        work.cancel()
+    return FlushResponse(flushed=await local(request).flush())
 
 
 def local(request: Request) -> LocalGenerator:

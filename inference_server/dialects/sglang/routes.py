@@ -1,80 +1,45 @@
-"""SGLang's native contract over our backend, so that what was written for SGLang runs unchanged.
+"""What SGLang's contract has for one server beside generation: weights, adapters, memory.
 
-Shapes are SGLang's (0.5.23). Where it would break a promise of ours we keep the promise and say so
-beside the route. Updates of weights and adapters answer failures with `success: false`, everything
-else with `{"error": {"message"}}`; both are 400 for what a client can mend.
+See `headway.dialects.sglang.routes`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
-import uuid
-from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from collections.abc import Awaitable
+from typing import Any, Literal
 
-from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import ErrorBody, ServiceError
 from headway.contracts.http import paths
-from headway.contracts.types import LLMRequest
-from headway.dialects.error_shapes import (
-    FAILURES,
-    ApiFailure,
-    InvalidField,
-    ShapedError,
-    route_in,
-)
-from headway.runtime.disconnect import unless_disconnected
-from headway.runtime.event_stream import EventStream
+from headway.dialects.error_shapes import FAILURES, InvalidField, ShapedError, route_in
+from headway.dialects.sglang.errors import UPDATE_FAILURES, failed_update, sglang_error
+from headway.dialects.sglang.routes import dialect_of
+from headway.dialects.sglang.types import DiskUpdateBody, EmptyBody, UpdateBody
 from headway.runtime.logging import note_request
-from headway.runtime.offload import offload, size_of
-from headway.text.tokenizer import TextTokenizer
 from inference_server.adapters import Adapters
 from inference_server.dialects.headway.generation import local
-from inference_server.dialects.sglang.dialect import SGLangDialect
 from inference_server.dialects.sglang.types import (
-    AbortBody,
     CheckerBody,
-    DetokenizeBody,
-    DiskUpdateBody,
-    EmptyBody,
-    GenerateBody,
     GroupUpdateBody,
     JoinGroupBody,
     LeaveGroupBody,
     LoadAdapterBody,
     ParameterBody,
-    PauseBody,
     PostProcessBody,
     RelabelBody,
     SelectingBody,
-    TokenizeBody,
     UnloadAdapterBody,
-    UpdateBody,
 )
-from inference_server.dialects.sglang.weight_updates import KeptAside, Published, UpdateOptions
+from inference_server.dialects.sglang.weight_updates import (
+    KeptAside,
+    Published,
+    SGLangWeightUpdates,
+    UpdateOptions,
+)
 from weight_sync.transports.process_group import GroupAddress, TensorSpec
-
-HEALTH_TIMEOUT_S = 20.0
-MAX_FLUSH_S = 3600.0
-
-
-def error_shape(failure: ApiFailure) -> dict[str, Any]:
-    """SGLang's error body."""
-    return {"error": {"message": failure.message}}
-
-
-class UpdateFailure(BaseModel):
-    """Response to an update that failed."""
-
-    success: Literal[False]
-    message: str
-    num_paused_requests: int | None = None
 
 
 class AdapterFailure(BaseModel):
@@ -85,45 +50,10 @@ class AdapterFailure(BaseModel):
     loaded_adapters: dict[str, str]
 
 
-FLUSH_FAILURES: dict[int | str, dict[str, Any]] = {
-    "4XX": {"content": {"text/plain": {}, "application/json": {}}}
-}
-UPDATE_FAILURES: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": UpdateFailure | ShapedError | ErrorBody}
-}
 ADAPTER_FAILURES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": AdapterFailure | ShapedError | ErrorBody}
 }
-router = APIRouter(route_class=route_in(error_shape), responses=FAILURES)
-
-
-@router.put(paths.SGLANG_GENERATE, include_in_schema=False)
-@router.post(paths.SGLANG_GENERATE, response_model=None)
-async def generate(body: GenerateBody, request: Request) -> Response:
-    """Generate; with `stream`, server-sent events that each hold all there is so far, then `[DONE]`."""
-    if not body.stream:
-        return JSONResponse(await unless_disconnected(request, _dialect(request).generate(body)))
-    chunks = _dialect(request).stream(body)
-    first = await unless_disconnected(request, anext(chunks))
-    return EventStream(_events(first, chunks))
-
-
-async def _events(
-    first: dict[str, Any], rest: AsyncGenerator[dict[str, Any]]
-) -> AsyncGenerator[str]:
-    async with aclosing(rest):
-        try:
-            yield _event(first)
-            async for chunk in rest:
-                yield _event(chunk)
-        except ServiceError as error:
-            note_request(code=error.code, reason=error.message)
-            yield _event({"error": {"message": error.message}})
-    yield "data: [DONE]\n\n"
-
-
-def _event(chunk: dict[str, Any]) -> str:
-    return f"data: {json.dumps(chunk)}\n\n"
+router = APIRouter(route_class=route_in(sglang_error), responses=FAILURES)
 
 
 @router.post(paths.SGLANG_LORA_LOAD, response_model=None, responses=ADAPTER_FAILURES)
@@ -151,121 +81,15 @@ async def _changed(adapters: Adapters, work: Awaitable[object]) -> Response:
     return JSONResponse(answer, status_code=400 if failure else 200)
 
 
-@router.post(paths.SGLANG_ABORT, response_class=Response)
-async def abort(body: AbortBody, request: Request) -> Response:
-    if body.abort_all or body.rid:
-        await _dialect(request).abort(None if body.abort_all else body.rid)
-    return Response()
-
-
-@router.get(paths.SGLANG_PING, response_class=Response)
-async def ping() -> Response:
-    return Response()
-
-
-@router.get(paths.SGLANG_READY, response_class=Response)
-async def ready(request: Request) -> Response:
-    generator = local(request)
-    is_out = generator.backend.is_paused or generator.admission.draining.is_set()
-    return Response(status_code=503 if is_out else 200)
-
-
-@router.get(paths.SGLANG_HEALTH, response_class=Response)
-async def health_generate(request: Request) -> Response:
-    """Generates a token; a paused server answers at once that it would not."""
-    generator = local(request)
-    if generator.backend.is_paused:
-        return Response(status_code=503)
-    probe = LLMRequest(
-        rid=f"HEALTH_CHECK_{uuid.uuid4().hex}",
-        input_ids=(0,),
-        gconfig=SamplingConfig(max_new_tokens=1, temperature=0.0),
-    )
-    try:
-        async with asyncio.timeout(HEALTH_TIMEOUT_S):
-            await generator.agenerate(probe)
-    except (TimeoutError, ServiceError):
-        return Response(status_code=503)
-    return Response()
-
-
-@router.get(paths.SGLANG_MODEL_OLD)
-@router.get(paths.SGLANG_MODEL)
-async def model_info(request: Request) -> dict[str, Any]:
-    return _dialect(request).model_info()
-
-
-@router.get(paths.SGLANG_SERVER_OLD)
-@router.get(paths.SGLANG_SERVER)
-async def server_info(request: Request) -> dict[str, Any]:
-    host, port = request.scope["server"]
-    return _dialect(request).server_info(host, port)
-
-
-@router.get(paths.SGLANG_VERSION_OLD)
-async def weight_version(request: Request) -> dict[str, str]:
-    return {"weight_version": _dialect(request).updates.label}
-
-
-@router.get(paths.SGLANG_LOAD_OLD)
-async def load(request: Request) -> list[dict[str, Any]]:
-    return _dialect(request).old_load()
-
-
-@router.get(paths.SGLANG_LOADS)
-async def loads(request: Request) -> dict[str, Any]:
-    return {"loads": [_dialect(request).load()]}
-
-
-@router.post(paths.SGLANG_PAUSE)
-async def pause(body: PauseBody, request: Request) -> dict[str, str]:
-    await local(request).backend.pause(body.mode)
-    return {"message": "Generation paused successfully.", "status": "ok"}
-
-
 @router.post(paths.SGLANG_CONTINUE, response_model=None, responses=UPDATE_FAILURES)
 async def resume(_: EmptyBody, request: Request) -> Response:
     """Serve what was received and continue; if it cannot be served, stay paused and say why."""
     try:
-        await _dialect(request).updates.complete()
+        await _updates(request).complete()
     except ServiceError as error:
-        return _failed(error)
-    await local(request).backend.resume()
+        return failed_update(error)
+    await local(request).resume()
     return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
-
-
-@router.get(paths.SGLANG_FLUSH, include_in_schema=False)
-@router.post(paths.SGLANG_FLUSH, response_class=PlainTextResponse, responses=FLUSH_FAILURES)
-async def flush(
-    request: Request,
-    timeout: Annotated[float, Query(ge=0.0, le=MAX_FLUSH_S, allow_inf_nan=False)] = 0.0,
-) -> PlainTextResponse:
-    if await _dialect(request).flush(timeout):
-        return PlainTextResponse("Cache flushed.\n")
-    return PlainTextResponse("Flush cache failed.\n", status_code=400)
-
-
-@router.post(paths.SGLANG_TOKENIZE)
-async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
-    texts = (body.prompt,) if isinstance(body.prompt, str) else body.prompt
-    tokenizer = _tokenizer(request)
-    tokenizer.check_length(*texts)
-    ids = await offload(
-        size_of(texts), lambda: [tokenizer.encode(text, body.add_special_tokens) for text in texts]
-    )
-    is_one = isinstance(body.prompt, str)
-    return {
-        "tokens": ids[0] if is_one else ids,
-        "count": len(ids[0]) if is_one else [len(row) for row in ids],
-        "max_model_len": local(request).backend.limits.max_context,
-    }
-
-
-@router.post(paths.SGLANG_DETOKENIZE)
-async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
-    skips = body.skip_special_tokens
-    tokenizer = _tokenizer(request)
-    return {"text": await offload(size_of(body.tokens), _text_of, tokenizer, body.tokens, skips)}
 
 
 @router.post(paths.SGLANG_UPDATE_DISK, response_model=None, responses=UPDATE_FAILURES)
@@ -275,11 +99,14 @@ async def update_from_disk(body: DiskUpdateBody, request: Request) -> Response:
     Running sequences do as `update_policy` says, or end with `abort_all_requests`; SGLang waits for
     them. A cache that cannot be flushed is reported, and is no failure: the weights did change.
     """
-    paused = local(request).backend.is_paused
+    generator = local(request)
+    paused = generator.is_paused
     try:
-        published = await _dialect(request).update_from_disk(body.model_path, _options(body))
+        published = await _updates(request).from_disk(body.model_path, _options(body))
     except ServiceError as error:
-        return _failed(error, num_paused_requests=0)
+        return failed_update(error, num_paused_requests=0)
+    dialect_of(request).model_path = body.model_path
+    generator.model_paths = (*generator.model_paths[:1], body.model_path)
     text = f"Succeeded to update model weights.{_described(published)}"
     running = published.running if paused else 0
     return JSONResponse({"success": True, "message": text, "num_paused_requests": running})
@@ -287,13 +114,13 @@ async def update_from_disk(body: DiskUpdateBody, request: Request) -> Response:
 
 @router.post(paths.SGLANG_UPDATE_BEGIN, response_model=None, responses=UPDATE_FAILURES)
 async def begin_update(_: SelectingBody, request: Request) -> Response:
-    return await _done(_dialect(request).updates.begin(), "Success")
+    return await _done(_updates(request).begin(), "Success")
 
 
 @router.post(paths.SGLANG_UPDATE_END, response_model=None, responses=UPDATE_FAILURES)
 async def end_update(_: EmptyBody, request: Request) -> Response:
     """Publish everything that the session received, all at once; in SGLang, bucket by bucket."""
-    return await _done(_dialect(request).updates.end(), "Success")
+    return await _done(_updates(request).end(), "Success")
 
 
 @router.post(paths.SGLANG_POST_PROCESS)
@@ -322,16 +149,16 @@ async def join_group(body: JoinGroupBody, request: Request) -> Response:
         body.world_size,
         body.backend,
     )
-    joined = _dialect(request).updates.join(address)
+    joined = _updates(request).join(address)
     return await _done(joined, "Succeeded to initialize custom process group.")
 
 
 @router.post(paths.SGLANG_GROUP_DESTROY, response_model=None, responses=UPDATE_FAILURES)
 async def leave_group(body: LeaveGroupBody, request: Request) -> Response:
     try:
-        dropped = await _dialect(request).updates.leave(body.group_name)
+        dropped = await _updates(request).leave(body.group_name)
     except ServiceError as error:
-        return _failed(error)
+        return failed_update(error)
     text = "Succeeded to destroy custom process group."
     if dropped:
         text += f" {dropped} parameters that were received and not yet served were dropped."
@@ -351,7 +178,7 @@ async def update_from_group(body: GroupUpdateBody, request: Request) -> Response
         for name, dtype, shape in zip(body.names, body.dtypes, body.shapes, strict=True)
     ]
     is_flat = body.load_format is not None
-    received = _dialect(request).updates.receive(body.group_name, specs, is_flat, _options(body))
+    received = _updates(request).receive(body.group_name, specs, is_flat, _options(body))
     return await _done(received, "Succeeded to update parameter online.")
 
 
@@ -363,8 +190,8 @@ async def relabel(body: RelabelBody, request: Request) -> dict[str, Any]:
     sampled before.
     """
     if body.abort_all_requests:
-        await local(request).backend.abort(None)
-    await _dialect(request).updates.relabel(body.new_version)
+        await local(request).abort(None)
+    await _updates(request).relabel(body.new_version)
     text = f"Weight version updated to {body.new_version}"
     return {"success": True, "message": text, "new_version": body.new_version}
 
@@ -372,14 +199,14 @@ async def relabel(body: RelabelBody, request: Request) -> dict[str, Any]:
 @router.get(paths.SGLANG_WEIGHTS, include_in_schema=False)
 @router.post(paths.SGLANG_WEIGHTS, response_model=None)
 async def read_parameter(body: ParameterBody, request: Request) -> Response:
-    tensor = await _dialect(request).updates.read(body.name)
+    tensor = await _updates(request).read(body.name)
     rows = tensor[: body.truncate_size] if tensor.ndim else tensor
     return JSONResponse(rows.float().tolist())
 
 
 @router.post(paths.SGLANG_CHECKER)
 async def check_weights(_: CheckerBody, request: Request) -> dict[str, Any]:
-    each, whole = await _dialect(request).updates.checksums()
+    each, whole = await _updates(request).checksums()
     ranks = [{"checksums": each, "per_gpu_checksum": whole}]
     return {"success": True, "ranks": ranks, "per_engine_checksum": whole}
 
@@ -389,15 +216,10 @@ async def _done(work: Awaitable[Published | KeptAside | None], text: str) -> Res
     try:
         published = await work
     except ServiceError as error:
-        return _failed(error)
+        return failed_update(error)
     return JSONResponse(
         {"success": True, "message": text + ("" if text == "Success" else _described(published))}
     )
-
-
-def _failed(error: ServiceError, **more: Any) -> Response:
-    note_request(code=error.code, reason=error.message)
-    return JSONResponse({"success": False, "message": error.message, **more}, status_code=400)
 
 
 def _described(published: Published | KeptAside | None) -> str:
@@ -416,24 +238,6 @@ def _options(body: UpdateBody) -> UpdateOptions:
     return UpdateOptions(body.weight_version, body.abort_all_requests, body.flush_cache)
 
 
-def _text_of(
-    tokenizer: TextTokenizer, tokens: tuple[int, ...] | tuple[tuple[int, ...], ...], skips: bool
-) -> str | list[str]:
-    rows = [list(row) for row in tokens if isinstance(row, tuple)]
-    if rows:
-        return [tokenizer.decode(row, skips) for row in rows]
-    return tokenizer.decode([token for token in tokens if isinstance(token, int)], skips)
-
-
-def _tokenizer(request: Request) -> TextTokenizer:
-    tokenizer = local(request).tokenizer
-    if tokenizer is None:
-        raise InvalidField(
-            "the model directory has no tokenizer.json; this server cannot handle text"
-        )
-    return tokenizer
-
-
-def _dialect(request: Request) -> SGLangDialect:
-    dialect: SGLangDialect = request.app.state.sglang
-    return dialect
+def _updates(request: Request) -> SGLangWeightUpdates:
+    updates: SGLangWeightUpdates = request.app.state.sglang_updates
+    return updates

@@ -28,8 +28,8 @@ from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import ConfigError, Conflict, ServiceError, SyncError
 from headway.contracts.types import WeightUpdateMeta
+from headway.dialects.sglang.version_labels import VersionLabels
 from inference_server.backends.base import GenerationBackend, StagedVersion
-from inference_server.dialects.sglang.version_labels import VersionLabels
 from inference_server.dialects.sglang.weight_groups import WeightGroups
 from inference_server.version_gate import VersionGate
 from weight_sync.channel import WeightReader

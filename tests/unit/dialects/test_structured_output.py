@@ -11,9 +11,9 @@ from pydantic import TypeAdapter, ValidationError
 from headway.dialects.anthropic.request import MessagesRequest
 from headway.dialects.error_shapes import InvalidField
 from headway.dialects.openai.chat_request import ChatRequest
+from headway.dialects.openai.completion_request import CompletionRequest
 from headway.dialects.openai.responses_request import ResponsesRequest
 from headway.dialects.structured_output import ANY_OBJECT, JsonSchema
-from inference_server.dialects.openai.completion_request import CompletionRequest
 from inference_server.dialects.sglang.types import SGLangSampling
 
 SAY = [{"role": "user", "content": "say"}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference_server.dialects.sglang.version_labels import MAX_VERSION, VersionLabels
+from headway.dialects.sglang.version_labels import MAX_VERSION, VersionLabels
 
 
 def test_the_first_weights_are_called_default_unless_they_have_a_number() -> None:

@@ -1,36 +1,29 @@
-"""State of SGLang's API between requests, over one `LocalGenerator`."""
+"""State of SGLang's API between requests, over one `ServedModel`."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from headway import __version__
-from headway.contracts.config.server import ServerConfig
-from headway.contracts.types import LLMDelta, LLMResponse
+from headway.contracts.types import LLMDelta, LLMResponse, PolicyVersion
 from headway.dialects.error_shapes import InvalidField
-from headway.runtime.offload import offload, size_of
-from headway.runtime.tasks import cancel_and_wait
-from inference_server.dialects.headway.generation import stream_of
-from inference_server.dialects.sglang.samples import (
+from headway.dialects.served_model import ServedModel, stream_of
+from headway.dialects.sglang.samples import (
     Renderer,
     SampleOutput,
     SGLangSample,
     SGLangSamples,
     read_body,
 )
-from inference_server.dialects.sglang.types import GenerateBody
-from inference_server.dialects.sglang.weight_updates import (
-    Published,
-    SGLangWeightUpdates,
-    UpdateOptions,
-)
-from inference_server.engine import LocalGenerator
+from headway.dialects.sglang.types import GenerateBody
+from headway.runtime.offload import offload, size_of
+from headway.runtime.tasks import cancel_and_wait
 
 FLUSH_TICK_S = 0.02
 DENSE_TOKENS = 256
@@ -44,41 +37,69 @@ ONE_PROCESS: ServerInfo = {
 
 
 class SGLangDialect:
-    """One server as SGLang's clients see it: ids in flight, the model's name, the weights' labels."""
+    """One model as SGLang's clients see it: ids in flight, its name, labels of its weights."""
 
-    def __init__(self, config: ServerConfig, generator: LocalGenerator) -> None:
-        self._generator = generator
-        self._config = config
-        self._model_path = config.model.path
+    def __init__(
+        self,
+        model: ServedModel,
+        label: Callable[[PolicyVersion], str],
+        model_path: str,
+        served_name: str | None = None,
+        dtype: str = "auto",
+    ) -> None:
+        """
+        Args:
+            label: the text by which clients know a version.
+            model_path: directory with the model's configuration, and its tokenizer if it has one.
+            served_name: of the model; None takes its path.
+            dtype: of the weights.
+        """
+        self.model_path = model_path
+        """Directory of the weights that serve."""
+        self._model = model
+        self._label = label
+        self._folder = model_path
+        self._served_name = served_name
+        self._dtype = dtype
         self._rids: dict[str, list[str]] = {}
         self._started = time.time()
-        self.updates = SGLangWeightUpdates(
-            generator.backend, generator.gate, config.weights, config.group_timeout_s
-        )
 
-    async def generate(self, body: GenerateBody) -> dict[str, Any] | list[dict[str, Any]]:
-        """The whole answer to a body that does not stream."""
-        asked = await offload(size_of(body), self._read, body)
+    @property
+    def label(self) -> str:
+        """Label of the weights that serve."""
+        return self._label(self._model.version)
+
+    async def generate(
+        self, body: GenerateBody, session: str | None
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """The whole answer to a body that does not stream.
+
+        Args:
+            session: requests of one session are best served by one server.
+        """
+        asked = await offload(size_of(body), read_body, body, self._model, session)
         write = self._renderer().write
         with self._claim(asked):
-            responses = await _all_of(self._generator, asked)
+            responses = await _all_of(self._model, asked)
         outputs = [SampleOutput.of(response) for response in responses]
         size = sum(len(output.tokens) for output in outputs)
         answers = await offload(size, lambda: list(map(write, asked.samples, outputs)))
         return answers if asked.is_list else answers[0]
 
-    async def stream(self, body: GenerateBody) -> AsyncGenerator[dict[str, Any]]:
+    async def stream(
+        self, body: GenerateBody, session: str | None
+    ) -> AsyncGenerator[dict[str, Any]]:
         """Chunks, each with all that its sample has got so far.
 
         So each repeats all before it: the longer the sample, the rarer its chunks, unless the client
         says how often it wants them (`stream_interval`).
         """
-        asked = await offload(size_of(body), self._read, body)
+        asked = await offload(size_of(body), read_body, body, self._model, session)
         write = self._renderer().write
         outputs = [SampleOutput() for _ in asked.samples]
         shown = [0] * len(outputs)
         with self._claim(asked):
-            async with aclosing(_merged(self._generator, asked)) as parts:
+            async with aclosing(_merged(self._model, asked)) as parts:
                 async for sample, part in parts:
                     output = outputs[sample.index]
                     if isinstance(part, LLMDelta):
@@ -96,63 +117,54 @@ class SGLangDialect:
     async def abort(self, rid: str | None) -> None:
         """End one request of a client, with all of its samples, or all requests."""
         for each in [None] if rid is None else self._rids.get(rid, [rid]):
-            await self._generator.backend.abort(each)
+            await self._model.abort(each)
 
     async def flush(self, timeout_s: float) -> bool:
         """Drop shared prefixes, waiting this long for a moment when nothing runs."""
         deadline = time.monotonic() + timeout_s
-        while not (flushed := await self._generator.backend.flush()):
+        while not (flushed := await self._model.flush()):
             if time.monotonic() >= deadline:
                 break
             await asyncio.sleep(FLUSH_TICK_S)
         return flushed
 
-    async def update_from_disk(self, path: str, options: UpdateOptions) -> Published:
-        """Publish a directory; the model is called by it from then on."""
-        published = await self.updates.from_disk(path, options)
-        self._model_path = path
-        self._generator.model_paths = (self._config.model.path, path)
-        return published
-
     def model_info(self) -> ServerInfo:
         """`/model_info`."""
-        has_tokenizer = self._generator.tokenizer is not None
         return {
-            "model_path": self._model_path,
-            "served_model_name": self._config.served_model_name or self._model_path,
-            "tokenizer_path": self._config.model.path if has_tokenizer else None,
+            "model_path": self.model_path,
+            "served_model_name": self._served_name or self.model_path,
+            "tokenizer_path": self._folder if self._model.tokenizer is not None else None,
             "is_generation": True,
             "preferred_sampling_params": None,
-            "weight_version": self.updates.label,
+            "weight_version": self.label,
             "load_format": "auto",
             "reasoning_parser": None,
             "tool_call_parser": None,
             "disaggregation_mode": "null",
             "has_image_understanding": False,
             "has_audio_understanding": False,
-            **_architecture(Path(self._config.model.path)),
+            **_architecture(Path(self._folder)),
         }
 
     def server_info(self, host: str, port: int) -> ServerInfo:
-        """Return `/server_info` of this server; of SGLang's own flags, those that clients compare.
+        """Return `/server_info`; of SGLang's own flags, those that clients compare.
 
-        To them it is one process with one GPU, whatever engine is behind it.
+        To them it is one process with one GPU, whatever engines are behind it.
 
         Args:
-            host: address of this server that was called.
+            host: address of this service that was called.
             port: likewise.
         """
-        limits = self._generator.backend.limits
-        load = self._generator.backend.load()
+        context = self._model.max_context
         return {
             **self.model_info(),
-            "dtype": self._config.model.dtype,
+            "dtype": self._dtype,
             "host": host,
             "port": port,
             **ONE_PROCESS,
-            "context_length": limits.max_context,
-            "max_total_num_tokens": load.kv_capacity_tokens,
-            "max_req_input_len": limits.max_context - 1,
+            "context_length": context,
+            "max_total_num_tokens": self._model.load().kv_capacity_tokens,
+            "max_req_input_len": None if context is None else context - 1,
             "startup_time": self._started,
             "internal_states": [self.load()],
             "version": __version__,
@@ -160,8 +172,7 @@ class SGLangDialect:
 
     def load(self) -> ServerInfo:
         """Return the current load in SGLang's words; throughput is the mean over the time with work."""
-        load = self._generator.backend.load()
-        is_paused = self._generator.backend.is_paused
+        load = self._model.load()
         throughput = load.generated_tokens / load.busy_s if load.busy_s else 0.0
         capacity = load.kv_capacity_tokens
         return {
@@ -169,19 +180,19 @@ class SGLangDialect:
             "num_waiting_reqs": load.queued,
             "num_used_tokens": load.kv_tokens,
             "max_total_num_tokens": capacity,
-            "token_usage": load.kv_tokens / capacity if capacity else 0.0,
+            "token_usage": load.kv_tokens / capacity if capacity else load.kv_usage,
             "gen_throughput": throughput,
             "last_gen_throughput": throughput,
             "queues": {
                 "waiting": load.queued,
-                "paused": load.running if is_paused else 0,
+                "paused": load.running if self._model.is_paused else 0,
                 "retracted": 0,
             },
         }
 
     def old_load(self) -> list[ServerInfo]:
         """Return the current load as SGLang did before `/v1/loads`: one row per data parallel rank."""
-        load = self._generator.backend.load()
+        load = self._model.load()
         return [
             {
                 "dp_rank": 0,
@@ -191,20 +202,9 @@ class SGLangDialect:
             }
         ]
 
-    async def aclose(self) -> None:
-        """Leave every group."""
-        await self.updates.aclose()
-
-    def _read(self, body: GenerateBody) -> SGLangSamples:
-        return read_body(body, self._generator.tokenizer, self._generator.backend.limits)
-
     def _renderer(self) -> Renderer:
-        return Renderer(
-            self.updates.labels.label,
-            self._generator.tokenizer,
-            self._generator.version,
-            time.monotonic(),
-        )
+        model = self._model
+        return Renderer(self._label, model.tokenizer, model.version, time.monotonic())
 
     @contextmanager
     def _claim(self, asked: SGLangSamples) -> Iterator[None]:
@@ -223,9 +223,9 @@ class SGLangDialect:
                 del self._rids[rid]
 
 
-async def _all_of(generator: LocalGenerator, asked: SGLangSamples) -> list[LLMResponse]:
+async def _all_of(model: ServedModel, asked: SGLangSamples) -> list[LLMResponse]:
     """The responses of all samples; if one fails, the others end too."""
-    tasks = [asyncio.create_task(generator.agenerate(s.request)) for s in asked.samples]
+    tasks = [asyncio.create_task(model.agenerate(s.request)) for s in asked.samples]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
@@ -233,14 +233,14 @@ async def _all_of(generator: LocalGenerator, asked: SGLangSamples) -> list[LLMRe
 
 
 async def _merged(
-    generator: LocalGenerator, asked: SGLangSamples
+    model: ServedModel, asked: SGLangSamples
 ) -> AsyncGenerator[tuple[SGLangSample, LLMDelta | LLMResponse]]:
     """The parts of all samples as they come."""
     news: asyncio.Queue[tuple[SGLangSample, LLMDelta | LLMResponse] | asyncio.Task[None]]
     news = asyncio.Queue()
 
     async def follow(sample: SGLangSample) -> None:
-        async with aclosing(stream_of(generator, sample.request)) as parts:
+        async with aclosing(stream_of(model, sample.request)) as parts:
             async for part in parts:
                 news.put_nowait((sample, part))
 

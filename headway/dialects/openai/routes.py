@@ -19,48 +19,50 @@ from headway.contracts.errors import ServiceError
 from headway.contracts.http import paths
 from headway.dialects.error_shapes import FAILURES, failure_of, route_in
 from headway.dialects.openai.chat_request import ChatRequest
-from headway.dialects.openai.errors import openai_error
-from headway.runtime.disconnect import unless_disconnected
-from headway.runtime.offload import offload, size_of
-from inference_server.dialects.headway.generation import local
-from inference_server.dialects.openai.completion_plans import (
+from headway.dialects.openai.completion_plans import (
     adapter_of,
     plan_chat,
     plan_completion,
 )
-from inference_server.dialects.openai.completion_request import CompletionRequest
-from inference_server.dialects.openai.job import CompletionJob
+from headway.dialects.openai.completion_request import CompletionRequest
+from headway.dialects.openai.errors import openai_error
+from headway.dialects.openai.job import CompletionJob
+from headway.dialects.served_model import routing_key, served_model
+from headway.runtime.disconnect import unless_disconnected
+from headway.runtime.offload import offload, size_of
 
 router = APIRouter(route_class=route_in(openai_error), responses=FAILURES)
 
 
 @router.get(paths.MODELS)
 async def models(request: Request) -> dict[str, Any]:
-    names = [None, *local(request).adapters.versions]
+    names = [None, *served_model(request).adapter_versions]
     return {"object": "list", "data": [_card(request, name) for name in names]}
 
 
 @router.get(paths.MODEL.replace("}", ":path}"))  # a name may have slashes
 async def model(model: str, request: Request) -> dict[str, Any]:
-    return _card(request, adapter_of(model, local(request)))
+    return _card(request, adapter_of(model, served_model(request)))
 
 
 @router.post(paths.COMPLETIONS, response_class=Response)
 async def complete(body: CompletionRequest, request: Request) -> Response:
-    job = await offload(size_of(body), plan_completion, body, local(request))
+    served, session = served_model(request), routing_key(request)
+    job = await offload(size_of(body), plan_completion, body, served, session)
     return await _respond(request, job, bool(body.stream))
 
 
 @router.post(paths.CHAT_COMPLETIONS, response_class=Response)
 async def chat(body: ChatRequest, request: Request) -> Response:
-    job = await offload(size_of(body), plan_chat, body, local(request))
+    served, session = served_model(request), routing_key(request)
+    job = await offload(size_of(body), plan_chat, body, served, session)
     return await _respond(request, job, bool(body.stream))
 
 
 async def _respond(request: Request, job: CompletionJob, is_streamed: bool) -> Response:
     if not is_streamed:
-        return JSONResponse(await unless_disconnected(request, job.answer(local(request))))
-    chunks = job.chunks(local(request))
+        return JSONResponse(await unless_disconnected(request, job.answer(served_model(request))))
+    chunks = job.chunks(served_model(request))
     # Before the status is sent: a request refused at once gets a status of its own.
     first = await unless_disconnected(request, anext(chunks))
     return StreamingResponse(_events(first, chunks), media_type="text/event-stream")
@@ -85,12 +87,12 @@ def _event(body: dict[str, Any]) -> str:
 
 
 def _card(request: Request, adapter: str | None = None) -> dict[str, Any]:
-    generator = local(request)
+    served = served_model(request)
     return {
-        "id": adapter or generator.model_name,
+        "id": adapter or served.model_name,
         "object": "model",
         "created": 0,
         "owned_by": "headway",
-        "max_model_len": generator.backend.limits.max_context or None,
-        **({} if adapter is None else {"parent": generator.model_name}),
+        "max_model_len": served.max_context,
+        **({} if adapter is None else {"parent": served.model_name}),
     }

@@ -23,9 +23,9 @@ from headway.contracts.types import (
     TopLogprobs,
 )
 from headway.dialects.error_shapes import InvalidField
+from headway.dialects.served_model import MAX_KEY, ServedModel, room_after
+from headway.dialects.sglang.types import GenerateBody, SGLangSampling
 from headway.text.tokenizer import TextTokenizer
-from inference_server.backends.base import Limits
-from inference_server.dialects.sglang.types import GenerateBody, SGLangSampling
 
 T = TypeVar("T")
 OUR_NAMES = {
@@ -59,13 +59,15 @@ class SGLangSamples:
     """The answer is a list, of one too."""
 
 
-def read_body(body: GenerateBody, tokenizer: TextTokenizer | None, limits: Limits) -> SGLangSamples:
+def read_body(body: GenerateBody, model: ServedModel, session: str | None = None) -> SGLangSamples:
     """The samples that a body asks for.
 
+    Args:
+        session: see `SGLangDialect.generate`.
     Raises:
         InvalidField: a value, or a combination of them, that cannot be served.
     """
-    prompts, is_batch = _prompts(body, tokenizer)
+    prompts, is_batch = _prompts(body, model.tokenizer)
     count = len(prompts)
     params = body.sampling_params
     samplings = _spread(params[0] if len(params) == 1 else params, count, "sampling_params")
@@ -74,8 +76,9 @@ def read_body(body: GenerateBody, tokenizer: TextTokenizer | None, limits: Limit
     starts = _spread(-1 if (s := body.logprob_start_len) is None else s, count, "logprob_start_len")
     tops = _spread(body.top_logprobs_num or 0, count, "top_logprobs_num")
     adapters = _spread(body.lora_path, count, "lora_path")
-    if body.return_text_in_logprobs and tokenizer is None:
+    if body.return_text_in_logprobs and model.tokenizer is None:
         raise InvalidField(_NO_TOKENIZER, "return_text_in_logprobs")
+    home = {} if session is None else {"session_id": session}
     samples: list[SGLangSample] = []
     for prompt, sampling, rid, has_logprobs, start, top, adapter in zip(
         prompts, samplings, rids, with_logprobs, starts, tops, adapters, strict=True
@@ -91,7 +94,8 @@ def read_body(body: GenerateBody, tokenizer: TextTokenizer | None, limits: Limit
                 start,
                 top,
                 adapter,
-                limits,
+                {**home, "group_id": rid[:MAX_KEY]} if sampling.n > 1 else home,
+                model,
             )
             samples.append(
                 SGLangSample(
@@ -154,14 +158,15 @@ def _request(
     start: int,
     top: int,
     adapter: str | None,
-    limits: Limits,
+    metadata: dict[str, str],
+    model: ServedModel,
 ) -> LLMRequest:
-    left = max(0, limits.max_context - len(prompt))
+    most = sampling.max_new_tokens
     stop = (sampling.stop,) if isinstance(sampling.stop, str) else sampling.stop
     seed = sampling.sampling_seed
     try:
         gconfig = SamplingConfig(
-            max_new_tokens=left if sampling.max_new_tokens is None else sampling.max_new_tokens,
+            max_new_tokens=room_after(model, len(prompt)) if most is None else most,
             min_new_tokens=sampling.min_new_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -185,6 +190,7 @@ def _request(
             top_logprobs=top,
             adapter=adapter,
             logprob_start=start if start >= 0 else None,
+            metadata=metadata,
         )
     except ValidationError as error:
         raise InvalidField.of(error, OUR_NAMES) from error

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
+from headway.dialects.openai.choice import Choice
+from headway.dialects.openai.completion_request import CompletionRequest
 from headway.dialects.openai.logprobs import LogprobColumns, TokenNames
 from headway.text.streaming import TextStream, text_of
 from headway.text.tokenizer import TextTokenizer
-from inference_server.dialects.openai.choice import Choice
-from inference_server.dialects.openai.completion_request import CompletionRequest
 
 
 class CompletionChoice(Choice):

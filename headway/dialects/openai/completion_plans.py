@@ -9,30 +9,34 @@ from pydantic import ValidationError
 from headway.contracts.errors import NotFound
 from headway.contracts.types import LLMRequest
 from headway.dialects.error_shapes import InvalidField
+from headway.dialects.openai.chat_choice import ChatChoice
 from headway.dialects.openai.chat_request import ChatRequest
-from headway.dialects.openai.fields import GenerationFields
-from headway.text.tokenizer import TextTokenizer
-from inference_server.dialects.openai.chat_choice import ChatChoice
-from inference_server.dialects.openai.completion_choice import CompletionChoice
-from inference_server.dialects.openai.completion_request import (
+from headway.dialects.openai.completion_choice import CompletionChoice
+from headway.dialects.openai.completion_request import (
     DEFAULT_MAX_TOKENS,
     CompletionRequest,
 )
-from inference_server.dialects.openai.job import CompletionJob
-from inference_server.engine import LocalGenerator
+from headway.dialects.openai.fields import GenerationFields
+from headway.dialects.openai.job import CompletionJob
+from headway.dialects.served_model import ServedModel, room_after
+from headway.text.tokenizer import TextTokenizer
 
 ANY_MODEL = ("default", "unknown")
 """Names that SGLang's routers write for a model that was not named."""
 
 
-def plan_completion(body: CompletionRequest, generator: LocalGenerator) -> CompletionJob:
+def plan_completion(
+    body: CompletionRequest, model: ServedModel, session: str | None = None
+) -> CompletionJob:
     """Tokenise the prompts.
 
+    Args:
+        session: requests of one session are best served by one server.
     Raises:
         InvalidField, NotFound: the request cannot be served.
     """
-    adapter = _check(body, generator)
-    tokenizer = generator.tokenizer
+    adapter = _check(body, model)
+    tokenizer = model.tokenizer
     job_id = f"cmpl-{uuid.uuid4().hex}"
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     choices: list[CompletionChoice] = []
@@ -48,6 +52,7 @@ def plan_completion(body: CompletionRequest, generator: LocalGenerator) -> Compl
                 top_logprobs=body.logprobs or 0,
                 adapter=adapter,
                 logprob_start=0 if body.echo and body.logprobs is not None else None,
+                metadata=_home(session, job_id, body.num_choices),
             )
             choices.append(CompletionChoice(len(choices), request, body, tokenizer, echo))
     kind = "text_completion"
@@ -56,14 +61,16 @@ def plan_completion(body: CompletionRequest, generator: LocalGenerator) -> Compl
     )
 
 
-def plan_chat(body: ChatRequest, generator: LocalGenerator) -> CompletionJob:
+def plan_chat(body: ChatRequest, model: ServedModel, session: str | None = None) -> CompletionJob:
     """Render the messages and tokenise them.
 
+    Args:
+        session: as for completions.
     Raises:
         InvalidField, DataError, NotFound: the request cannot be served.
     """
-    adapter = _check(body, generator)
-    tokenizer = generator.tokenizer
+    adapter = _check(body, model)
+    tokenizer = model.tokenizer
     if tokenizer is None:
         raise InvalidField(
             "this server has no tokenizer; send token ids to /v1/completions", "messages"
@@ -77,7 +84,7 @@ def plan_chat(body: ChatRequest, generator: LocalGenerator) -> CompletionJob:
     )
     job_id = f"chatcmpl-{uuid.uuid4().hex}"
     # At least one: a prompt that fills the context is then refused for its length.
-    left = max(1, generator.backend.limits.max_context - len(ids))
+    max_new_tokens = body.max_new_tokens or max(1, room_after(model, len(ids)))
     choices = [
         ChatChoice(
             index,
@@ -85,10 +92,10 @@ def plan_chat(body: ChatRequest, generator: LocalGenerator) -> CompletionJob:
                 body,
                 rid=_rid(job_id, index, body.num_choices),
                 input_ids=ids,
-                gconfig=body.sampling(body.max_new_tokens or left, index),
+                gconfig=body.sampling(max_new_tokens, index),
                 top_logprobs=body.top_logprobs or 0,
                 adapter=adapter,
-                metadata=body.notes,
+                metadata=body.notes | _home(session, job_id, body.num_choices),
             ),
             body,
             tokenizer,
@@ -108,7 +115,7 @@ def plan_chat(body: ChatRequest, generator: LocalGenerator) -> CompletionJob:
     )
 
 
-def adapter_of(name: str, generator: LocalGenerator) -> str | None:
+def adapter_of(name: str, model: ServedModel) -> str | None:
     """Return the adapter that a model's name means: its own name, or that behind the base's and a colon.
 
     Returns:
@@ -116,23 +123,23 @@ def adapter_of(name: str, generator: LocalGenerator) -> str | None:
     Raises:
         NotFound: it is another model.
     """
-    bases = (generator.model_name, *generator.model_paths, *ANY_MODEL)
+    bases = (model.model_name, *model.model_paths, *ANY_MODEL)
     if name in bases:
         return None
     base, _, last = name.rpartition(":")
     adapter = last if base in bases else name
-    if adapter in generator.adapters.versions:
+    if adapter in model.adapter_versions:
         return adapter
-    known = [generator.model_name, *generator.adapters.versions]
+    known = [model.model_name, *model.adapter_versions]
     verb = "is" if len(known) == 1 else "are"
     raise NotFound(f"model {name!r} is not served here; {', '.join(map(repr, known))} {verb}")
 
 
-def _check(body: GenerationFields, generator: LocalGenerator) -> str | None:
+def _check(body: GenerationFields, model: ServedModel) -> str | None:
     """Return the adapter that is asked for."""
-    adapter = adapter_of(body.model, generator)
+    adapter = adapter_of(body.model, model)
     body.check()
-    if body.stops and generator.tokenizer is None:
+    if body.stops and model.tokenizer is None:
         raise InvalidField("this server has no tokenizer to look for strings", "stop")
     return adapter
 
@@ -145,6 +152,12 @@ def _request(
         return LLMRequest.model_validate({**fields, "metadata": {**(metadata or {}), **user}})
     except ValidationError as error:
         raise InvalidField.of(error, {"input_ids": "prompt"}) from error
+
+
+def _home(session: str | None, job_id: str, num_choices: int) -> dict[str, str]:
+    """Fields by which a fleet keeps requests that share a prefix together."""
+    home = {} if session is None else {"session_id": session}
+    return home | ({"group_id": job_id} if num_choices > 1 else {})
 
 
 def _rid(job_id: str, index: int, total: int) -> str:

@@ -6,11 +6,11 @@ from typing import Any
 
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
 from headway.dialects.openai.chat_request import ChatRequest
+from headway.dialects.openai.choice import Choice
 from headway.dialects.openai.logprobs import TokenNames, token_records
 from headway.text.streaming import TextStream, text_of
 from headway.text.tokenizer import TextTokenizer
 from headway.text.tool_calls import ToolCall, ToolCallStream
-from inference_server.dialects.openai.choice import Choice
 
 
 class ChatChoice(Choice):

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
-from inference_server.dialects.openai.choice import Choice
-from inference_server.engine import LocalGenerator
+from headway.dialects.openai.choice import Choice
+from headway.dialects.served_model import ServedModel
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class CompletionJob:
     """`object` of the answer."""
     chunk_kind: str
     """`object` of a chunk."""
-    model: str
+    model_name: str
     choices: Sequence[Choice]
     num_choices: int
     """Choices per prompt: siblings follow each other."""
@@ -33,9 +33,9 @@ class CompletionJob:
     """Prompt of a chat whose client wants token ids: vLLM's clients read it beside the choices."""
     created: int = field(default_factory=lambda: int(time.time()))
 
-    async def answer(self, generator: LocalGenerator) -> dict[str, Any]:
+    async def answer(self, model: ServedModel) -> dict[str, Any]:
         """The answer in one piece."""
-        tasks = [asyncio.create_task(generator.agenerate(c.request)) for c in self.choices]
+        tasks = [asyncio.create_task(model.agenerate(c.request)) for c in self.choices]
         try:
             responses = await asyncio.gather(*tasks)
         finally:
@@ -46,15 +46,15 @@ class CompletionJob:
             **self._envelope(self.kind),
             "choices": [choice.whole(response) for choice, response in pairs],
             "usage": self._usage(responses),
-            "metadata": _metadata(responses, generator),
+            "metadata": _metadata(responses, model),
             **self._prompt(),
         }
 
-    async def chunks(self, generator: LocalGenerator) -> AsyncGenerator[dict[str, Any]]:
+    async def chunks(self, model: ServedModel) -> AsyncGenerator[dict[str, Any]]:
         """The answer in parts; leaving early cancels what runs."""
         responses: dict[int, LLMResponse] = {}
         requests = [choice.request for choice in self.choices]
-        async with aclosing(_parts_of(generator, requests)) as parts:
+        async with aclosing(_parts_of(model, requests)) as parts:
             is_open = False
             async for index, part in parts:
                 if not is_open:  # only now: a refused request has no first chunk
@@ -64,7 +64,7 @@ class CompletionJob:
                 choice = self.choices[index]
                 if isinstance(part, LLMResponse):
                     responses[index] = part
-                    metadata = _metadata([part], generator)
+                    metadata = _metadata([part], model)
                     yield self._chunk([choice.end(part)]) | {"metadata": metadata}
                 elif (chunk := choice.add(part)) is not None:
                     yield self._chunk([chunk])
@@ -73,7 +73,7 @@ class CompletionJob:
             yield self._chunk([]) | {"usage": self._usage(everyone)}
 
     def _envelope(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model_name}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._envelope(self.chunk_kind), "choices": choices}
@@ -101,7 +101,7 @@ class CompletionJob:
 
 
 async def _parts_of(
-    generator: LocalGenerator, requests: Sequence[LLMRequest]
+    model: ServedModel, requests: Sequence[LLMRequest]
 ) -> AsyncGenerator[tuple[int, LLMDelta | LLMResponse]]:
     """The deltas and responses of requests that run together, as they come, with their places."""
     queue: asyncio.Queue[tuple[int, LLMDelta | None]] = asyncio.Queue()
@@ -113,7 +113,7 @@ async def _parts_of(
         queue.put_nowait((index, None))
 
     tasks = [
-        asyncio.create_task(generator.agenerate(request, partial(came, index)))
+        asyncio.create_task(model.agenerate(request, partial(came, index)))
         for index, request in enumerate(requests)
     ]
     for index, task in enumerate(tasks):
@@ -132,7 +132,7 @@ async def _parts_of(
             task.cancel()
 
 
-def _metadata(responses: Sequence[LLMResponse], generator: LocalGenerator) -> dict[str, str]:
+def _metadata(responses: Sequence[LLMResponse], model: ServedModel) -> dict[str, str]:
     """The newest version that sampled; text, as OpenAI's metadata is."""
     sampled = [version for response in responses for version, _, _ in response.version_runs]
-    return {"weight_version": str(max(sampled, default=generator.version))}
+    return {"weight_version": str(max(sampled, default=model.version))}
