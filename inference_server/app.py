@@ -21,10 +21,12 @@ from headway.contracts.config.server import ServerConfig
 from headway.dialects.openai import routes as openai
 from headway.dialects.sglang import routes as sglang
 from headway.dialects.sglang.dialect import SGLangDialect
+from headway.dialects.vllm import routes as vllm
 from headway.runtime.access import Access
 from headway.runtime.allowed_hosts import AllowedHosts
 from headway.runtime.tasks import cancel_and_wait
 from inference_server.backends.base import GenerationBackend
+from inference_server.dialects import vllm as vllm_weights
 from inference_server.dialects.headway import adapters, generation, peer_files, weights
 from inference_server.dialects.sglang import routes as sglang_weights
 from inference_server.dialects.sglang.weight_updates import SGLangWeightUpdates
@@ -84,6 +86,8 @@ def make_app(
         openai.router,
         sglang.router,
         sglang_weights.router,
+        vllm.router,
+        vllm_weights.router,
         access=access,
         hosts=AllowedHosts(config.service.allowed_hosts, [config.advertise_url]),
         metrics=generator.metrics.registry,

@@ -29,9 +29,16 @@ from weight_sync.incoming import IncomingVersion, ReadTensor, Shapes
 from weight_sync.manifest import Base, TensorEntry, has_checksum
 from weight_sync.store import StoredSource, version_name
 from weight_sync.tensors import check_fit
-from weight_sync.transports.base import check_allowed, local_path, open_source
+from weight_sync.transports.base import (
+    MODEL_SCHEME,
+    check_allowed,
+    local_path,
+    open_source,
+    scheme_of,
+)
 from weight_sync.transports.daemon_calls import call_detached
 from weight_sync.transports.disk import LocalReader
+from weight_sync.transports.model_dir import ModelDirReader
 from weight_sync.transports.nccl import Build
 from weight_sync.transports.participant import Participant
 
@@ -104,6 +111,8 @@ class Reader:
         failures = []
         for path in (meta.path, *meta.fallbacks):
             try:
+                if scheme_of(path) == MODEL_SCHEME:
+                    return self._model_dir.stage(_in_folder(meta, path), expected)
                 return self._stage(path, meta, expected)
             except Fenced:
                 raise
@@ -113,6 +122,8 @@ class Reader:
         raise SyncError("; ".join(dict.fromkeys(failures)))
 
     def verify(self, meta: WeightUpdateMeta, expected: Shapes) -> VerifiedVersion:
+        if scheme_of(meta.path) == MODEL_SCHEME and not meta.fallbacks:
+            return self._model_dir.verify_whole(_in_folder(meta, meta.path), expected)
         verified = self._verify_in_place(meta, expected)
         if verified is not None:
             return verified
@@ -139,10 +150,14 @@ class Reader:
             discard=lambda late: late.leave(SyncError(f"rank {group_rank.rank} came too late")),
         )
 
+    @property
+    def _model_dir(self) -> ModelDirReader:
+        return ModelDirReader(self.config, self.receiver)
+
     def _verify_in_place(self, meta: WeightUpdateMeta, expected: Shapes) -> VerifiedVersion | None:
         """Verify the version in place; None if an engine cannot read it there as it is."""
         folder = local_path(meta.path)
-        if folder is None:
+        if folder is None or scheme_of(meta.path) == MODEL_SCHEME:
             return None
         try:
             with closing(self._open(meta.path, meta)) as source:
@@ -230,6 +245,11 @@ class Reader:
 
     def _open(self, path: str, meta: WeightUpdateMeta) -> Source:
         return open_source(path, meta, self.config, self.deadline)
+
+
+def _in_folder(meta: WeightUpdateMeta, path: str) -> WeightUpdateMeta:
+    """The version at a path that names a directory of this machine."""
+    return replace(meta, path=str(local_path(path)))
 
 
 def _reads(version: StagedWeights | VerifiedVersion) -> ReadTensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -85,11 +86,12 @@ def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     Raises:
         SyncError: a type that versions cannot hold.
     """
-    rows = [
-        [name, list(tensor.shape), dtype_name(tensor.dtype), tensor_checksum(tensor.cpu())]
-        for name, tensor in sorted(tensors.items())
-    ]
+    rows = [_row(name, tensors[name]) for name in sorted(tensors)]  # one in memory at a time
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def _row(name: str, tensor: torch.Tensor) -> list[Any]:
+    return [name, list(tensor.shape), dtype_name(tensor.dtype), tensor_checksum(tensor.cpu())]
 
 
 def _is_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 
 from prometheus_client import CollectorRegistry
 
@@ -16,6 +17,7 @@ from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.member import Member
 from gateway.fleet.members import Members
 from gateway.fleet.metrics import show_fleet
+from gateway.fleet.pause import FleetPause
 from gateway.fleet.registry.base import ServerRegistry
 from gateway.fleet.registry.memory import MemoryRegistry
 from gateway.fleet.response_validator import ResponseValidator
@@ -23,11 +25,12 @@ from gateway.fleet.scale import Scaler
 from gateway.publishing.membership_sync import INTERVAL_S, MembershipSync
 from gateway.publishing.publication import Publications
 from gateway.versions.publication_state import PublicationState
+from headway.contracts.config.base import Config
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.errors import Conflict, ServiceError
-from headway.contracts.http.generation import GenerationAbortRequest
+from headway.contracts.http.generation import FlushResponse, GenerationAbortRequest
 from headway.contracts.http.ledger import LedgerCounts
-from headway.contracts.http.paths import GENERATION_ABORT
+from headway.contracts.http.paths import GENERATION_ABORT, GENERATION_FLUSH
 from headway.contracts.http.servers import (
     ScaleResponse,
     ServerReport,
@@ -54,6 +57,7 @@ class Fleet:
         registry: ServerRegistry | None = None,
         place: str = "",
         vocabulary: Vocabulary = ANY,
+        ends: Collection[int] = (),
     ) -> None:
         """Args:
         state: opened; of the ledger.
@@ -62,6 +66,7 @@ class Fleet:
         registry: opened; what gateways of a shared ledger have in common. None knows of this one only.
         place: of this gateway; see `ledger.owner`.
         vocabulary: of the gateway; servers with another one get no traffic.
+        ends: tokens that may end a sequence.
         """
         metrics = metrics or CollectorRegistry()
         self._state = state
@@ -77,10 +82,12 @@ class Fleet:
             config.lease_s,
             state.notes.is_shared,
         )
-        self._dispatch = Dispatcher(config, members, state, self.weights.has)
+        self._dispatch = Dispatcher(config, members, state, self.weights.has, ends)
+        self.pause = FleetPause(members)
         self._scaler = Scaler(config, metrics)
         # What `Generator` asks for is the parts' own.
         self.agenerate = self._dispatch.agenerate
+        self.abort = self._dispatch.abort
         self.has = self.weights.has
         self.statuses = members.statuses
         show_fleet(metrics, members.statuses, lambda: members.num_quarantines)
@@ -123,6 +130,7 @@ class Fleet:
     def report(self, report: ServerReport) -> ServerReportResponse:
         """Registration or heartbeat."""
         member = self._roll_call.on_report(report)
+        self.pause.review(member)
         shown = member.status
         return ServerReportResponse(state=shown.state, version=self.version, reason=shown.reason)
 
@@ -156,6 +164,20 @@ class Fleet:
             await self._members.order(member, GENERATION_ABORT, order, ABORT_TIMEOUT_S)
         except ServiceError as error:
             log.warning("running requests go on", extra={"server": member.name, "why": str(error)})
+
+    @property
+    def max_context(self) -> int | None:
+        """Tokens per sequence that some server can hold; None while that is not known."""
+        return self._members.context_limits().largest
+
+    async def flush(self) -> bool:
+        """Drop the prefixes that servers share; false if one could not, since sequences were running."""
+        orders = [
+            self._members.order(member, GENERATION_FLUSH, Config(), ABORT_TIMEOUT_S)
+            for member in self._members.present()
+        ]
+        answers = await asyncio.gather(*orders)
+        return all(FlushResponse.model_validate_json(answer).flushed for answer in answers)
 
     def scale(self, counts: LedgerCounts, headroom: int | None) -> ScaleResponse:
         """Return the number of servers that the work asks for; to be called every few seconds.

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import cast
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from gateway.app import foreign_weights
+from gateway.app.fleet import Fleet
+from gateway.app.foreign_weights import ForeignWeights
 from gateway.app.opening import open_gateway
 from gateway.app.routes import fleet_routes, fleet_view
+from gateway.app.served_fleet import ServedFleet
 from gateway.dashboard.history import ServiceHistory
 from gateway.dashboard.routes import dashboard_routes
 from gateway.ledger.on_redis.address import parse_address
@@ -18,6 +23,10 @@ from gateway.service.service import RolloutService
 from gateway.sessions.routes import session_routes
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.http import paths
+from headway.dialects.openai import routes as openai
+from headway.dialects.sglang import routes as sglang
+from headway.dialects.sglang.dialect import SGLangDialect
+from headway.dialects.vllm import routes as vllm
 from headway.runtime.access import Access
 from headway.runtime.allowed_hosts import AllowedHosts
 from headway.runtime.config import load_config
@@ -38,10 +47,19 @@ def make_gateway(
     """
     metrics, history = CollectorRegistry(), ServiceHistory()
 
-    def open_service() -> AbstractAsyncContextManager[RolloutService]:
-        return open_gateway(
+    @asynccontextmanager
+    async def open_service() -> AsyncIterator[RolloutService]:
+        async with open_gateway(
             config, fleet_token, metrics, lambda: getattr(app.state, "url", None), history
-        )
+        ) as service:
+            fleet = cast("Fleet", service.generator)
+            tokenizer = cast("TextTokenizer", service.tokenizer)
+            served = app.state.served_model = ServedFleet(config, fleet, tokenizer)
+            weights = app.state.foreign_weights = ForeignWeights(fleet)
+            app.state.sglang = SGLangDialect(
+                served, weights.label, config.tokenizer, config.served_model_name
+            )
+            yield service
 
     def about(url: str) -> dict[str, str]:
         ledger = config.ledger
@@ -54,6 +72,11 @@ def make_gateway(
         config.service.max_body_bytes,
         fleet_routes,
         session_routes(),
+        openai.router,
+        sglang.router,
+        vllm.router,
+        foreign_weights.router,
+        foreign_weights.vllm_router,
         *([dashboard_routes(history, fleet_view)] if config.dashboard else []),
         access=access,
         hosts=AllowedHosts(config.service.allowed_hosts, [config.sessions.public_url]),

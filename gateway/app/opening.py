@@ -86,6 +86,7 @@ async def open_gateway(
             store.registry,
             place,
             tokenizer.vocabulary,
+            tokenizer.special_ids,
         )
         bound = _make_bound(config.executor, metrics)
         around = ServiceOptions(

@@ -9,8 +9,8 @@ from functools import partial
 from typing import TypeVar
 
 from gateway.execution.executor import RolloutOutcome
-from gateway.execution.resume import generate_whole
 from gateway.filters.base import make_filter
+from gateway.fleet.resume import generate_whole
 from gateway.trajectories.sample import Sample
 from gateway.workflows.base import RolloutContext, Workflow, make_workflow
 from headway.contracts.context import (

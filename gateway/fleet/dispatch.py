@@ -1,9 +1,9 @@
 """One request on its way to a server, or to another one.
 
 - Sent elsewhere, at no cost: what a server refused because it drains, is full or cannot be reached.
-- Started over elsewhere, a few times: a request whose server was lost or quarantined. (To go on from
-  the tokens so far, each would have to be streamed here: measured, 35 us of CPU per token instead of 2,
-  and as much on the server.)
+- Started over elsewhere, a few times: a request whose server was lost or quarantined. One that is
+  streamed goes on from the tokens so far (`StreamProgress`). (To have all go on, each would have to be
+  streamed here: measured, 35 us of CPU per token instead of 2, and as much on the server.)
 - Failed for good: what was in flight when servers died, `max_deaths` times. It may have killed them, and
   must not kill them all; who shared a server with it twice is failed, too. Servers that die together
   count once.
@@ -28,9 +28,11 @@ from itertools import count
 from gateway.fleet.member import Member
 from gateway.fleet.members import Members
 from gateway.fleet.routing import Lane, Router, choose, load_of
+from gateway.fleet.stream_progress import StreamProgress
 from gateway.versions.publication_state import PublicationState
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.context import check_context
+from headway.contracts.engines import OnDelta
 from headway.contracts.errors import (
     BackendError,
     Draining,
@@ -40,6 +42,8 @@ from headway.contracts.errors import (
     ServiceError,
     StaleVersion,
 )
+from headway.contracts.http.generation import GenerationAbortRequest
+from headway.contracts.http.paths import GENERATION_ABORT
 from headway.contracts.http.weights import WeightRecord
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
 from headway.runtime.clock import monotonic
@@ -54,6 +58,7 @@ RID_CHARS = 110
 """Maximum length of a request's id, so that a suffix fits."""
 SHORTEST_BUSY_S = 0.05
 """After a refusal a server has no room for so long, whatever it says: others are asked meanwhile."""
+ABORT_TIMEOUT_S = 5.0
 MAX_LOSSES = 2
 """Servers that a request may be lost with before that is its caller's to know."""
 
@@ -67,14 +72,19 @@ class Dispatcher:
         members: Members,
         state: PublicationState,
         has: Callable[[PolicyVersion], bool],
+        ends: Collection[int] = (),
     ) -> None:
         """Args:
         has: whether a version serves, or servers stay at it.
+        ends: tokens that may end a sequence.
         """
         self._config = config
         self._members = members
         self._state = state
         self._has = has
+        self._ends = ends
+        self._asked: dict[str, list[tuple[Member, str]]] = {}
+        """By id: the servers that work on a request, and the id that it has there."""
         self._router = Router()
         self._routed: WeightRecord | None = None
         self._mark = uuid.uuid4().hex[:8]
@@ -85,9 +95,21 @@ class Dispatcher:
         """Nothing has its home there any more."""
         self._router.forget(server_id)
 
-    async def agenerate(self, req: LLMRequest) -> LLMResponse:
+    async def abort(self, rid: str) -> bool:
+        """End a request with the tokens so far; false if no server has it at the moment."""
+        asked = self._asked.get(rid, ())
+        for member, sent in tuple(asked):
+            with suppress(ServiceError):
+                await self._members.order(
+                    member, GENERATION_ABORT, GenerationAbortRequest(rid=sent), ABORT_TIMEOUT_S
+                )
+        return bool(asked)
+
+    async def agenerate(self, req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
         """Generate one sequence, on whichever server.
 
+        Args:
+            on_delta: called with what each step added; it is never taken back.
         Raises:
             BackendError: a server failed it, or none had room for `server_wait_s`.
             LethalRequest: servers died with it.
@@ -95,13 +117,14 @@ class Dispatcher:
             StaleVersion: the version that it is for serves no more.
             ServiceError: whatever else a server answered.
         """
+        progress = on_delta and StreamProgress(req, on_delta, self._ends)
         deadline = monotonic() + self._config.server_wait_s
         losses = 0
         deaths: list[str] = []
         while True:
             member = await self._choose(req, deadline, deaths)
             try:
-                response = await self._generate_on(member, req)
+                response = await self._generate_on(member, req, progress)
             except BackendError as error:
                 deadline = monotonic() + self._config.server_wait_s
                 if member.state == "lost" and member.has_died:
@@ -109,22 +132,28 @@ class Dispatcher:
                     if len(deaths) >= self._config.max_deaths:
                         raise _lethal(req, deaths) from error
                     await asyncio.sleep(SAME_MOMENT_S)  # else the next one may be dying already
-                    continue
-                losses += 1
-                is_gone = member.state == "lost" or member.health.is_quarantined
-                if not is_gone or losses > MAX_LOSSES:
-                    raise
+                else:
+                    losses += 1
+                    is_gone = member.state == "lost" or member.health.is_quarantined
+                    if not is_gone or losses > MAX_LOSSES:
+                        raise
+                if progress is not None:
+                    req = progress.rest()
             except ServiceError as error:
+                if progress is not None:
+                    raise
                 return await self._appeal(member, req, error)
             else:
                 if response is not None:
-                    return response
+                    return response if progress is None else progress.whole(response)
 
-    async def _generate_on(self, member: Member, req: LLMRequest) -> LLMResponse | None:
+    async def _generate_on(
+        self, member: Member, req: LLMRequest, progress: StreamProgress | None
+    ) -> LLMResponse | None:
         """On this server, and on a second one if it takes long; None if it refused."""
         hedge_after_s = self._config.hedge_after_s
-        if hedge_after_s is None:
-            return await self._ask(member, req)
+        if hedge_after_s is None or progress is not None:
+            return await self._ask(member, req, progress)
         attempts = {asyncio.create_task(self._ask(member, req))}
         try:
             done, _ = await asyncio.wait(attempts, timeout=hedge_after_s)
@@ -155,15 +184,19 @@ class Dispatcher:
             self._members.charge(member, f"{other.name} answered what it refused: {error}")
         return response
 
-    async def _ask(self, member: Member, req: LLMRequest) -> LLMResponse | None:
+    async def _ask(
+        self, member: Member, req: LLMRequest, progress: StreamProgress | None = None
+    ) -> LLMResponse | None:
         """None: it did not take the request."""
         # An id of its own each time: a server may not have noticed yet that a request sent before
         # was given up.
         rid = f"{req.rid[:RID_CHARS]}.{self._mark}{next(self._numbers):x}"
         load = load_of(req)
         member.outstanding_tokens += load
+        self._asked.setdefault(req.rid, []).append((member, rid))
         try:
-            response = await self._members.generate(member, req, rid)
+            on_delta = None if progress is None else progress.add
+            response = await self._members.generate(member, req, rid, on_delta)
             self._members.note_room(member)
             return response
         except Draining:
@@ -178,6 +211,9 @@ class Dispatcher:
             return None
         finally:
             member.outstanding_tokens -= load
+            self._asked[req.rid].remove((member, rid))
+            if not self._asked[req.rid]:
+                del self._asked[req.rid]
 
     async def _choose(self, req: LLMRequest, deadline: float, shunned: Collection[str]) -> Member:
         """The free server that the router names.

@@ -22,6 +22,7 @@ from gateway.fleet.member import Member
 from gateway.fleet.response_validator import ResponseValidator
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.context import ContextLimits
+from headway.contracts.engines import OnDelta
 from headway.contracts.errors import BackendError, Draining, NotFound, ServiceError
 from headway.contracts.http.servers import ServerReport, ServerStatus
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
@@ -238,12 +239,16 @@ class Members:
         member.report = member.report.model_copy(update=serving)
         member.last_seen = monotonic()
 
-    async def generate(self, member: Member, req: LLMRequest, rid: str) -> LLMResponse:
+    async def generate(
+        self, member: Member, req: LLMRequest, rid: str, on_delta: OnDelta | None = None
+    ) -> LLMResponse:
         """See `post_generate`; how it ends shows the server's health."""
         is_trial = member.health.begin()
         url, vocab_size = member.report.url, self._bounds.vocab_size
         try:
-            call = post_generate(self._http, url, req, rid=rid, vocab_size=vocab_size)
+            call = post_generate(
+                self._http, url, req, rid=rid, vocab_size=vocab_size, on_delta=on_delta
+            )
             response = await self._call(member, call)
             if not self._bounds.knows(response):
                 await self._bounds.check(response, url)

@@ -108,7 +108,9 @@ class Publications:
                 raise StaleVersion(
                     f"version {meta.version} is not newer than {state.head}, which was published"
                 )
-            record = WeightRecord(version=meta.version, path=meta.path, digest=meta.digest)
+            record = WeightRecord(
+                version=meta.version, path=meta.path, digest=meta.digest, label=meta.label
+            )
             if state.pinned is None:
                 await self._transact(VersionChange(record, None, policy, is_group(meta.path)))
             elif is_group(meta.path):
@@ -147,6 +149,18 @@ class Publications:
             elif self._state.pinned is not None:
                 await self._go_to(self._state.head, pinned=None)
         return self.status()
+
+    async def rename(self, label: str) -> None:
+        """Name the version that serves.
+
+        Raises:
+            NotFound: none was published.
+        """
+        await self._state.rename(label)
+
+    def label(self, version: PolicyVersion) -> str | None:
+        """Return the text by which a version's publisher names it, if it has one and is remembered."""
+        return next((kept.label for kept in self._state.kept if kept.version == version), None)
 
     def has(self, version: PolicyVersion) -> bool:
         """See `Generator.has`."""

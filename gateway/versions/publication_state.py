@@ -196,6 +196,24 @@ class PublicationState:
         async with self._updating:
             await self._update(edit)
 
+    async def rename(self, label: str) -> None:
+        """Name what serves.
+
+        Raises:
+            NotFound: nothing was published.
+        """
+
+        def edit(current: _PublicationRecord) -> dict[str, Any]:
+            if current.committed is None:
+                raise NotFound(
+                    "no version was published yet; the one from the start keeps its name"
+                )
+            renamed = current.committed.model_copy(update={"label": label})
+            return {"committed": renamed, "kept": _replaced(current.kept, renamed)}
+
+        async with self._updating:
+            await self._update(edit)
+
     async def hold(self, pinned: PolicyVersion | None) -> None:
         """Pin what serves, or end the pin."""
         async with self._updating:

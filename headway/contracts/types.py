@@ -371,6 +371,8 @@ class WeightUpdateMeta:
     """Other places that hold the same version, tried in this order when the first one fails."""
     group_rank: GroupRank | None = None
     """Rank of the receiver in the process group, if the version flows through one."""
+    label: str | None = None
+    """Text by which its publisher names it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from fastapi import Request
@@ -13,6 +14,7 @@ from headway.contracts.engines import OnDelta
 from headway.contracts.errors import BackendError
 from headway.contracts.http.generation import PauseMode
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse, PolicyVersion
+from headway.runtime.tasks import cancel_and_wait
 from headway.text.tokenizer import TextTokenizer
 
 Part = LLMDelta | LLMResponse
@@ -129,3 +131,34 @@ async def stream_of(model: ServedModel, req: LLMRequest) -> AsyncGenerator[Part]
         yield await work
     finally:
         work.cancel()
+
+
+async def merged(
+    model: ServedModel, requests: Sequence[LLMRequest]
+) -> AsyncGenerator[tuple[int, Part]]:
+    """The deltas and responses of requests that run together, as they come, with their places."""
+    queue: asyncio.Queue[tuple[int, LLMDelta | None]] = asyncio.Queue()
+
+    def came(index: int, delta: LLMDelta) -> None:
+        queue.put_nowait((index, delta))
+
+    def ended(index: int, _: asyncio.Task[LLMResponse]) -> None:
+        queue.put_nowait((index, None))
+
+    tasks = [
+        asyncio.create_task(model.agenerate(request, partial(came, index)))
+        for index, request in enumerate(requests)
+    ]
+    for index, task in enumerate(tasks):
+        task.add_done_callback(partial(ended, index))
+    left = len(tasks)
+    try:
+        while left:
+            index, part = await queue.get()
+            if part is None:
+                left -= 1
+                yield index, await tasks[index]
+            else:
+                yield index, part
+    finally:
+        await cancel_and_wait(tasks)

@@ -8,18 +8,21 @@ from collections.abc import Mapping, Sequence
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
+from headway.contracts.engines import OnDelta
 from headway.contracts.errors import BackendError, ErrorBody, NotFound, ServiceError
 from headway.contracts.http import paths
 from headway.contracts.routed_experts import MAX_EXPERT_BYTES
 from headway.contracts.sampling_mask import MAX_MASK_TOKENS, SamplingMask
-from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
-from headway.runtime.connections import MAX_RESPONSE_BYTES, Connections
+from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse, PolicyVersion
+from headway.runtime.connections import MAX_RESPONSE_BYTES, Connections, OnPiece
 
 MAX_TOKEN_ID = 2**31
 MAX_MESSAGE = 4096
 """Characters of what a server says went wrong: it is stored and logged."""
 TOKEN_BYTES = 128
 """Maximum bytes of a token's id, logprob and version run in a response."""
+DELTA_BYTES = 512
+"""Maximum bytes of an event with one token of a stream."""
 TOP_BYTES = 48
 """Maximum bytes of one of a token's alternatives."""
 MASK_TOKEN_BYTES = 6
@@ -53,30 +56,96 @@ async def post_generate(
     timeout_s: float | None = None,
     rid: str | None = None,
     vocab_size: int = MAX_TOKEN_ID,
+    on_delta: OnDelta | None = None,
 ) -> LLMResponse:
     """One generation on one server.
 
     Args:
         rid: the id that the server knows the request by, if it is not the request's own.
         vocab_size: what is sampled is below it.
+        on_delta: called with what each step added; None has it all come at the end.
     Raises:
         BackendError: the server did not answer, or answered with something else than a response.
         ServiceError: whatever the server raised.
     """
-    target = url + paths.GENERATE
+    events = None if on_delta is None else _Events(req, vocab_size, on_delta)
+    target = url + (paths.GENERATE if events is None else paths.GENERATE_STREAM)
     # Neither is copied, which would take as long as writing the one and reading the other.
     body = to_json(req if rid is None else {**vars(req), "rid": rid})
-    content = await _post(connections, target, body, timeout_s, _most_bytes(req))
+    max_bytes = _most_bytes(req)
+    if events is not None:
+        max_bytes += req.gconfig.max_new_tokens * (DELTA_BYTES + req.top_logprobs * TOP_BYTES)
+    content = await _post(
+        connections, target, body, timeout_s, max_bytes, None if events is None else events.feed
+    )
+    if events is not None:
+        content = events.response(target)
     try:
         response = _ServerResponse.from_response(content)
     except ValidationError as error:
         told = f"{target} answered with no generation: {error}"
         raise BackendError(told[:MAX_MESSAGE]) from InvalidGeneration()
     problem = _problem(response, req, req.rid if rid is None else rid, vocab_size)
+    if events is not None and response.output_tokens[: len(events.tokens)] != events.tokens:
+        problem = "other tokens at the end than on the way"
     if problem is not None:
         raise invalid_generation(target, problem)
     response.rid = req.rid
     return response
+
+
+class _Events:
+    """Reads a stream of server-sent events as it comes: `delta`s, then `response` or `error`."""
+
+    def __init__(self, req: LLMRequest, vocab_size: int, on_delta: OnDelta) -> None:
+        self.tokens: list[int] = []
+        self._req = req
+        self._vocab_size = vocab_size
+        self._on_delta = on_delta
+        self._rest = bytearray()
+        self._last: tuple[bytes, bytes] = (b"", b"")
+
+    def feed(self, piece: bytes) -> None:
+        """Take a piece of the body.
+
+        Raises:
+            ValueError: it is no such stream.
+        """
+        searched = max(0, len(self._rest) - 1)
+        self._rest += piece
+        while (end := self._rest.find(b"\n\n", searched)) >= 0:
+            event, searched = bytes(self._rest[:end]), 0
+            del self._rest[: end + 2]
+            self._take(event)
+
+    def response(self, target: str) -> bytes:
+        """The JSON of the response, once the stream has ended.
+
+        Raises:
+            BackendError: there is none.
+            ServiceError: the server failed on the way.
+        """
+        name, content = self._last
+        if name == b"error":
+            raise _shortened(error_of(500, content, target))
+        if name != b"response":
+            raise BackendError(f"{target} ended its stream without a response")
+        return content
+
+    def _take(self, event: bytes) -> None:
+        head, _, data = event.partition(b"\n")
+        name, content = head.removeprefix(b"event: "), data.removeprefix(b"data: ")
+        if name != b"delta":
+            self._last = (name, content)
+            return
+        delta = LLMDelta.model_validate_json(content)
+        tokens, logprobs = delta.output_tokens, delta.output_logprobs
+        self.tokens += tokens
+        if len(tokens) != len(logprobs) or len(self.tokens) > self._req.gconfig.max_new_tokens:
+            raise ValueError(f"{len(tokens)} tokens more, with {len(logprobs)} logprobs")
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+            raise ValueError(f"token ids from {min(tokens)} to {max(tokens)}")
+        self._on_delta(delta)
 
 
 def invalid_generation(target: str, problem: str) -> BackendError:
@@ -162,8 +231,9 @@ async def _post(
     body: bytes,
     timeout_s: float | None,
     max_bytes: int = MAX_RESPONSE_BYTES,
+    on_piece: OnPiece | None = None,
 ) -> bytes:
-    post = connections.post(target, body, max_bytes)
+    post = connections.post(target, body, max_bytes, on_piece)
     try:
         answer = await (post if timeout_s is None else asyncio.wait_for(post, timeout_s))
     except TimeoutError as error:

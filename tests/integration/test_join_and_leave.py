@@ -19,7 +19,7 @@ from typing import Literal
 
 import pytest
 
-from gateway.execution.resume import generate_whole
+from gateway.fleet.resume import generate_whole
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.weight_sync import (

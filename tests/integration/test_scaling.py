@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from gateway.execution.resume import generate_whole
+from gateway.fleet.resume import generate_whole
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.server import ServerConfig
 from headway.contracts.http.servers import ServerStatus

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from transformers import DynamicCache
 
-from gateway.execution.resume import rest_of
+from gateway.fleet.resume import rest_of
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import BackendError, DataError
 from headway.text.tokenizer import TextTokenizer

@@ -36,7 +36,9 @@ SCHEMES = {
 """Scheme of a path -> transport; every other scheme is an installed package's, or fsspec's and so of
 the transport `disk`.
 """
-_LOCAL = ("", "file", "shm")
+MODEL_SCHEME = "model"
+"""Scheme of a directory as Hugging Face's libraries save a model, without a manifest of ours."""
+_LOCAL = ("", "file", "shm", MODEL_SCHEME)
 _PEER_MARK = WEIGHTS_HELD.partition("{")[0]
 
 

@@ -2,7 +2,9 @@
 
 Nothing here was written by our publisher, so only its completeness shows that a version is right:
 every parameter of the model, in its shape, and no other. The digest is computed from what was copied
-out of the files. A directory with our manifest is read by the receiver, with all of its proofs.
+out of the files, and must be the one that was published, if that is known: whoever wrote the directory
+may have written another version over it. One with our manifest is read by the receiver, with all of
+its proofs.
 """
 
 from __future__ import annotations
@@ -51,11 +53,14 @@ class ModelDirReader:
         folder = self._folder(meta)
         if (folder / MANIFEST_NAME).is_file():
             staged = self._published().stage(_as_published(folder), expected)
+            _check_digest(meta, staged.digest)
             return replace(staged, version=meta.version)
         with self._opened(folder) as files:
             check_fit(_shapes(files), expected, lambda name: _read(files, name), str(folder))
             tensors = {name: _read(files, name) for name in expected}
-        return StagedWeights(meta.version, weights_digest(tensors), tensors)
+        digest = weights_digest(tensors)
+        _check_digest(meta, digest)
+        return StagedWeights(meta.version, digest, tensors)
 
     def verify(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> VerifiedVersion:
         """Verify like `stage`, from the headers: without a manifest the bytes cannot be checked."""
@@ -67,6 +72,17 @@ class ModelDirReader:
         with self._opened(folder) as files:
             check_fit(_shapes(files), expected, lambda name: _read(files, name), str(folder))
         return VerifiedVersion(meta.version, UNREAD, folder)
+
+    def verify_whole(
+        self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]
+    ) -> VerifiedVersion:
+        """Verify every byte, as `stage` does: what an engine is to read must be what others have."""
+        verified = self.verify(meta, expected)
+        if verified.digest == UNREAD:
+            with self._opened(verified.folder) as files:
+                verified = replace(verified, digest=weights_digest(_Tensors(files)))
+        _check_digest(meta, verified.digest)
+        return verified
 
     def _folder(self, meta: WeightUpdateMeta) -> Path:
         folder = self._allowed(Path(meta.path))
@@ -97,6 +113,30 @@ class ModelDirReader:
                 yield files
             except (SafetensorError, OSError, ConfigError, OverflowError) as error:
                 raise SyncError(f"{folder} is torn or incomplete: {error}") from error
+
+
+class _Tensors(Mapping[str, torch.Tensor]):
+    """Tensors of open files, read one at a time."""
+
+    def __init__(self, files: Mapping[str, Any]) -> None:
+        self._files = files
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return _read(self._files, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def _check_digest(meta: WeightUpdateMeta, digest: str) -> None:
+    if meta.digest and meta.digest != digest:
+        raise SyncError(
+            f"{meta.path} holds other weights than version {meta.version} was published with; publish "
+            "them as a version of their own"
+        )
 
 
 def _as_published(folder: Path) -> WeightUpdateMeta:

@@ -285,6 +285,9 @@ class GatewayConfig(Config):
     service: Annotated[ServiceConfig, default_port(8000)] = ServiceConfig(port=8000)
     tokenizer: str = Field(min_length=1)
     """Directory with tokenizer.json of the model that the servers run."""
+    served_model_name: str | None = Field(None, min_length=1, max_length=256)
+    """Name of the model for clients of OpenAI's and SGLang's API; None takes the last part of
+    `tokenizer`."""
     ledger: str = "ledger.sqlite"
     """SQLite file of the trajectory ledger; `:memory:` keeps nothing; a `redis://` or `rediss://` URL is
     shared by several gateways."""

@@ -91,6 +91,23 @@ SGLANG_MEMORY_RELEASE = "/release_memory_occupation"
 SGLANG_MEMORY_RESUME = "/resume_memory_occupation"
 SGLANG_TOKENIZE = "/tokenize"
 SGLANG_DETOKENIZE = "/detokenize"
+# vLLM's, likewise.
+VLLM_GENERATE = "/inference/v1/generate"
+VLLM_ABORT = "/abort_requests"
+VLLM_PAUSE = "/pause"
+VLLM_RESUME = "/resume"
+VLLM_IS_PAUSED = "/is_paused"
+VLLM_RESET_PREFIXES = "/reset_prefix_cache"
+VLLM_WEIGHT_INFO = "/weight_info"
+VLLM_WORLD_SIZE = "/get_world_size"
+VLLM_VERSION = "/version"
+VLLM_CALL = "/collective_rpc"
+VLLM_INIT_TRANSFER = "/init_weight_transfer_engine"
+VLLM_BEGIN_TRANSFER = "/start_weight_update"
+VLLM_TRANSFER = "/update_weights"
+VLLM_END_TRANSFER = "/finish_weight_update"
+VLLM_LORA_LOAD = "/v1/load_lora_adapter"
+VLLM_LORA_UNLOAD = "/v1/unload_lora_adapter"
 
 REQUEST_ID_HEADER = "x-request-id"
 READY_HEADER = "x-headway-ready"
@@ -115,6 +132,8 @@ _ROUTES: Mapping[Role, tuple[tuple[str, ...], ...]] = {
         ("PUT", SGLANG_GENERATE),
         ("GET", SGLANG_HEALTH, SGLANG_MODEL, SGLANG_MODEL_OLD, SGLANG_LOADS),
         ("GET", SGLANG_SERVER, SGLANG_SERVER_OLD, SGLANG_VERSION_OLD, SGLANG_LOAD_OLD),
+        ("POST", VLLM_GENERATE),
+        ("GET", VLLM_IS_PAUSED, VLLM_WEIGHT_INFO, VLLM_WORLD_SIZE, VLLM_VERSION),
     ),
     "consume": (
         ("POST", ROLLOUTS_WAIT, ROLLOUTS_CONSUMED, ROLLOUTS_CANCEL, CONSUMER, WEIGHTS),
@@ -133,6 +152,9 @@ _ROUTES: Mapping[Role, tuple[tuple[str, ...], ...]] = {
         ("POST", SGLANG_UPDATE_BEGIN, SGLANG_UPDATE_END, SGLANG_POST_PROCESS),
         ("POST", SGLANG_MEMORY_RELEASE, SGLANG_MEMORY_RESUME),
         ("POST", SGLANG_LORA_LOAD, SGLANG_LORA_UNLOAD),
+        ("POST", VLLM_ABORT, VLLM_PAUSE, VLLM_RESUME, VLLM_RESET_PREFIXES, VLLM_CALL),
+        ("POST", VLLM_INIT_TRANSFER, VLLM_BEGIN_TRANSFER, VLLM_TRANSFER, VLLM_END_TRANSFER),
+        ("POST", VLLM_LORA_LOAD, VLLM_LORA_UNLOAD),
         ("PUT", ADAPTER),
         ("DELETE", ADAPTER),
         ("POST", SGLANG_WEIGHTS, SGLANG_CHECKER),

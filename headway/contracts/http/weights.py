@@ -131,6 +131,8 @@ class WeightRecord(Config):
     version: PolicyVersion
     path: str
     digest: str | None = None
+    label: str | None = None
+    """Text by which its publisher, a client of SGLang's API, names it."""
 
 
 class WeightReservation(Config):

@@ -7,7 +7,7 @@ import uuid
 from pydantic import ValidationError
 
 from headway.contracts.errors import NotFound
-from headway.contracts.types import LLMRequest
+from headway.contracts.types import LLMRequest, PolicyVersion
 from headway.dialects.error_shapes import InvalidField
 from headway.dialects.openai.chat_choice import ChatChoice
 from headway.dialects.openai.chat_request import ChatRequest
@@ -35,7 +35,7 @@ def plan_completion(
     Raises:
         InvalidField, NotFound: the request cannot be served.
     """
-    adapter = _check(body, model)
+    adapter, version = _check(body, model)
     tokenizer = model.tokenizer
     job_id = f"cmpl-{uuid.uuid4().hex}"
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -53,6 +53,7 @@ def plan_completion(
                 adapter=adapter,
                 logprob_start=0 if body.echo and body.logprobs is not None else None,
                 metadata=_home(session, job_id, body.num_choices),
+                version=version,
             )
             choices.append(CompletionChoice(len(choices), request, body, tokenizer, echo))
     kind = "text_completion"
@@ -69,7 +70,7 @@ def plan_chat(body: ChatRequest, model: ServedModel, session: str | None = None)
     Raises:
         InvalidField, DataError, NotFound: the request cannot be served.
     """
-    adapter = _check(body, model)
+    adapter, version = _check(body, model)
     tokenizer = model.tokenizer
     if tokenizer is None:
         raise InvalidField(
@@ -96,6 +97,7 @@ def plan_chat(body: ChatRequest, model: ServedModel, session: str | None = None)
                 top_logprobs=body.top_logprobs or 0,
                 adapter=adapter,
                 metadata=body.notes | _home(session, job_id, body.num_choices),
+                version=version,
             ),
             body,
             tokenizer,
@@ -135,13 +137,14 @@ def adapter_of(name: str, model: ServedModel) -> str | None:
     raise NotFound(f"model {name!r} is not served here; {', '.join(map(repr, known))} {verb}")
 
 
-def _check(body: GenerationFields, model: ServedModel) -> str | None:
-    """Return the adapter that is asked for."""
+def _check(body: GenerationFields, model: ServedModel) -> tuple[str | None, PolicyVersion | None]:
+    """Return the adapter and the version that are asked for."""
     adapter = adapter_of(body.model, model)
     body.check()
     if body.stops and model.tokenizer is None:
         raise InvalidField("this server has no tokenizer to look for strings", "stop")
-    return adapter
+    wanted = None if body.weight_version is None else body.weight_version.exact(model)
+    return adapter, wanted
 
 
 def _request(

@@ -11,6 +11,7 @@ from headway.contracts.types import TokenId
 from headway.dialects.error_shapes import InvalidField
 from headway.dialects.openai.engine_fields import EngineFields
 from headway.dialects.unsupported import RequestPart, unsupported
+from headway.dialects.version_wanted import VersionWanted
 
 MAX_CHOICES = 128
 SAMPLING_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -58,6 +59,8 @@ class GenerationFields(EngineFields):
     """Extension."""
     min_tokens: int | None = None
     """Extension."""
+    weight_version: VersionWanted | None = None
+    """Extension: the version that has to serve; 409 with Retry-After while it does not."""
     return_token_ids: bool | None = None
     """Extension: false leaves `token_ids`, `prompt_token_ids` and `version_runs` out."""
 

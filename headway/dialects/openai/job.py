@@ -7,12 +7,11 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
+from headway.contracts.types import LLMResponse, PolicyVersion
 from headway.dialects.openai.choice import Choice
-from headway.dialects.served_model import ServedModel
+from headway.dialects.served_model import ServedModel, merged
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,7 @@ class CompletionJob:
             "choices": [choice.whole(response) for choice, response in pairs],
             "usage": self._usage(responses),
             "metadata": _metadata(responses, model),
+            **_span(responses, model),
             **self._prompt(),
         }
 
@@ -54,7 +54,7 @@ class CompletionJob:
         """The answer in parts; leaving early cancels what runs."""
         responses: dict[int, LLMResponse] = {}
         requests = [choice.request for choice in self.choices]
-        async with aclosing(_parts_of(model, requests)) as parts:
+        async with aclosing(merged(model, requests)) as parts:
             is_open = False
             async for index, part in parts:
                 if not is_open:  # only now: a refused request has no first chunk
@@ -65,7 +65,8 @@ class CompletionJob:
                 if isinstance(part, LLMResponse):
                     responses[index] = part
                     metadata = _metadata([part], model)
-                    yield self._chunk([choice.end(part)]) | {"metadata": metadata}
+                    last = self._chunk([choice.end(part)]) | {"metadata": metadata}
+                    yield last | _span([part], model)
                 elif (chunk := choice.add(part)) is not None:
                     yield self._chunk([chunk])
         if self.has_usage_chunk:
@@ -100,39 +101,15 @@ class CompletionJob:
         }
 
 
-async def _parts_of(
-    model: ServedModel, requests: Sequence[LLMRequest]
-) -> AsyncGenerator[tuple[int, LLMDelta | LLMResponse]]:
-    """The deltas and responses of requests that run together, as they come, with their places."""
-    queue: asyncio.Queue[tuple[int, LLMDelta | None]] = asyncio.Queue()
-
-    def came(index: int, delta: LLMDelta) -> None:
-        queue.put_nowait((index, delta))
-
-    def ended(index: int, _: asyncio.Task[LLMResponse]) -> None:
-        queue.put_nowait((index, None))
-
-    tasks = [
-        asyncio.create_task(model.agenerate(request, partial(came, index)))
-        for index, request in enumerate(requests)
-    ]
-    for index, task in enumerate(tasks):
-        task.add_done_callback(partial(ended, index))
-    left = len(tasks)
-    try:
-        while left:
-            index, part = await queue.get()
-            if part is None:
-                left -= 1
-                yield index, await tasks[index]
-            else:
-                yield index, part
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
 def _metadata(responses: Sequence[LLMResponse], model: ServedModel) -> dict[str, str]:
     """The newest version that sampled; text, as OpenAI's metadata is."""
+    return {"weight_version": str(_span(responses, model)["weight_version_end"])}
+
+
+def _span(responses: Sequence[LLMResponse], model: ServedModel) -> dict[str, PolicyVersion]:
+    """The oldest and the newest version that sampled."""
     sampled = [version for response in responses for version, _, _ in response.version_runs]
-    return {"weight_version": str(max(sampled, default=model.version))}
+    return {
+        "weight_version_start": min(sampled, default=model.version),
+        "weight_version_end": max(sampled, default=model.version),
+    }

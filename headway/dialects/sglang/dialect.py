@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,10 @@ from typing import Any
 from headway import __version__
 from headway.contracts.types import LLMDelta, LLMResponse, PolicyVersion
 from headway.dialects.error_shapes import InvalidField
-from headway.dialects.served_model import ServedModel, stream_of
+from headway.dialects.served_model import ServedModel, merged
 from headway.dialects.sglang.samples import (
     Renderer,
     SampleOutput,
-    SGLangSample,
     SGLangSamples,
     read_body,
 )
@@ -79,7 +78,7 @@ class SGLangDialect:
         """
         asked = await offload(size_of(body), read_body, body, self._model, session)
         write = self._renderer().write
-        with self._claim(asked):
+        with self.claim(asked.rids):
             responses = await _all_of(self._model, asked)
         outputs = [SampleOutput.of(response) for response in responses]
         size = sum(len(output.tokens) for output in outputs)
@@ -98,20 +97,21 @@ class SGLangDialect:
         write = self._renderer().write
         outputs = [SampleOutput() for _ in asked.samples]
         shown = [0] * len(outputs)
-        with self._claim(asked):
-            async with aclosing(_merged(self._model, asked)) as parts:
-                async for sample, part in parts:
-                    output = outputs[sample.index]
+        with self.claim(asked.rids):
+            requests = [sample.request for sample in asked.samples]
+            async with aclosing(merged(self._model, requests)) as parts:
+                async for index, part in parts:
+                    sample, output = asked.samples[index], outputs[index]
                     if isinstance(part, LLMDelta):
                         output.add(part)
                         length = len(output.tokens)
                         interval = sample.sampling.stream_interval or 1 + length // DENSE_TOKENS
-                        if length - shown[sample.index] < interval:
+                        if length - shown[index] < interval:
                             continue
-                        shown[sample.index] = length
+                        shown[index] = length
                     else:
                         output = SampleOutput.of(part)
-                    place = {"index": sample.index} if asked.is_list else {}
+                    place = {"index": index} if asked.is_list else {}
                     yield {**write(sample, output), **place}
 
     async def abort(self, rid: str | None) -> None:
@@ -144,6 +144,19 @@ class SGLangDialect:
             "has_image_understanding": False,
             "has_audio_understanding": False,
             **_architecture(Path(self._folder)),
+        }
+
+    def vllm_config(self) -> ServerInfo:
+        """Return what vLLM's clients read of `/server_info?config_format=json`."""
+        return {
+            "model_config": {
+                "model": self.model_path,
+                "dtype": self._dtype,
+                "max_model_len": self._model.max_context,
+                "logprobs_mode": "processed_logprobs",
+            },
+            "parallel_config": {"world_size": 1, "tensor_parallel_size": 1},
+            "weight_transfer_config": None,
         }
 
     def server_info(self, host: str, port: int) -> ServerInfo:
@@ -207,11 +220,12 @@ class SGLangDialect:
         return Renderer(self._label, model.tokenizer, model.version, time.monotonic())
 
     @contextmanager
-    def _claim(self, asked: SGLangSamples) -> Iterator[None]:
-        """Hold the client's ids while its samples are generated."""
-        claimed: dict[str, list[str]] = {}
-        for sample in asked.samples:
-            claimed.setdefault(sample.client_rid, []).append(sample.request.rid)
+    def claim(self, claimed: Mapping[str, list[str]]) -> Iterator[None]:
+        """Hold a client's ids, each with those of its samples, while these are generated.
+
+        Raises:
+            InvalidField: one is in use.
+        """
         for rid in claimed:
             if rid in self._rids:
                 raise InvalidField(f"Duplicate request ID detected: {rid}", "rid")
@@ -228,34 +242,6 @@ async def _all_of(model: ServedModel, asked: SGLangSamples) -> list[LLMResponse]
     tasks = [asyncio.create_task(model.agenerate(s.request)) for s in asked.samples]
     try:
         return list(await asyncio.gather(*tasks))
-    finally:
-        await cancel_and_wait(tasks)
-
-
-async def _merged(
-    model: ServedModel, asked: SGLangSamples
-) -> AsyncGenerator[tuple[SGLangSample, LLMDelta | LLMResponse]]:
-    """The parts of all samples as they come."""
-    news: asyncio.Queue[tuple[SGLangSample, LLMDelta | LLMResponse] | asyncio.Task[None]]
-    news = asyncio.Queue()
-
-    async def follow(sample: SGLangSample) -> None:
-        async with aclosing(stream_of(model, sample.request)) as parts:
-            async for part in parts:
-                news.put_nowait((sample, part))
-
-    tasks = [asyncio.create_task(follow(sample)) for sample in asked.samples]
-    for task in tasks:
-        task.add_done_callback(news.put_nowait)
-    try:
-        going = len(tasks)
-        while going:
-            item = await news.get()
-            if isinstance(item, asyncio.Task):
-                item.result()  # raises what the sample raised
-                going -= 1
-            else:
-                yield item
     finally:
         await cancel_and_wait(tasks)
 

@@ -126,9 +126,11 @@ async def model_info(request: Request) -> dict[str, Any]:
 
 @router.get(paths.SGLANG_SERVER_OLD)
 @router.get(paths.SGLANG_SERVER)
-async def server_info(request: Request) -> dict[str, Any]:
+async def server_info(request: Request, config_format: str | None = None) -> dict[str, Any]:
     host, port = request.scope["server"]
-    return dialect_of(request).server_info(host, port)
+    dialect = dialect_of(request)
+    info = dialect.server_info(host, port)
+    return info | ({"vllm_config": dialect.vllm_config()} if config_format else {})
 
 
 @router.get(paths.SGLANG_VERSION_OLD)

@@ -58,6 +58,14 @@ class SGLangSamples:
     is_list: bool
     """The answer is a list, of one too."""
 
+    @property
+    def rids(self) -> dict[str, list[str]]:
+        """The client's ids, each with those of its samples."""
+        rids: dict[str, list[str]] = {}
+        for sample in self.samples:
+            rids.setdefault(sample.client_rid, []).append(sample.request.rid)
+        return rids
+
 
 def read_body(body: GenerateBody, model: ServedModel, session: str | None = None) -> SGLangSamples:
     """The samples that a body asks for.
@@ -78,6 +86,7 @@ def read_body(body: GenerateBody, model: ServedModel, session: str | None = None
     adapters = _spread(body.lora_path, count, "lora_path")
     if body.return_text_in_logprobs and model.tokenizer is None:
         raise InvalidField(_NO_TOKENIZER, "return_text_in_logprobs")
+    version = None if body.weight_version is None else body.weight_version.exact(model)
     home = {} if session is None else {"session_id": session}
     samples: list[SGLangSample] = []
     for prompt, sampling, rid, has_logprobs, start, top, adapter in zip(
@@ -95,6 +104,7 @@ def read_body(body: GenerateBody, model: ServedModel, session: str | None = None
                 top,
                 adapter,
                 {**home, "group_id": rid[:MAX_KEY]} if sampling.n > 1 else home,
+                version,
                 model,
             )
             samples.append(
@@ -159,6 +169,7 @@ def _request(
     top: int,
     adapter: str | None,
     metadata: dict[str, str],
+    version: PolicyVersion | None,
     model: ServedModel,
 ) -> LLMRequest:
     most = sampling.max_new_tokens
@@ -191,6 +202,7 @@ def _request(
             adapter=adapter,
             logprob_start=start if start >= 0 else None,
             metadata=metadata,
+            version=version,
         )
     except ValidationError as error:
         raise InvalidField.of(error, OUR_NAMES) from error
@@ -268,6 +280,8 @@ class Renderer:
             "cached_tokens": output.cached_tokens,
             "cached_tokens_details": None,
             "weight_version": label(last),
+            "weight_version_start": label(output.runs[0][0] if output.runs else self.version),
+            "weight_version_end": label(last),
             "weight_versions": [
                 {"version": label(version), "start": start, "end": end}
                 for version, start, end in output.runs

@@ -16,6 +16,7 @@ from headway.contracts.http.generation import PauseMode
 from headway.contracts.types import TokenId
 from headway.dialects.structured_output import JsonSchema
 from headway.dialects.unsupported import RequestPart, unsupported
+from headway.dialects.version_wanted import VersionWanted
 
 SAYS_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 
@@ -97,6 +98,8 @@ class GenerateBody(SGLangBody):
     return_text_in_logprobs: bool = False
     lora_path: str | tuple[str | None, ...] | None = None
     """Name of a loaded adapter; None takes the base alone."""
+    weight_version: VersionWanted | None = None
+    """The version that has to serve; 409 with Retry-After while it does not."""
     stream: bool = False
     log_metrics: Literal[True] = True
     """Every request is counted."""
@@ -135,6 +138,13 @@ class DiskUpdateBody(UpdateBody):
 
     model_path: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")
     load_format: Literal["auto", "safetensors"] | None = None
+
+
+class RelabelBody(SGLangBody):
+    """`POST /update_weight_version`."""
+
+    new_version: str = Field(min_length=1, max_length=256)
+    abort_all_requests: bool = True
 
 
 class TokenizeBody(SGLangBody):

@@ -16,8 +16,15 @@ MAX_VERSION = 2**31 - 1
 """Trajectories carry versions as int32."""
 
 
+def next_version(label: str | None, current: PolicyVersion) -> PolicyVersion:
+    """The version of an update: the label's number if that is a newer one, else the next."""
+    is_number = label is not None and label.isascii() and label.isdecimal()
+    named = int(label) if label is not None and is_number and len(label) <= 10 else 0
+    return named if current < named < MAX_VERSION and str(named) == label else current + 1
+
+
 class VersionLabels:
-    """Version -> label, and the version that a new label gets."""
+    """Version -> label."""
 
     def __init__(self, initial: PolicyVersion) -> None:
         self._labels: dict[PolicyVersion, str] = {} if initial else {0: START_LABEL}
@@ -25,12 +32,6 @@ class VersionLabels:
     def label(self, version: PolicyVersion) -> str:
         """The text of a version; its number if none was given."""
         return self._labels.get(version, str(version))
-
-    def next_version(self, label: str | None, current: PolicyVersion) -> PolicyVersion:
-        """The version of an update: the label's number if that is a newer one, else the next."""
-        is_number = label is not None and label.isascii() and label.isdecimal()
-        named = int(label) if label is not None and is_number and len(label) <= 10 else 0
-        return named if current < named < MAX_VERSION and str(named) == label else current + 1
 
     def name(self, version: PolicyVersion, label: str | None) -> None:
         """Enter a label; None takes one out."""

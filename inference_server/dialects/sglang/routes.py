@@ -17,7 +17,7 @@ from headway.contracts.http import paths
 from headway.dialects.error_shapes import FAILURES, InvalidField, ShapedError, route_in
 from headway.dialects.sglang.errors import UPDATE_FAILURES, failed_update, sglang_error
 from headway.dialects.sglang.routes import dialect_of
-from headway.dialects.sglang.types import DiskUpdateBody, EmptyBody, UpdateBody
+from headway.dialects.sglang.types import DiskUpdateBody, EmptyBody, RelabelBody, UpdateBody
 from headway.runtime.logging import note_request
 from inference_server.adapters import Adapters
 from inference_server.dialects.headway.generation import local
@@ -29,7 +29,6 @@ from inference_server.dialects.sglang.types import (
     LoadAdapterBody,
     ParameterBody,
     PostProcessBody,
-    RelabelBody,
     SelectingBody,
     UnloadAdapterBody,
 )
@@ -99,17 +98,27 @@ async def update_from_disk(body: DiskUpdateBody, request: Request) -> Response:
     Running sequences do as `update_policy` says, or end with `abort_all_requests`; SGLang waits for
     them. A cache that cannot be flushed is reported, and is no failure: the weights did change.
     """
-    generator = local(request)
-    paused = generator.is_paused
+    paused = local(request).is_paused
     try:
-        published = await _updates(request).from_disk(body.model_path, _options(body))
+        published = await published_from_disk(request, body.model_path, _options(body))
     except ServiceError as error:
         return failed_update(error, num_paused_requests=0)
-    dialect_of(request).model_path = body.model_path
-    generator.model_paths = (*generator.model_paths[:1], body.model_path)
     text = f"Succeeded to update model weights.{_described(published)}"
     running = published.running if paused else 0
     return JSONResponse({"success": True, "message": text, "num_paused_requests": running})
+
+
+async def published_from_disk(request: Request, path: str, options: UpdateOptions) -> Published:
+    """Publish a directory; the model may be called by it from then on.
+
+    Raises:
+        ServiceError: by `SGLangWeightUpdates.from_disk`.
+    """
+    published = await _updates(request).from_disk(path, options)
+    generator = local(request)
+    dialect_of(request).model_path = path
+    generator.model_paths = (*generator.model_paths[:1], path)
+    return published
 
 
 @router.post(paths.SGLANG_UPDATE_BEGIN, response_model=None, responses=UPDATE_FAILURES)

@@ -76,13 +76,6 @@ class GroupUpdateBody(UpdateBody, SelectingBody):
         return self
 
 
-class RelabelBody(SGLangBody):
-    """`POST /update_weight_version`."""
-
-    new_version: str = Field(min_length=1, max_length=256)
-    abort_all_requests: bool = True
-
-
 class ParameterBody(SGLangBody):
     """`POST /get_weights_by_name`."""
 

@@ -28,7 +28,7 @@ from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import ConfigError, Conflict, ServiceError, SyncError
 from headway.contracts.types import WeightUpdateMeta
-from headway.dialects.sglang.version_labels import VersionLabels
+from headway.dialects.sglang.version_labels import VersionLabels, next_version
 from inference_server.backends.base import GenerationBackend, StagedVersion
 from inference_server.dialects.sglang.weight_groups import WeightGroups
 from inference_server.version_gate import VersionGate
@@ -303,7 +303,7 @@ class SGLangWeightUpdates:
 
     async def _publish(self, path: str, reader: WeightReader, options: UpdateOptions) -> Published:
         def number(current: int) -> int:
-            version = self.labels.next_version(options.label, current)
+            version = next_version(options.label, current)
             self.labels.name(version, options.label)  # before it samples the first token
             named.append(version)
             return version

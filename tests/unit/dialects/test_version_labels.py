@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.dialects.sglang.version_labels import MAX_VERSION, VersionLabels
+from headway.dialects.sglang.version_labels import MAX_VERSION, VersionLabels, next_version
 
 
 def test_the_first_weights_are_called_default_unless_they_have_a_number() -> None:
@@ -32,7 +32,7 @@ def test_the_first_weights_are_called_default_unless_they_have_a_number() -> Non
 def test_a_newer_number_becomes_the_version_and_all_else_the_next(
     label: str | None, version: int
 ) -> None:
-    assert VersionLabels(0).next_version(label, 5) == version
+    assert next_version(label, 5) == version
 
 
 def test_every_version_keeps_the_text_it_was_published_under() -> None:

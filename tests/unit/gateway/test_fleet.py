@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 
 from gateway.app.fleet import Fleet
-from gateway.execution.resume import generate_whole
 from gateway.fleet import dispatch
+from gateway.fleet.resume import generate_whole
 from gateway.ledger.sqlite import SqliteLedger
 from gateway.versions.publication_state import PublicationState
 from headway.contracts.config.gateway import FleetConfig

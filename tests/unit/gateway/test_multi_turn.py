@@ -4,7 +4,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from gateway.execution.resume import join, rest_of
+from gateway.fleet.resume import join, rest_of
 from gateway.trajectories.sample import Sample
 from gateway.workflows.base import RolloutContext, make_workflow
 from headway.contracts.config.base import WorkflowRef

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gateway.execution.resume import cut_at_stop, generate_whole, join, rest_of
+from gateway.fleet.resume import cut_at_stop, generate_whole, join, rest_of
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import BackendError
 from headway.contracts.routed_experts import RoutedExperts

@@ -22,14 +22,21 @@ Runs = list[tuple[PolicyVersion, int, int]]
 SEEDS = 2**63
 
 
-async def generate_whole(generate: Generate, decode: Decode, req: LLMRequest) -> LLMResponse:
+async def generate_whole(
+    generate: Generate,
+    decode: Decode,
+    req: LLMRequest,
+    is_over: Callable[[], bool] = lambda: False,
+) -> LLMResponse:
     """Generate one sequence to its end, however often it is interrupted.
 
+    Args:
+        is_over: true once an interruption is the end.
     Raises:
         BackendError: it was interrupted, and cannot be resumed from a prefix.
     """
     response = await generate(req)
-    while response.stop_reason == "interrupt":
+    while response.stop_reason == "interrupt" and not is_over():
         count = len(response.output_tokens)
         is_scored = req.logprob_start is None or response.prompt_logprobs is not None
         if count == req.gconfig.max_new_tokens and is_scored:

@@ -1,0 +1,136 @@
+"""The fleet as dialects see it: one model under one URL."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from gateway.app.fleet import Fleet
+from gateway.fleet.resume import generate_whole
+from headway.contracts.config.gateway import GatewayConfig
+from headway.contracts.engines import OnDelta
+from headway.contracts.errors import BackendError
+from headway.contracts.http.generation import PauseMode
+from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
+from headway.dialects.error_shapes import InvalidField
+from headway.dialects.served_model import ServedLoad
+from headway.runtime.tasks import cancel_and_wait
+from headway.text.tokenizer import TextTokenizer
+
+ABORT_GRACE_S = 5.0
+"""Seconds for a server to return the tokens so far of a request that is aborted."""
+
+
+class ServedFleet:
+    """`ServedModel` over a fleet.
+
+    A sequence that a drain or a swap interrupts goes on from its tokens, here or on another server: only
+    its client ends it before its end.
+    """
+
+    def __init__(self, config: GatewayConfig, fleet: Fleet, tokenizer: TextTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.model_name = config.served_model_name or Path(config.tokenizer).absolute().name
+        self.model_paths: tuple[str, ...] = (config.tokenizer,)
+        self._fleet = fleet
+        self._aborts: dict[str, asyncio.Event] = {}
+        """By id: set once the client wants no more of a request."""
+
+    @property
+    def adapter_versions(self) -> Mapping[str, PolicyVersion]:
+        return {}
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self._fleet.version
+
+    @property
+    def max_context(self) -> int | None:
+        return self._fleet.max_context
+
+    @property
+    def is_paused(self) -> bool:
+        return self._fleet.pause.is_on
+
+    @property
+    def is_ready(self) -> bool:
+        statuses = self._fleet.statuses()
+        return not self.is_paused and any(one.state == "ready" for one in statuses)
+
+    def load(self) -> ServedLoad:
+        here = [one for one in self._fleet.statuses() if one.state != "lost"]
+        return ServedLoad(
+            running=sum(one.running for one in here),
+            queued=sum(one.queued for one in here),
+            generated_tokens=self._fleet.generated_tokens,
+            busy_s=sum(one.busy_s for one in here),
+            kv_usage=sum(one.kv_usage for one in here) / len(here) if here else 0.0,
+        )
+
+    async def agenerate(self, req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
+        if req.adapter is not None:
+            raise InvalidField(
+                f"adapter {req.adapter!r}: a fleet serves its base alone; ask the server that loaded it",
+                "lora_path",
+            )
+        if req.rid in self._aborts:
+            raise InvalidField(f"request id {req.rid!r} is in use; send another one", "rid")
+        aborted = self._aborts[req.rid] = asyncio.Event()
+        try:
+            ask = partial(self._generate, aborted, on_delta)
+            return await generate_whole(ask, self.tokenizer.decode, req, aborted.is_set)
+        finally:
+            del self._aborts[req.rid]
+
+    async def abort(self, rid: str | None) -> None:
+        for each in [rid] if rid is not None else list(self._aborts):
+            if each in self._aborts:
+                self._aborts[each].set()
+
+    async def pause(self, mode: PauseMode) -> None:
+        if mode == "abort":
+            await self.abort(None)
+        await self._fleet.pause.begin(mode)
+
+    async def resume(self) -> None:
+        await self._fleet.pause.end()
+
+    async def flush(self) -> bool:
+        return await self._fleet.flush()
+
+    async def _generate(
+        self, aborted: asyncio.Event, on_delta: OnDelta | None, req: LLMRequest
+    ) -> LLMResponse:
+        """Generate until it ends or is aborted."""
+        work = asyncio.create_task(self._fleet.agenerate(req, on_delta))
+        wait = asyncio.create_task(aborted.wait())
+        try:
+            await asyncio.wait({work, wait}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and await self._fleet.abort(req.rid):
+                await asyncio.wait({work}, timeout=ABORT_GRACE_S)
+            response = await work if work.done() else _nothing(req)
+        finally:
+            await cancel_and_wait([work, wait])
+        is_cut = response.stop_reason == "interrupt" and not aborted.is_set()
+        if on_delta is not None and is_cut and req.gconfig.stop and response.output_tokens:
+            raise BackendError(
+                f"the stream of request {req.rid!r} was interrupted after "
+                f"{len(response.output_tokens)} tokens, and a stop string may stand across the break; "
+                "send it again"
+            )
+        return response
+
+
+def _nothing(req: LLMRequest) -> LLMResponse:
+    """The response to a request that ended before it was sampled from."""
+    return LLMResponse(
+        rid=req.rid,
+        output_tokens=[],
+        output_logprobs=[],
+        version_runs=[],
+        stop_reason="interrupt",
+        latency_s=0.0,
+        ttft_s=0.0,
+    )
