@@ -4,6 +4,7 @@ left out."""
 
 import os
 import re
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,10 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Of a shell's background job SIGINT is ignored, and a process that a test starts would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from hypothesis import HealthCheck, settings

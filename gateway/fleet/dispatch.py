@@ -122,6 +122,8 @@ class Dispatcher:
         losses = 0
         deaths: list[str] = []
         while True:
+            if progress is not None:
+                req = progress.rest()
             member = await self._choose(req, deadline, deaths)
             try:
                 response = await self._generate_on(member, req, progress)
@@ -137,8 +139,6 @@ class Dispatcher:
                     is_gone = member.state == "lost" or member.health.is_quarantined
                     if not is_gone or losses > MAX_LOSSES:
                         raise
-                if progress is not None:
-                    req = progress.rest()
             except ServiceError as error:
                 if progress is not None:
                     raise

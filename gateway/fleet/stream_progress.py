@@ -30,7 +30,7 @@ class StreamProgress:
         self._on_delta(delta)
 
     def rest(self) -> LLMRequest:
-        """Return the request for what is missing, now that the server is lost.
+        """Return the request for what is missing, now that no server is at it.
 
         Raises:
             BackendError: it cannot be told what is missing.
@@ -42,7 +42,7 @@ class StreamProgress:
             return self._req
         if why := self._obstacle(self._so_far):
             raise BackendError(
-                f"the server of request {self._req.rid!r} was lost after "
+                f"the stream of request {self._req.rid!r} broke off after "
                 f"{len(self._so_far.output_tokens)} tokens, and {why}; send it again"
             )
         return rest_of(self._req, self._so_far)

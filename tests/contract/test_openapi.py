@@ -9,8 +9,10 @@ import json
 import os
 from pathlib import Path
 
+import fastapi
 import pytest
 from fastapi import FastAPI
+from packaging.version import Version
 
 from gateway.app.main import make_gateway
 from headway.contracts.config.gateway import GatewayConfig
@@ -34,6 +36,10 @@ def server() -> FastAPI:
 APPS = {"gateway": gateway, "server": server}
 
 
+@pytest.mark.skipif(
+    Version(fastapi.__version__) < Version("0.165"),
+    reason="older releases of FastAPI describe the same surface in other words",
+)
 @pytest.mark.parametrize("name", APPS)
 def test_the_http_surface_is_the_stored_one(name):
     schema = APPS[name]().openapi()

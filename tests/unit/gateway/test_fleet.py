@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -103,6 +103,7 @@ async def opened(
     wait_s: float = 5.0,
     state: PublicationState | None = None,
     vocabulary: Vocabulary = ANY,
+    ends: Sequence[int] = (),
     **settings,
 ) -> AsyncIterator[Fleet]:
     """A fleet in which the servers have reported themselves, in this order."""
@@ -110,7 +111,7 @@ async def opened(
     ledger = SqliteLedger(":memory:")
     await ledger.open("gateway", 30.0)
     config = FleetConfig(server_wait_s=wait_s, **settings)
-    fleet = Fleet(config, state or PublicationState(ledger), vocabulary=vocabulary)
+    fleet = Fleet(config, state or PublicationState(ledger), vocabulary=vocabulary, ends=ends)
     runners = []
     await fleet.start()
     for index, server in enumerate(servers):
