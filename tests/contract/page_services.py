@@ -58,7 +58,8 @@ class PageServices:
         has_gateway = uses_gateway and GATEWAY_STARTS not in text
         has_server = SERVER_NAMED in text and SERVER_STARTS not in text
         if has_server or has_gateway:
-            is_real = any(name in text for name in REFUSED_BY_FAKE)
+            publishes = has_gateway and f"{SHARED}/b" in text  # what the fake backend does not read
+            is_real = publishes or any(name in text for name in REFUSED_BY_FAKE)
             self._make_versions(text, is_real)
             if has_gateway:
                 self._start_gateway()

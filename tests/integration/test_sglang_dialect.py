@@ -1032,3 +1032,41 @@ def test_a_server_that_waits_for_a_trainer_ends_when_it_is_told_to(
         sender.kill()
         client.close()
         process.stop(0.0)
+
+
+def test_vllms_clients_are_served_alike(served: Served) -> None:
+    """Tokens with their versions, a version from a directory, and what is refused."""
+    served.serve(served.a)
+    settings = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True, "logprobs": 2}
+    body = {"token_ids": PROMPT, "sampling_params": {**settings, "prompt_logprobs": 1}}
+    first = served.client.post("/inference/v1/generate", body).json()
+    (choice,) = first["choices"]
+    (span,) = choice["weight_versions"]
+    model = load_reference(served.a)
+    reference = reference_logprobs(model, PROMPT, choice["token_ids"]).tolist()
+    got = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    assert got == pytest.approx(reference, abs=1e-4)
+    scores = [row[str(token)]["logprob"] for row, token in zip(
+        first["prompt_logprobs"][1:], PROMPT[1:], strict=True)]  # fmt: skip
+    reference = reference_logprobs(model, PROMPT[:1], PROMPT[1:]).tolist()
+    assert scores == pytest.approx(reference, abs=1e-4)
+    assert first["prompt_logprobs"][0] is None
+    assert all(len(entry["top_logprobs"]) == 2 for entry in choice["logprobs"]["content"])
+
+    call = {"method": "reload_weights", "kwargs": {"weights_path": str(served.b)}}
+    assert served.client.post("/collective_rpc", call).json() == {"results": [None]}
+    (after,) = served.client.post("/inference/v1/generate", body).json()["choices"]
+    assert after["weight_versions"][0]["version"] == str(int(span["version"]) + 1)
+    reference = reference_logprobs(load_reference(served.b), PROMPT, after["token_ids"]).tolist()
+    got = [entry["logprob"] for entry in after["logprobs"]["content"]]
+    assert got == pytest.approx(reference, abs=1e-4)
+
+    for path, bad in [
+        ("/pause?mode=wait", {}),
+        ("/init_weight_transfer_engine", {}),
+        ("/inference/v1/generate", body | {"priority": 3}),
+        ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"max_tokens": -1}}),
+        ("/v1/load_lora_adapter", {"lora_name": "mine"}),
+    ]:
+        answer = served.client.post(path, bad)
+        assert answer.status_code == 400 and answer.json()["error"]["message"], path
