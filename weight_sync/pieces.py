@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import xxhash
+from numpy.typing import NDArray
 
 from weight_sync.gpu_checksum import PREFIX
 from weight_sync.manifest import bytes_of, has_checksum
 
 CHUNK_BYTES = 1 << 20
 """Fits a core's cache."""
+_INFINITY = {
+    torch.float64: 0x7FF0000000000000,
+    torch.float32: 0x7F800000,
+    torch.float16: 0x7C00,
+    torch.bfloat16: 0x7F80,
+}
+"""Bits of +infinity. Positive numbers are ordered as their bits are, and NaN is beyond infinity."""
+_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +46,50 @@ class Written:
 
     checksum: str
     is_finite: bool
-    """False if a value is NaN or infinite, and rarely because their sum overflows."""
+    """False if a value is NaN or infinite."""
+
+
+class _Numbers:
+    """Looks for numbers that are not finite, by their bits.
+
+    On this thread alone: a sum over several waits for cores that the other end of a transfer needs.
+    """
+
+    def __init__(self, values: torch.Tensor | None) -> None:
+        self._signed: NDArray[Any] | None = None
+        infinity = None if values is None else _INFINITY.get(values.dtype)
+        if values is None or infinity is None:
+            return
+        self._size = values.element_size()
+        self._signed = values.view(_BITS[self._size]).numpy()
+        self._unsigned = self._signed.view(f"u{self._size}")
+        self._positive = infinity
+        self._negative = infinity | 1 << (8 * self._size - 1)
+
+    def are_finite(self, start: int, end: int) -> bool:
+        """True if all between these two bytes are."""
+        if self._signed is None:
+            return True
+        part = slice(start // self._size, end // self._size)
+        largest = int(self._signed[part].max(initial=0))
+        return largest < self._positive and (
+            int(self._unsigned[part].max(initial=0)) < self._negative
+        )
 
 
 def write_checked(pieces: Sequence[Piece], write: Callable[[memoryview], object]) -> list[Written]:
-    """Write all pieces; take checksum and sum of each chunk right after it was touched."""
+    """Write all pieces; take the checksum of each chunk, and look at it, right after it was touched."""
     found = []
     for piece in pieces:
         checksum = xxhash.xxh3_128()
-        total = 0.0
+        numbers = _Numbers(piece.values)
+        is_finite = True
         for start in range(0, piece.data.nbytes, CHUNK_BYTES):
             chunk = piece.data[start : start + CHUNK_BYTES]
             write(chunk)
             checksum.update(chunk)
-            if piece.values is not None:
-                size = piece.values.element_size()
-                total += sum_of(piece.values[start // size : (start + CHUNK_BYTES) // size]).item()
-        found.append(Written(checksum.hexdigest(), math.isfinite(total)))
+            is_finite = is_finite and numbers.are_finite(start, start + CHUNK_BYTES)
+        found.append(Written(checksum.hexdigest(), is_finite))
     return found
 
 

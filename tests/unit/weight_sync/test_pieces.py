@@ -11,7 +11,7 @@ from weight_sync.pieces import CHUNK_BYTES, Piece, look_through, write_checked
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("more", [-1, 0, 1, CHUNK_BYTES])
-@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [None, float("nan"), -float("nan"), float("inf"), -float("inf")])
 def test_checksum_and_finiteness_of_a_piece(dtype: torch.dtype, more: int, bad: float | None):
     size = torch.empty(0, dtype=dtype).element_size()
     tensor = torch.arange(CHUNK_BYTES // size + more).sin().to(dtype)
@@ -28,6 +28,18 @@ def test_checksum_and_finiteness_of_a_piece(dtype: torch.dtype, more: int, bad: 
     assert second.is_finite is (bad is None)
     assert look_through(tensor, second.checksum) == (True, bad is None)
     assert not look_through(tensor, first.checksum)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_number_is_told_from_what_is_none(dtype: torch.dtype):
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    for number, is_finite in zip(every, every.float().isfinite().tolist(), strict=True):
+        assert write_checked([Piece.of_values(number[None])], len)[0].is_finite is is_finite
+
+
+def test_integers_are_finite():
+    (found,) = write_checked([Piece.of_values(torch.arange(-3, 3))], len)
+    assert found.is_finite
 
 
 def test_nothing_is_finite_and_has_a_checksum():

@@ -1,0 +1,188 @@
+"""Measure what a gateway in front of one generation server adds to its answers.
+
+    python benchmarks/gateway_cost.py --in-flight 32 256
+    python benchmarks/gateway_cost.py --stream
+
+One client asks the server itself and the gateway by turns, with the same bodies on the same route
+(SGLang's `/generate`) and as many requests in flight. The server (backend `fake`) takes as long for each
+as `--tokens` times `--token-ms`. `value` is what the gateway adds to the median latency; `p99_ms` what it
+adds there, `rate_share` its requests per second over the server's, `gateway_cpu_ms` the CPU time of the
+gateway per request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import uvloop
+from measure import report
+
+from headway.contracts.http.paths import SGLANG_GENERATE, SGLANG_READY
+from headway.launch.quickstart import task
+
+READY_S = 60.0
+PROMPT = list(range(3, 11)) * 24
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[32, 256])
+    parser.add_argument("--requests", type=int, default=16, help="of each in flight, per round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--token-ms", type=float, default=20.0)
+    parser.add_argument("--stream", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="headway-") as name, ExitStack() as stack:
+        folder = Path(name)
+        task.write_model(folder / "model", {})
+        gateway, process = stack.enter_context(
+            service(
+                folder,
+                "gateway",
+                tokenizer=str(folder / "model"),
+                ledger=":memory:",
+            )
+        )
+        server, _ = stack.enter_context(
+            service(
+                folder,
+                "serve",
+                model={"path": str(folder / "model")},
+                backend={
+                    "type": "fake",
+                    "vocab_size": 14,
+                    "token_latency_s": options.token_ms / 1e3,
+                },
+                gateway=gateway,
+                max_in_flight=4096,
+            )
+        )
+        uvloop.run(compare(server, gateway, process, options))
+
+
+async def compare(
+    server: str, gateway: str, process: subprocess.Popen[str], options: argparse.Namespace
+) -> None:
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": options.tokens, "ignore_eos": True},
+        "return_logprob": True,
+        "stream": options.stream,
+    }
+    content = json.dumps(body).encode()
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        await until_ready(session, gateway)
+        for in_flight in options.in_flight:
+            count = in_flight * options.requests
+            rounds: list[dict[str, float]] = []
+            for number in range(options.rounds + 1):
+                bare = await measure(session, server, content, count, in_flight)
+                before = cpu_of(process.pid)
+                ours = await measure(session, gateway, content, count, in_flight)
+                cpu = cpu_of(process.pid) - before
+                if number:  # the first one warms up
+                    rounds.append(
+                        {
+                            "median_ms": 1e3 * (ours[1] - bare[1]),
+                            "p99_ms": 1e3 * (ours[2] - bare[2]),
+                            "rate_share": ours[0] / bare[0],
+                            "gateway_cpu_ms": 1e3 * cpu / count,
+                            "bare_median_ms": 1e3 * bare[1],
+                        }
+                    )
+            more = {
+                name: round(statistics.median(each[name] for each in rounds), 3)
+                for name in rounds[0]
+                if name != "median_ms"
+            }
+            report(
+                "gateway_cost",
+                "ms added to the median latency",
+                [each["median_ms"] for each in rounds],
+                in_flight=in_flight,
+                requests=count,
+                tokens=options.tokens,
+                token_ms=options.token_ms,
+                stream=options.stream,
+                **more,
+            )
+
+
+async def measure(
+    session: aiohttp.ClientSession, url: str, content: bytes, count: int, in_flight: int
+) -> tuple[float, float, float]:
+    """Requests per second, and the median and 99th percentile of their seconds."""
+    left, seconds = iter(range(count)), []
+    headers = {"content-type": "application/json"}
+
+    async def worker(number: int) -> None:
+        await asyncio.sleep(0.32 * number / in_flight)  # not all in the same moment
+        for _ in left:
+            start = time.perf_counter()
+            async with session.post(url + SGLANG_GENERATE, data=content, headers=headers) as answer:
+                await answer.read()
+                answer.raise_for_status()
+            seconds.append(time.perf_counter() - start)
+
+    start = time.perf_counter()
+    await asyncio.gather(*(worker(number) for number in range(in_flight)))
+    rate = count / (time.perf_counter() - start)
+    cuts = statistics.quantiles(seconds, n=100)
+    return rate, cuts[49], cuts[98]
+
+
+async def until_ready(session: aiohttp.ClientSession, gateway: str) -> None:
+    async with asyncio.timeout(READY_S):
+        while True:
+            async with session.get(gateway + SGLANG_READY) as answer:
+                if answer.ok:
+                    return
+            await asyncio.sleep(0.1)
+
+
+def cpu_of(pid: int) -> float:
+    """CPU seconds of a process and its children."""
+    root = psutil.Process(pid)
+    times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
+
+
+@contextmanager
+def service(
+    folder: Path, command: str, **settings: Any
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A service of ours, and its URL."""
+    ready, file = folder / f"{command}.ready", folder / f"{command}.yaml"
+    file.write_text(json.dumps({"service": {"port": 0, "ready_file": str(ready)}, **settings}))
+    words = [sys.executable, "-m", "headway.launch.cli", command, "--config", str(file)]
+    process = subprocess.Popen(words, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        deadline = time.monotonic() + READY_S
+        while not ready.is_file():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{command} did not start")
+            time.sleep(0.05)
+        yield json.loads(ready.read_text())["url"], process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(READY_S)
+
+
+if __name__ == "__main__":
+    main()
