@@ -27,6 +27,10 @@ COMMANDS = {
     "serve": ("inference_server.command", "one generation server (python -m inference_server)"),
     "train": ("trainer.command", "one trainer rank (python -m trainer)"),
     "engine": ("inference_server.engine_command", "check an SGLang or vLLM that runs already"),
+    "conformance": (
+        "headway.launch.conformance.command",
+        "check what any service keeps of three APIs",
+    ),
     "slurm": ("headway.launch.slurm_command", "a batch script for a trainer's ranks on Slurm"),
     "config": ("headway.launch.config_command", "what can be set; check a file; draw its calls"),
     "status": ("headway.launch.status", "what a gateway is doing"),

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.weight_sync import DiskSync
+from headway.launch.cli import main
 from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.conftest import run_config, with_weight_sync
 from tests.integration.sglang_client import InFlight, SGLangClient
@@ -441,3 +442,20 @@ def test_versions_are_true_while_servers_die_and_join(fleet: Fleet) -> None:
             sampled = clients.answered
             eventually(lambda n=sampled: clients.answered > n + 8, LIMIT_S, "it goes on")
     assert clients.seen >= {first + 2, first + 6}
+
+
+def test_a_referee_finds_nothing_to_complain_of(fleet: Fleet, tmp_path: Path) -> None:
+    """At the gateway with what is left of its servers, and at one of these."""
+    told = tmp_path / "told.json"
+    weights = [str(fleet.save(fleet.version + n)) for n in (1, 2)]
+    words = ["conformance", fleet.url, "--tolerance", "0.001", "--json", str(told)]
+    main([*words, "--weights", *weights])
+    fleet.version = fleet.engine.status().version
+    verdicts = json.loads(told.read_text())
+    marks = {each["promise"]: each["mark"] for each in verdicts["promises"]}
+    assert "FAILED" not in marks.values()
+    assert marks["versions are true at a swap under load"] == "ok"
+    assert marks["an update serves the new weights alone"] == "ok"
+    assert verdicts["clients"]["AReaL"] == verdicts["clients"]["verl"] == "served"
+    words[1] = fleet.ready()[0].url
+    main([*words, "--dialect", "sglang", "--dialect", "vllm"])

@@ -13,8 +13,8 @@ from headway.dialects.error_shapes import InvalidField
 from headway.dialects.openai.chat_request import ChatRequest
 from headway.dialects.openai.completion_request import CompletionRequest
 from headway.dialects.openai.responses_request import ResponsesRequest
+from headway.dialects.sglang.types import SGLangSampling
 from headway.dialects.structured_output import ANY_OBJECT, JsonSchema
-from inference_server.dialects.sglang.types import SGLangSampling
 
 SAY = [{"role": "user", "content": "say"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

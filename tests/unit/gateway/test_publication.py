@@ -56,7 +56,8 @@ async def test_a_version_is_staged_everywhere_recorded_and_committed():
         await published(gateway, 1)
         assert [server.version for server in servers] == [1, 1, 1]
         status = gateway.fleet.weights.status()
-        assert status.committed.model_dump() == {"version": 1, "path": "/v1", "digest": "d1"}
+        record = {"version": 1, "path": "/v1", "digest": "d1", "label": None}
+        assert status.committed.model_dump() == record
         assert (status.head, status.publishing, gateway.fleet.updates_in_flight) == (1, None, 1)
         assert {commit.epoch for server in servers for commit in server.commits} == {status.epoch}
 

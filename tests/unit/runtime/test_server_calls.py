@@ -41,7 +41,9 @@ class Answering:
     def __init__(self, answer: dict[str, Any]) -> None:
         self._content = to_json(answer)
 
-    async def post(self, target: str, body: bytes, max_bytes: int) -> SimpleNamespace:
+    async def post(
+        self, target: str, body: bytes, max_bytes: int, on_piece: None = None
+    ) -> SimpleNamespace:
         assert len(self._content) <= max_bytes
         return SimpleNamespace(status=200, content=self._content, headers={})
 

@@ -13,7 +13,9 @@ from safetensors.torch import save_file
 from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import SyncError
 from headway.contracts.types import WeightUpdateMeta
+from weight_sync.deadline import Deadline
 from weight_sync.receiver import make_receiver
+from weight_sync.tensors import weights_digest
 from weight_sync.transports.disk import make_local_publisher
 from weight_sync.transports.model_dir import INDEX_NAME, ModelDirReader
 
@@ -232,3 +234,30 @@ def test_a_publisher_and_a_directory_of_the_same_weights_fit_the_same_model(
 ) -> None:
     ours, theirs = plain.stage(published, shapes), plain.stage(write(root / "m", weights), shapes)
     assert all(torch.equal(ours.tensors[name], theirs.tensors[name]) for name in shapes)
+
+
+@pytest.mark.parametrize("way", ["stage", "verify"])
+def test_a_published_directory_is_the_one_that_was_published(
+    root: Path, weights: Tensors, shapes: Shapes, way: str
+) -> None:
+    """By its scheme a receiver reads it, too; later only with the same weights."""
+    folder = root / "step-8"
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    receiver = make_receiver(ReceiverConfig(allow=(str(root),)))
+    read = getattr(receiver.within(Deadline(10.0)), way)
+    path = f"model://{folder}"
+    first = read(WeightUpdateMeta(3, path), shapes)
+    assert (first.version, first.digest) == (3, weights_digest(weights))
+    assert read(WeightUpdateMeta(3, path, digest=first.digest), shapes).digest == first.digest
+    save_file(weights | {EMBED: weights[EMBED] + 1}, folder / "model.safetensors")
+    with pytest.raises(SyncError, match="other weights than version 3 was published with"):
+        read(WeightUpdateMeta(3, path, digest=first.digest), shapes)
+    assert read(WeightUpdateMeta(4, path), shapes).digest != first.digest
+
+
+def test_a_scheme_opens_no_other_directory(root: Path, shapes: Shapes) -> None:
+    receiver = make_receiver(ReceiverConfig(allow=(str(root),)))
+    for path in ("model:///etc", f"model://{root}/../elsewhere"):
+        with pytest.raises(SyncError, match="outside"):
+            receiver.within(Deadline(10.0)).stage(WeightUpdateMeta(3, path), shapes)
