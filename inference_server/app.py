@@ -19,6 +19,7 @@ from gateway.service.in_process import InProcessEngine
 from gateway.service.service import RolloutService
 from headway.contracts.config.server import ServerConfig
 from headway.dialects.openai import routes as openai
+from headway.dialects.request_ids import RequestIds
 from headway.dialects.sglang import routes as sglang
 from headway.dialects.sglang.dialect import SGLangDialect
 from headway.dialects.vllm import routes as vllm
@@ -60,8 +61,14 @@ def make_app(
                 generator.backend, generator.gate, config.weights, config.group_timeout_s
             )
             model = config.model
+            ids = app.state.request_ids = RequestIds(generator)
             app.state.sglang = SGLangDialect(
-                generator, updates.labels.label, model.path, config.served_model_name, model.dtype
+                generator,
+                ids,
+                updates.labels.label,
+                model.path,
+                config.served_model_name,
+                model.dtype,
             )
             tasks = [
                 asyncio.create_task(

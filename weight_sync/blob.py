@@ -57,6 +57,7 @@ class Blob:
                 offset=offset,
                 size=encoded.payload.nbytes,
                 codec=encoded.codec,
+                is_finite=encoded.codec == "raw" and written[piece].is_finite,
             )
             for (name, tensor, encoded), (piece, offset) in zip(
                 self.tensors, self.places, strict=True

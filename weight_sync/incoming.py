@@ -20,7 +20,7 @@ from weight_sync.channel import Source
 from weight_sync.codecs import check_stored_size, decode
 from weight_sync.deadline import Deadline
 from weight_sync.device_copy import beside_serving, for_serving
-from weight_sync.manifest import Base, Manifest, TensorEntry, content_digest
+from weight_sync.manifest import Base, Manifest, TensorEntry, content_digest, has_checksum
 from weight_sync.pieces import look_through
 from weight_sync.tensors import check_finite, check_fit
 
@@ -141,7 +141,10 @@ class IncomingVersion:
 
     def _verified_values(self, entry: TensorEntry, payload: torch.Tensor) -> torch.Tensor:
         tensor = self._decoded(entry, payload)
-        is_right, is_finite = look_through(tensor, entry.checksum)
+        if entry.is_finite:
+            is_right, is_finite = has_checksum(tensor, entry.checksum), True
+        else:
+            is_right, is_finite = look_through(tensor, entry.checksum)
         if not is_right:
             raise SyncError(f"{entry.name} in {self._meta.path}/{entry.blob} has a wrong checksum")
         if not is_finite:

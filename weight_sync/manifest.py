@@ -65,6 +65,8 @@ class TensorEntry(Config):
     size: int = Field(ge=0, lt=MAX_SIZE)
     """Stored bytes."""
     codec: Codec = "raw"
+    is_finite: bool = False
+    """True if the publisher saw that no value is NaN or infinite; else receivers look for themselves."""
 
 
 class Base(Config):

@@ -24,6 +24,7 @@ from gateway.sessions.routes import session_routes
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.http import paths
 from headway.dialects.openai import routes as openai
+from headway.dialects.request_ids import RequestIds
 from headway.dialects.sglang import routes as sglang
 from headway.dialects.sglang.dialect import SGLangDialect
 from headway.dialects.vllm import routes as vllm
@@ -56,8 +57,9 @@ def make_gateway(
             tokenizer = cast("TextTokenizer", service.tokenizer)
             served = app.state.served_model = ServedFleet(config, fleet, tokenizer)
             weights = app.state.foreign_weights = ForeignWeights(fleet)
+            ids = app.state.request_ids = RequestIds(served)
             app.state.sglang = SGLangDialect(
-                served, weights.label, config.tokenizer, config.served_model_name
+                served, ids, weights.label, config.tokenizer, config.served_model_name
             )
             yield service
 

@@ -86,7 +86,7 @@ async def open_gateway(
             store.registry,
             place,
             tokenizer.vocabulary,
-            tokenizer.special_ids,
+            tokenizer.end_ids,
         )
         bound = _make_bound(config.executor, metrics)
         around = ServiceOptions(

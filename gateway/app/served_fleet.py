@@ -9,18 +9,21 @@ from pathlib import Path
 
 from gateway.app.fleet import Fleet
 from gateway.fleet.resume import generate_whole
+from gateway.fleet.stream_progress import interrupted
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.engines import OnDelta
 from headway.contracts.errors import BackendError
 from headway.contracts.http.generation import PauseMode
-from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
+from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse, PolicyVersion
 from headway.dialects.error_shapes import InvalidField
 from headway.dialects.served_model import ServedLoad
 from headway.runtime.tasks import cancel_and_wait
 from headway.text.tokenizer import TextTokenizer
 
 ABORT_GRACE_S = 5.0
-"""Seconds for a server to return the tokens so far of a request that is aborted."""
+"""Seconds for a server to return the tokens so far of a request that is aborted; then it ends with those
+that were streamed.
+"""
 
 
 class ServedFleet:
@@ -104,13 +107,20 @@ class ServedFleet:
         self, aborted: asyncio.Event, on_delta: OnDelta | None, req: LLMRequest
     ) -> LLMResponse:
         """Generate until it ends or is aborted."""
-        work = asyncio.create_task(self._fleet.agenerate(req, on_delta))
+        shown: list[LLMDelta] = []
+
+        def show(delta: LLMDelta) -> None:
+            shown.append(delta)
+            if on_delta is not None:
+                on_delta(delta)
+
+        work = asyncio.create_task(self._fleet.agenerate(req, on_delta and show))
         wait = asyncio.create_task(aborted.wait())
         try:
             await asyncio.wait({work, wait}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done() and await self._fleet.abort(req.rid):
                 await asyncio.wait({work}, timeout=ABORT_GRACE_S)
-            response = await work if work.done() else _nothing(req)
+            response = await work if work.done() else interrupted(req.rid, shown)
         finally:
             await cancel_and_wait([work, wait])
         is_cut = response.stop_reason == "interrupt" and not aborted.is_set()
@@ -121,16 +131,3 @@ class ServedFleet:
                 "send it again"
             )
         return response
-
-
-def _nothing(req: LLMRequest) -> LLMResponse:
-    """The response to a request that ended before it was sampled from."""
-    return LLMResponse(
-        rid=req.rid,
-        output_tokens=[],
-        output_logprobs=[],
-        version_runs=[],
-        stop_reason="interrupt",
-        latency_s=0.0,
-        ttft_s=0.0,
-    )

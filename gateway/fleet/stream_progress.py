@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from gateway.fleet.resume import join, rest_of
 from headway.contracts.engines import OnDelta
@@ -36,7 +36,7 @@ class StreamProgress:
             BackendError: it cannot be told what is missing.
         """
         if self._deltas:
-            lost, self._deltas = _interrupted(self._req.rid, self._deltas), []
+            lost, self._deltas = interrupted(self._req.rid, self._deltas), []
             self._so_far = lost if self._so_far is None else join(self._so_far, lost)
         if self._so_far is None:
             return self._req
@@ -65,7 +65,7 @@ class StreamProgress:
         return None
 
 
-def _interrupted(rid: str, deltas: list[LLMDelta]) -> LLMResponse:
+def interrupted(rid: str, deltas: Sequence[LLMDelta]) -> LLMResponse:
     """The response of a server that was interrupted after these; its times are not known."""
     tokens: list[int] = []
     logprobs: list[float] = []

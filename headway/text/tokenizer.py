@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class TextTokenizer:
         Args:
             max_bytes: of a text that is encoded, in UTF-8.
         """
-        folder = Path(directory)
+        folder = self._folder = Path(directory)
         self._max_bytes = max_bytes
         file = folder / "tokenizer.json"
         if not file.exists():
@@ -239,6 +239,11 @@ class TextTokenizer:
         return sorted(number for number, token in added.items() if token.special)
 
     @cached_property
+    def end_ids(self) -> list[int]:
+        """Ids that may end a sequence: special tokens, and what the model's files name, ascending."""
+        return sorted({*self.special_ids, *_eos_ids(self._folder)})
+
+    @cached_property
     def _special(self) -> re.Pattern[str]:
         added = self._tokenizer.get_added_tokens_decoder().values()
         names = [re.escape(token.content) for token in added if token.special]
@@ -330,6 +335,14 @@ def _vocab_size(config: Mapping[str, Any]) -> int | None:
         "vocab_size", of_text.get("vocab_size") if isinstance(of_text, dict) else None
     )
     return size if isinstance(size, int) else None
+
+
+def _eos_ids(folder: Path) -> Iterator[int]:
+    """End-of-sequence tokens of a model's directory: one or a list, in either file."""
+    for name in ("generation_config.json", "config.json"):
+        named = _object(folder / name).get("eos_token_id")
+        ids = named if isinstance(named, list) else [named]
+        yield from (each for each in ids if type(each) is int)
 
 
 def _behind_stand_in(before: str, whole: str) -> str:

@@ -33,6 +33,13 @@ from tests.integration.version_model import logprob_of, token_of, weights_of, wr
 from tests.processes import local_run
 from tests.waiting import eventually
 
+SHORT_RUN = (
+    "test_one_request_a_batch_and_samples_of_one_prompt",
+    "test_openais_client_completes_and_chats",
+    "test_vllms_clients_send_and_get_token_ids",
+    "test_versions_are_true_while_servers_die_and_join",
+)
+"""What `make test` runs of these."""
 LIMIT_S = 60.0
 PROMPT = [1, 4, 5, 6]
 NUM_SERVERS = 3

@@ -7,17 +7,14 @@ choices too, the version in `metadata`, and the finish reason `abort` of a reque
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 
-from headway.contracts.errors import ServiceError
 from headway.contracts.http import paths
-from headway.dialects.error_shapes import FAILURES, failure_of, route_in
+from headway.dialects.error_shapes import FAILURES, route_in
+from headway.dialects.event_stream import event_stream
 from headway.dialects.openai.chat_request import ChatRequest
 from headway.dialects.openai.completion_plans import (
     adapter_of,
@@ -62,28 +59,7 @@ async def chat(body: ChatRequest, request: Request) -> Response:
 async def _respond(request: Request, job: CompletionJob, is_streamed: bool) -> Response:
     if not is_streamed:
         return JSONResponse(await unless_disconnected(request, job.answer(served_model(request))))
-    chunks = job.chunks(served_model(request))
-    # Before the status is sent: a request refused at once gets a status of its own.
-    first = await unless_disconnected(request, anext(chunks))
-    return StreamingResponse(_events(first, chunks), media_type="text/event-stream")
-
-
-async def _events(
-    first: dict[str, Any], others: AsyncGenerator[dict[str, Any]]
-) -> AsyncIterator[str]:
-    try:
-        async with aclosing(others):
-            yield _event(first)
-            async for chunk in others:
-                yield _event(chunk)
-    except ServiceError as error:
-        yield _event(openai_error(failure_of(error)))
-    else:
-        yield "data: [DONE]\n\n"
-
-
-def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    return await event_stream(request, job.chunks(served_model(request)), openai_error)
 
 
 def _card(request: Request, adapter: str | None = None) -> dict[str, Any]:

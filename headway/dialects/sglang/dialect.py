@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 from headway import __version__
 from headway.contracts.types import LLMDelta, LLMResponse, PolicyVersion
-from headway.dialects.error_shapes import InvalidField
+from headway.dialects.request_ids import RequestIds
 from headway.dialects.served_model import ServedModel, merged
 from headway.dialects.sglang.samples import (
     Renderer,
@@ -36,11 +36,12 @@ ONE_PROCESS: ServerInfo = {
 
 
 class SGLangDialect:
-    """One model as SGLang's clients see it: ids in flight, its name, labels of its weights."""
+    """One model as SGLang's clients see it: its name, its load, labels of its weights."""
 
     def __init__(
         self,
         model: ServedModel,
+        ids: RequestIds,
         label: Callable[[PolicyVersion], str],
         model_path: str,
         served_name: str | None = None,
@@ -56,11 +57,11 @@ class SGLangDialect:
         self.model_path = model_path
         """Directory of the weights that serve."""
         self._model = model
+        self._ids = ids
         self._label = label
         self._folder = model_path
         self._served_name = served_name
         self._dtype = dtype
-        self._rids: dict[str, list[str]] = {}
         self._started = time.time()
 
     @property
@@ -78,7 +79,7 @@ class SGLangDialect:
         """
         asked = await offload(size_of(body), read_body, body, self._model, session)
         write = self._renderer().write
-        with self.claim(asked.rids):
+        with self._ids.claim(asked.rids):
             responses = await _all_of(self._model, asked)
         outputs = [SampleOutput.of(response) for response in responses]
         size = sum(len(output.tokens) for output in outputs)
@@ -97,7 +98,7 @@ class SGLangDialect:
         write = self._renderer().write
         outputs = [SampleOutput() for _ in asked.samples]
         shown = [0] * len(outputs)
-        with self.claim(asked.rids):
+        with self._ids.claim(asked.rids):
             requests = [sample.request for sample in asked.samples]
             async with aclosing(merged(self._model, requests)) as parts:
                 async for index, part in parts:
@@ -113,11 +114,6 @@ class SGLangDialect:
                         output = SampleOutput.of(part)
                     place = {"index": index} if asked.is_list else {}
                     yield {**write(sample, output), **place}
-
-    async def abort(self, rid: str | None) -> None:
-        """End one request of a client, with all of its samples, or all requests."""
-        for each in [None] if rid is None else self._rids.get(rid, [rid]):
-            await self._model.abort(each)
 
     async def flush(self, timeout_s: float) -> bool:
         """Drop shared prefixes, waiting this long for a moment when nothing runs."""
@@ -153,7 +149,6 @@ class SGLangDialect:
                 "model": self.model_path,
                 "dtype": self._dtype,
                 "max_model_len": self._model.max_context,
-                "logprobs_mode": "processed_logprobs",
             },
             "parallel_config": {"world_size": 1, "tensor_parallel_size": 1},
             "weight_transfer_config": None,
@@ -218,23 +213,6 @@ class SGLangDialect:
     def _renderer(self) -> Renderer:
         model = self._model
         return Renderer(self._label, model.tokenizer, model.version, time.monotonic())
-
-    @contextmanager
-    def claim(self, claimed: Mapping[str, list[str]]) -> Iterator[None]:
-        """Hold a client's ids, each with those of its samples, while these are generated.
-
-        Raises:
-            InvalidField: one is in use.
-        """
-        for rid in claimed:
-            if rid in self._rids:
-                raise InvalidField(f"Duplicate request ID detected: {rid}", "rid")
-        self._rids.update(claimed)
-        try:
-            yield
-        finally:
-            for rid in claimed:
-                del self._rids[rid]
 
 
 async def _all_of(model: ServedModel, asked: SGLangSamples) -> list[LLMResponse]:

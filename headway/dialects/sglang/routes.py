@@ -8,10 +8,7 @@ else with `{"error": {"message"}}`; both are 400 for what a client can mend.
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -22,6 +19,8 @@ from headway.contracts.errors import ServiceError
 from headway.contracts.http import paths
 from headway.contracts.types import LLMRequest
 from headway.dialects.error_shapes import FAILURES, InvalidField, route_in
+from headway.dialects.event_stream import event_stream
+from headway.dialects.request_ids import request_ids
 from headway.dialects.served_model import routing_key, served_model
 from headway.dialects.sglang.dialect import SGLangDialect
 from headway.dialects.sglang.errors import sglang_error
@@ -33,8 +32,6 @@ from headway.dialects.sglang.types import (
     TokenizeBody,
 )
 from headway.runtime.disconnect import unless_disconnected
-from headway.runtime.event_stream import EventStream
-from headway.runtime.logging import note_request
 from headway.runtime.offload import offload, size_of
 from headway.text.tokenizer import TextTokenizer
 
@@ -59,33 +56,13 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     dialect, session = dialect_of(request), routing_key(request)
     if not body.stream:
         return JSONResponse(await unless_disconnected(request, dialect.generate(body, session)))
-    chunks = dialect.stream(body, session)
-    first = await unless_disconnected(request, anext(chunks))
-    return EventStream(_events(first, chunks))
-
-
-async def _events(
-    first: dict[str, Any], rest: AsyncGenerator[dict[str, Any]]
-) -> AsyncGenerator[str]:
-    async with aclosing(rest):
-        try:
-            yield _event(first)
-            async for chunk in rest:
-                yield _event(chunk)
-        except ServiceError as error:
-            note_request(code=error.code, reason=error.message)
-            yield _event({"error": {"message": error.message}})
-    yield "data: [DONE]\n\n"
-
-
-def _event(chunk: dict[str, Any]) -> str:
-    return f"data: {json.dumps(chunk)}\n\n"
+    return await event_stream(request, dialect.stream(body, session), sglang_error)
 
 
 @router.post(paths.SGLANG_ABORT, response_class=Response)
 async def abort(body: AbortBody, request: Request) -> Response:
     if body.abort_all or body.rid:
-        await dialect_of(request).abort(None if body.abort_all else body.rid)
+        await request_ids(request).abort(None if body.abort_all else body.rid)
     return Response()
 
 

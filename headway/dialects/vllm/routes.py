@@ -7,7 +7,6 @@ SGLang's, and one answer serves both.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager, aclosing
 from typing import Annotated, Any, Literal
@@ -18,19 +17,19 @@ from pydantic import ValidationError
 
 from headway import __version__
 from headway.contracts.config.sampling import SamplingConfig
-from headway.contracts.errors import ServiceError
 from headway.contracts.http import paths
 from headway.contracts.types import LLMRequest, LLMResponse, TopLogprobs
-from headway.dialects.error_shapes import FAILURES, InvalidField, failure_of, route_in
+from headway.dialects.error_shapes import FAILURES, InvalidField, route_in
+from headway.dialects.event_stream import event_stream
 from headway.dialects.openai.choice import FINISH_REASONS
 from headway.dialects.openai.completion_plans import adapter_of
 from headway.dialects.openai.errors import openai_error
 from headway.dialects.openai.logprobs import finite
+from headway.dialects.request_ids import request_ids
 from headway.dialects.served_model import Part, ServedModel, merged, routing_key, served_model
 from headway.dialects.sglang.routes import dialect_of
 from headway.dialects.vllm.types import AbortRequestsBody, TokensBody
 from headway.runtime.disconnect import unless_disconnected
-from headway.runtime.event_stream import EventStream
 from headway.runtime.tasks import cancel_and_wait
 
 ENGINE_ID = "generate-tokens-"
@@ -47,22 +46,20 @@ router = APIRouter(route_class=route_in(openai_error), responses=FAILURES)
 @router.post(paths.VLLM_GENERATE, response_model=None)
 async def generate(body: TokensBody, request: Request) -> Response:
     """Token ids in, token ids out; `weight_versions` says which weights sampled which."""
-    model, claim = served_model(request), dialect_of(request).claim
+    model, claim = served_model(request), request_ids(request).claim
     asked = _requests_of(body, model, routing_key(request))
     rids = {body.request_id: [each.rid for each in asked]}
     if not body.stream:
         with claim(rids):
             return JSONResponse(await unless_disconnected(request, _answer(body, asked, model)))
-    chunks = _chunks(body, asked, model, claim(rids))
-    first = await unless_disconnected(request, anext(chunks))
-    return EventStream(_events(first, chunks))
+    return await event_stream(request, _chunks(body, asked, model, claim(rids)), openai_error)
 
 
 @router.post(paths.VLLM_ABORT)
 async def abort(body: AbortRequestsBody, request: Request) -> dict[str, str]:
     """End requests with the tokens so far."""
     for each in body.request_ids or (None,):
-        await dialect_of(request).abort(each and each.removeprefix(ENGINE_ID))
+        await request_ids(request).abort(each and each.removeprefix(ENGINE_ID))
     return {"status": "aborted"}
 
 
@@ -192,23 +189,6 @@ async def _chunks(
     if body.stream_options is not None and body.stream_options.include_usage:
         usage = _usage(body, [responses[index] for index in range(len(asked))])
         yield {**_envelope(body, []), "usage": usage}
-
-
-async def _events(
-    first: dict[str, Any], rest: AsyncGenerator[dict[str, Any]]
-) -> AsyncGenerator[str]:
-    async with aclosing(rest):
-        try:
-            yield _event(first)
-            async for chunk in rest:
-                yield _event(chunk)
-        except ServiceError as error:
-            yield _event(openai_error(failure_of(error)))
-    yield "data: [DONE]\n\n"
-
-
-def _event(chunk: dict[str, Any]) -> str:
-    return f"data: {json.dumps(chunk)}\n\n"
 
 
 def _envelope(body: TokensBody, choices: list[dict[str, Any]]) -> dict[str, Any]:

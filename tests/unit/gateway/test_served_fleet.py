@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from gateway.app import served_fleet
 from gateway.app.fleet import Fleet
 from gateway.app.served_fleet import ServedFleet
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.sampling import SamplingConfig
+from headway.contracts.engines import OnDelta
 from headway.contracts.errors import BackendError
 from headway.contracts.http import paths
 from headway.contracts.http.generation import GenerationPauseRequest
-from headway.contracts.types import LLMRequest
+from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
 from headway.dialects.error_shapes import InvalidField
 from headway.text.tokenizer import TextTokenizer
 from tests.unit.gateway.test_fleet import Server, opened, report
@@ -97,6 +99,31 @@ async def test_a_request_that_waits_for_a_server_is_aborted_at_once(tokenizer_di
         await model.abort(None)
         response = await work
         assert (response.output_tokens, response.stop_reason) == ([], "interrupt")
+
+
+async def test_a_server_that_ignores_an_abort_takes_no_tokens_with_it(
+    tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(served_fleet, "ABORT_GRACE_S", 0.01)
+    async with served(tokenizer_dir, Server()) as (model, fleet):
+
+        async def deaf(req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
+            assert on_delta is not None
+            on_delta(LLMDelta(output_tokens=[5], output_logprobs=[-0.5], version=3))
+            on_delta(LLMDelta(output_tokens=[6], output_logprobs=[-0.25], version=3))
+            return await asyncio.get_running_loop().create_future()
+
+        async def told(rid: str) -> bool:
+            return True
+
+        fleet.agenerate, fleet.abort = deaf, told  # type: ignore[method-assign]
+        seen: list[LLMDelta] = []
+        work = asyncio.create_task(model.agenerate(REQUEST, seen.append))
+        await until(lambda: len(seen) == 2)
+        await model.abort(REQUEST.rid)
+        response = await work
+        assert (response.output_tokens, response.stop_reason) == ([5, 6], "interrupt")
+        assert response.version_runs == [(3, 0, 2)]
 
 
 async def test_a_stream_with_stop_strings_is_not_joined(tokenizer_dir: Path):

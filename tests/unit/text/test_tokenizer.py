@@ -33,6 +33,13 @@ def test_a_chat_is_rendered_by_the_template_and_special_tokens_are_not_doubled(c
     assert chat_tokenizer.encode_prompt(prompt(messages=CHAT)) == [1, 3, 6, 4, 7, 2, 3, 8, 4]
 
 
+def test_what_may_end_a_sequence_is_named_by_the_models_files(tokenizer_dir):
+    special = TextTokenizer(str(tokenizer_dir)).special_ids
+    (tokenizer_dir / "config.json").write_text('{"eos_token_id": 7}')
+    (tokenizer_dir / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
+    assert TextTokenizer(str(tokenizer_dir)).end_ids == sorted({*special, 6, 7})
+
+
 def test_a_template_inside_the_settings_is_found(tokenizer_dir):
     file = tokenizer_dir / "tokenizer_config.json"
     template = "{% for m in messages %}{{ m.content }} {% endfor %}"
