@@ -96,10 +96,12 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """A file's `SHORT_RUN` names the tests that `make test` runs; its others are `extended`."""
+    """A file's `SHORT_RUN` names the tests that `make test` runs, or its `LONG_RUN` those that it leaves
+    out: they are `extended`."""
     for item in items:
-        names = getattr(getattr(item, "module", None), "SHORT_RUN", None)
-        if names is not None and item.name not in names:
+        module = getattr(item, "module", None)
+        short, long = getattr(module, "SHORT_RUN", None), getattr(module, "LONG_RUN", ())
+        if item.name in long or (short is not None and item.name not in short):
             item.add_marker("extended")
 
 

@@ -297,6 +297,7 @@ for flags in (["--trainer.backend", "layered"], []):
 """
 
 
+@pytest.mark.extended
 def test_a_train_backend_of_an_installed_package_has_settings_of_its_own(run_python, tmp_path):
     trainer = {"backend_args": {"tensor_parallel_size": 4}}
     file = write(tmp_path / "grpo.yaml", **learner(trainer=trainer))

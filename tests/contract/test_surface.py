@@ -96,6 +96,7 @@ def script_of(page: str) -> str:
     return "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
 
 
+@pytest.mark.extended
 def test_a_strict_type_checker_sees_them_without_a_plugin(tmp_path: Path):
     (tmp_path / "mistakes.py").write_text(MISTAKES)
     (tmp_path / "page.py").write_text(script_of(PAGE))

@@ -24,6 +24,11 @@ from tests.contract.weight_channel_suite import (
 )
 from weight_sync.transports.base import make_publisher
 
+LONG_RUN = (
+    "test_a_file_that_cannot_grow_leaves_no_version[file-url]",
+    "test_a_file_that_cannot_grow_leaves_no_version[shared-memory]",
+    "test_a_file_that_cannot_grow_leaves_no_version[http]",
+)
 GIVEN = weights(num_big=1)
 SHAPES = shapes_of(GIVEN)
 

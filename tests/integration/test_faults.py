@@ -19,6 +19,9 @@ from tests.integration.builders import generation, rollout
 from tests.processes import local_run
 from tests.waiting import eventually
 
+LONG_RUN = ("test_a_broken_reward_ends_the_wait_with_its_reason[tries_every_way_to_match]",)
+
+
 Start = Callable[[LaunchConfig], LocalRun]
 Connect = Callable[[str], RemoteInferenceEngine]
 Publish = Callable[[int], WeightUpdateMeta]

@@ -29,7 +29,6 @@ SHORT_RUN = (
     "test_a_run_consumes_exactly_its_batches[0-1-grpo]",
     "test_a_killed_trainer_resumes_without_losing_or_repeating_a_trajectory[from_a_checkpoint]",
     "test_a_run_survives_its_server_and_its_gateway",
-    "test_the_run_command_prints_its_summary",
     "test_a_run_that_cannot_start_leaves_the_memory_of_the_one_that_runs",
     "test_ending_the_command_leaves_no_process_and_no_half_written_version[9]",
 )

@@ -310,6 +310,7 @@ def test_an_answer_that_takes_too_long_is_not_waited_for(
         )
 
 
+@pytest.mark.extended
 def test_a_gateway_that_is_killed_in_the_middle_is_asked_again(
     tmp_path: Path, model_dir: Path
 ) -> None:

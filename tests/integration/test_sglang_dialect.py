@@ -38,6 +38,16 @@ from tests.processes import start_process
 from tests.waiting import eventually
 from weight_sync.transports.disk import make_local_publisher
 
+LONG_RUN = (
+    "test_a_long_stream_repeats_itself_no_more_than_asked",
+    "test_a_trainer_that_goes_silent_is_waited_for_no_longer_than_the_limit",
+    "test_a_pause_that_keeps_what_runs[in_place-0-400]",
+    "test_a_trainer_that_dies_in_a_broadcast_leaves_the_old_weights[True]",
+    "test_a_trainer_that_dies_in_a_broadcast_leaves_the_old_weights[False]",
+    "test_a_group_that_nobody_else_joins_is_given_up",
+    "test_a_name_given_in_the_middle_of_an_update_is_the_new_weights_name[session]",
+    "test_an_update_from_a_group_shows_in_the_spans_of_what_runs",
+)
 GROUP_TIMEOUT_S = 3.0
 LONG = 300
 PROMPT = [3, 4, 5, 6, 7, 8]

@@ -30,6 +30,10 @@ from trainer.experiments.base import EXPERIMENTS
 from trainer.interfaces.reward_modeling import score_sequences
 from trainer.tracking.lineage import LINEAGE_NAME
 
+LONG_RUN = (
+    "test_a_random_model_learns_to_prefer[ipo]",
+    "test_a_random_model_learns_to_prefer[dpo-with-sft]",
+)
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 DEADLINE_S = 90
 LIKED, DISLIKED = "ABCDEFGHIJKLM", "NOPQRSTUVWXYZ"

@@ -35,10 +35,7 @@ from tests.integration.driving import (
 from tests.integration.test_runs import BATCH
 from tests.waiting import eventually
 
-SHORT_RUN = (
-    "test_a_run_ends_well_over_every_transport[collective-2]",
-    "test_a_killed_trainer_resumes_at_another_address[http-trainer_and_server]",
-)
+SHORT_RUN = ("test_a_killed_trainer_resumes_at_another_address[http-trainer_and_server]",)
 
 MakeConfig = Callable[..., LaunchConfig]
 Start = Callable[[LaunchConfig], LocalRun]

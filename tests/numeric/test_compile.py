@@ -25,7 +25,7 @@ from trainer.backends import packed_model
 COMPILED = TRAINER.model_copy(update={"compile": True})
 SHARDED = COMPILED.model_copy(update={"compute_dtype": "float32"})
 SPEC = MicroBatchSpec(30)
-SHORT_RUN = {"test_layers_and_sizes_share_what_is_compiled"}
+SHORT_RUN = ()
 # PyTorch's compiler warns of its own code.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 

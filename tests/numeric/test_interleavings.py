@@ -41,6 +41,13 @@ from tests.numeric.paged import PagedCpu
 from tests.unit.inference_server import test_kv_cache, test_paged_cache
 from tests.waiting import until
 
+LONG_RUN = (
+    "test_no_request_is_lost_and_no_row_leaks[blocks-21]",
+    "test_no_request_is_lost_and_no_row_leaks[blocks-23]",
+    "test_no_request_is_lost_and_no_row_leaks[blocks-25]",
+    "test_no_request_is_lost_and_no_row_leaks[slabs-3]",
+    "test_no_request_is_lost_and_no_row_leaks[slabs-4]",
+)
 POLICIES = ["keep", "recompute", "abort", "drain"]
 MODES = ["in_place", "retract", "abort"]
 ACTIONS = {

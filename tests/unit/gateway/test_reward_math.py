@@ -147,6 +147,7 @@ async def test_no_answer_hangs_it_and_the_next_one_is_right(scorer, bomb):
     assert (await grade(scorer, r"\boxed{y + y}", "2y")).score == 1.0
 
 
+@pytest.mark.extended
 @on_one_loop
 async def test_a_bomb_that_the_alarm_does_not_stop_is_killed():
     config = ExecutorConfig(reward_workers=1, reward_timeout_s=2.0, reward_attempts=20)

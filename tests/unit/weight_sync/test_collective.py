@@ -252,6 +252,7 @@ def test_a_killed_publisher_is_noticed_at_once(spawn: Spawn) -> None:
         assert child.end() == 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("hold_at", ["odd.bf16", "big.5"])
 def test_a_wait_for_a_stopped_publisher_ends(
     spawn: Spawn, pool: ThreadPoolExecutor, hold_at: str
@@ -441,6 +442,7 @@ assert rendezvous.connect("127.0.0.1", store.port).timeout.total_seconds() == 0.
 """
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed")
 def test_names_of_addresses_that_cannot_be_looked_up_do_not_matter(tmp_path: Path) -> None:
     resolver = tmp_path / "resolv.conf"

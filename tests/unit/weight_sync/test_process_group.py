@@ -80,6 +80,7 @@ def test_tensors_arrive_as_they_were_sent_one_by_one_and_flattened(
     assert same(group.receive_flattened(SPECS))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("mode", ["half", "silent"])
 def test_a_trainer_that_dies_or_goes_silent_ends_the_wait(
     joined: Joined, mixed: Path, mode: str
