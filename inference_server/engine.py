@@ -277,7 +277,8 @@ def make_generator(config: ServerConfig) -> LocalGenerator:
     tokenizer = TextTokenizer(config.model.path, max_bytes) if has_tokenizer else None
     check_memory(config)
     backend = make_backend(config.backend, config.model, config.initial_version, tokenizer)
-    receiver = make_receiver(config.weights)
+    start = None if config.model.init_from_scratch else config.model.path
+    receiver = make_receiver(config.weights, start)
     gate = VersionGate(backend, receiver, config.update_policy, config.weights.stage_timeout_s)
     admission = RequestAdmission(config.max_in_flight, config.request_timeout_s)
     model_name = config.served_model_name or Path(config.model.path).absolute().name

@@ -6,6 +6,7 @@ import them from here.
 """
 
 _MODULES = {
+    "CheckpointSync": "headway.contracts.config.weight_sync",
     "CollectiveSync": "headway.contracts.config.weight_sync",
     "DiskSync": "headway.contracts.config.weight_sync",
     "HttpSync": "headway.contracts.config.weight_sync",

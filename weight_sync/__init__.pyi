@@ -1,5 +1,6 @@
 # The public names with their types, as `__init__.py` loads them.
 
+from headway.contracts.config.weight_sync import CheckpointSync as CheckpointSync
 from headway.contracts.config.weight_sync import CollectiveSync as CollectiveSync
 from headway.contracts.config.weight_sync import DiskSync as DiskSync
 from headway.contracts.config.weight_sync import HttpSync as HttpSync

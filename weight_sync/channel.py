@@ -14,7 +14,7 @@ A `WeightChannel` is one transport with both ends. The scheme of a version's pat
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from weight_sync.transports.participant import Participant
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
+ReadTensor = Callable[[str], torch.Tensor]
+"""Returns one tensor of a version, on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class StagedWeights:
     """Entries of the tensors in the version's manifest; empty if they are not all of it."""
     base: StagedWeights | VerifiedVersion | None = None
     """Version that an adapter was merged into; the next adapter will be merged into it, too."""
+    origin: str | None = None
+    """Place and identity of a difference between Hugging Face directories that it was made by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,8 @@ class VerifiedVersion:
     digest: str
     folder: Path
     base: VerifiedVersion | None = None
+    """See `StagedWeights`."""
+    origin: str | None = None
     """See `StagedWeights`."""
 
 
@@ -166,6 +172,20 @@ class WeightReceiver(Protocol):
 
     def held(self, version: PolicyVersion) -> StagedWeights | VerifiedVersion | None:
         """Return the version if this process holds it, for peers to fetch."""
+
+    def made_by(self, origin: str) -> ReadTensor | None:
+        """Return a reader of the version that serves, if its origin is this one, or begins so."""
+
+    def lay_out(self, staged: StagedWeights) -> VerifiedVersion:
+        """A version as a folder, for an engine that reads files.
+
+        Raises:
+            SyncError: it does not fit.
+        """
+
+    @property
+    def start(self) -> Path | None:
+        """Directory of the weights that served before any version, if they came from one."""
 
     def close(self) -> None:
         """Let go of files and connections."""

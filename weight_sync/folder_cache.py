@@ -74,7 +74,7 @@ class FolderCache:
             self._publisher.publish(staged.version, staged.tensors.items())
             self._digests[staged.version] = staged.digest
         folder: Path = self._store.folder(staged.version)
-        return VerifiedVersion(staged.version, staged.digest, folder, base)
+        return VerifiedVersion(staged.version, staged.digest, folder, base, staged.origin)
 
     def _remove_all_but(self, *kept: Held | None) -> None:
         wanted = {one.version for one in kept if one is not None}

@@ -16,7 +16,7 @@ import torch
 
 from headway.contracts.errors import SyncError
 from headway.contracts.types import WeightUpdateMeta
-from weight_sync.channel import Source
+from weight_sync.channel import ReadTensor, Source
 from weight_sync.codecs import check_stored_size, decode
 from weight_sync.deadline import Deadline
 from weight_sync.device_copy import beside_serving, for_serving
@@ -25,8 +25,6 @@ from weight_sync.pieces import look_through
 from weight_sync.tensors import check_finite, check_fit
 
 Shapes = Mapping[str, torch.Size]
-ReadTensor = Callable[[str], torch.Tensor]
-"""Returns one tensor of a version, on the CPU."""
 DECODERS = max(1, min(4, (os.cpu_count() or 1) // 4))
 """Threads that decode; those of a small machine have to generate."""
 READ_AHEAD = 8

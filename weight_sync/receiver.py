@@ -21,11 +21,17 @@ from headway.contracts.errors import Fenced, SyncError
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
 from weight_sync.adapter import merge_adapter
 from weight_sync.blob import by_blob, check_header
-from weight_sync.channel import Source, StagedWeights, VerifiedVersion, WeightReader
+from weight_sync.channel import (
+    ReadTensor,
+    Source,
+    StagedWeights,
+    VerifiedVersion,
+    WeightReader,
+)
 from weight_sync.codecs import check_stored_size, decode
 from weight_sync.deadline import Deadline
 from weight_sync.folder_cache import FolderCache
-from weight_sync.incoming import IncomingVersion, ReadTensor, Shapes
+from weight_sync.incoming import IncomingVersion, Shapes
 from weight_sync.manifest import Base, TensorEntry, has_checksum
 from weight_sync.store import StoredSource, version_name
 from weight_sync.tensors import check_fit
@@ -48,7 +54,8 @@ FOLDER_TIMEOUT_S = 60.0
 class Receiver:
     """The version that serves, and the means to stage the next one."""
 
-    def __init__(self, config: ReceiverConfig) -> None:
+    def __init__(self, config: ReceiverConfig, start: Path | None = None) -> None:
+        self.start = start
         self._config = config
         self._held: StagedWeights | VerifiedVersion | None = None
         self._cache: FolderCache | None = None
@@ -65,6 +72,10 @@ class Receiver:
         held = self._held
         return held if held is not None and held.version == version else None
 
+    def made_by(self, origin: str) -> ReadTensor | None:
+        held = self._held
+        return _reads(held) if held is not None and (held.origin or "").startswith(origin) else None
+
     def base(self, ref: Base) -> StagedWeights | VerifiedVersion | None:
         """A version, if it is the one that serves or the one that this was merged into."""
         held = self._held
@@ -77,11 +88,6 @@ class Receiver:
         return None
 
     def lay_out(self, staged: StagedWeights) -> VerifiedVersion:
-        """A version as a folder, for an engine that reads files.
-
-        Raises:
-            SyncError: it does not fit.
-        """
         if self._cache is None:
             self._cache = FolderCache(self._config.cache_dir)
         return self._cache.lay_out(staged, self._held)
@@ -92,9 +98,13 @@ class Receiver:
             self._cache.close()
 
 
-def make_receiver(config: ReceiverConfig) -> Receiver:
-    """A server's end as configured."""
-    return Receiver(config)
+def make_receiver(config: ReceiverConfig, start: str | None = None) -> Receiver:
+    """A server's end as configured.
+
+    Args:
+        start: directory of the weights that serve before any version; None if they are random.
+    """
+    return Receiver(config, None if start is None else Path(start))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +162,7 @@ class Reader:
 
     @property
     def _model_dir(self) -> ModelDirReader:
-        return ModelDirReader(self.config, self.receiver)
+        return ModelDirReader(self.config, self.receiver, self.deadline)
 
     def _verify_in_place(self, meta: WeightUpdateMeta, expected: Shapes) -> VerifiedVersion | None:
         """Verify the version in place; None if an engine cannot read it there as it is."""

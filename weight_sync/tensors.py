@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,11 +86,16 @@ def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     Raises:
         SyncError: a type that versions cannot hold.
     """
-    rows = [_row(name, tensors[name]) for name in sorted(tensors)]  # one in memory at a time
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    return digest_of(digest_row(name, tensor) for name, tensor in tensors.items())
 
 
-def _row(name: str, tensor: torch.Tensor) -> list[Any]:
+def digest_of(rows: Iterable[Sequence[Any]]) -> str:
+    """The same of tensors of which only their rows are left."""
+    return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
+
+
+def digest_row(name: str, tensor: torch.Tensor) -> list[Any]:
+    """What a tensor adds to the digest."""
     return [name, list(tensor.shape), dtype_name(tensor.dtype), tensor_checksum(tensor.cpu())]
 
 

@@ -29,6 +29,7 @@ from headway.dialects.vllm.types import CollectiveCallBody, path_to_reload
 from headway.runtime.disconnect import unless_disconnected
 
 router = APIRouter(route_class=route_in(sglang_error), responses=FAILURES)
+SCHEME = "model://"
 vllm_router = APIRouter(route_class=route_in(openai_error), responses=FAILURES)
 
 
@@ -38,6 +39,12 @@ class ForeignWeights:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._lock = asyncio.Lock()
+
+    @property
+    def newest_path(self) -> str | None:
+        """Directory of the version that was published last, if it was published from one."""
+        path = self._fleet.weights.newest_path
+        return None if path is None or not path.startswith(SCHEME) else path.removeprefix(SCHEME)
 
     def label(self, version: PolicyVersion) -> str:
         """The text by which clients know a version."""
@@ -56,7 +63,7 @@ class ForeignWeights:
         """
         async with self._lock:
             version = next_version(label, self._fleet.head)
-            meta = WeightUpdateMeta(version, f"model://{path}", label=label)
+            meta = WeightUpdateMeta(version, SCHEME + path, label=label)
             serving = await updates.update(meta, "abort" if aborts else None)
         return self.label(serving)
 
@@ -119,9 +126,11 @@ async def _publish(
     request: Request, path: str, label: str | None = None, aborts: bool = False
 ) -> str:
     weights: ForeignWeights = request.app.state.foreign_weights
-    work = weights.publish(service_of(request).updates, path, label, aborts)
+    dialect = dialect_of(request)
+    place = dialect.pulled.place_of(path)
+    work = weights.publish(service_of(request).updates, place, label, aborts)
     published = await unless_disconnected(request, work)
-    dialect_of(request).model_path = path
+    dialect.model_path = path
     return published
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import cast
@@ -11,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.app import foreign_weights
 from gateway.app.fleet import Fleet
+from gateway.app.followed_store import FollowedStore
 from gateway.app.foreign_weights import ForeignWeights
 from gateway.app.opening import open_gateway
 from gateway.app.routes import fleet_routes, fleet_view
@@ -34,6 +36,7 @@ from headway.runtime.config import load_config
 from headway.runtime.listener import serve
 from headway.runtime.logging import configure_logging
 from headway.runtime.secret import read_token
+from headway.runtime.tasks import cancel_and_wait
 from headway.text.tokenizer import TextTokenizer
 
 
@@ -61,7 +64,15 @@ def make_gateway(
             app.state.sglang = SGLangDialect(
                 served, ids, weights.label, config.tokenizer, config.served_model_name
             )
-            yield service
+            if config.follow is None:
+                yield service
+                return
+            followed = FollowedStore(config.follow, weights, service.updates)
+            task = asyncio.create_task(followed.run(), name="follow a store")
+            try:
+                yield service
+            finally:
+                await cancel_and_wait([task])
 
     def about(url: str) -> dict[str, str]:
         ledger = config.ledger

@@ -162,6 +162,12 @@ class Publications:
         """Return the text by which a version's publisher names it, if it has one and is remembered."""
         return next((kept.label for kept in self._state.kept if kept.version == version), None)
 
+    @property
+    def newest_path(self) -> str | None:
+        """Path of the version with the highest number that is kept."""
+        kept = self._state.kept
+        return max(kept, key=lambda one: one.version).path if kept else None
+
     def has(self, version: PolicyVersion) -> bool:
         """See `Generator.has`."""
         return version in (self._state.version, self._reservation.version)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -50,6 +51,11 @@ def describe(
 
 def list_settings(model: type[BaseModel]) -> list[Setting]:
     """The settings of a model, each path once for all variants that have it alike."""
+    return list(_settings_of(model))
+
+
+@cache
+def _settings_of(model: type[BaseModel]) -> tuple[Setting, ...]:
     found: dict[tuple[str, str | None, str], Setting] = {}
     for field in _fields(model):
         setting = Setting(
@@ -69,7 +75,7 @@ def list_settings(model: type[BaseModel]) -> list[Setting]:
             choices = tuple(dict.fromkeys([*known.choices, *setting.choices]))
             variants = tuple(dict.fromkeys([*known.variants, *setting.variants]))
             found[key] = replace(known, choices=choices, variants=() if is_type else variants)
-    return [_without_full_variants(setting, found.values()) for setting in found.values()]
+    return tuple(_without_full_variants(setting, found.values()) for setting in found.values())
 
 
 def section_models(annotation: Any) -> list[type[BaseModel]]:

@@ -52,6 +52,7 @@ UNION_REGISTRIES: dict[type[Config], Registry | None] = {
     weight_sync.SharedMemorySync: TRANSPORTS,
     weight_sync.HttpSync: TRANSPORTS,
     weight_sync.CollectiveSync: TRANSPORTS,
+    weight_sync.CheckpointSync: TRANSPORTS,
     **dict.fromkeys(
         (
             policy_losses.ClipLossConfig,

@@ -35,7 +35,9 @@ from tests.numeric.models import (
     write_char_tokenizer,
 )
 from tests.processes import start_process
+from tests.unit.weight_sync.foreign_store import ForeignStore
 from tests.waiting import eventually
+from weight_sync.manifest import tensor_checksum
 from weight_sync.transports.disk import make_local_publisher
 
 LONG_RUN = (
@@ -782,6 +784,21 @@ def test_an_update_that_never_ended_is_served_before_the_next_one(
     assert (
         "1 parameters that were received and not yet served were dropped" in left.json()["message"]
     )
+
+
+def test_a_version_of_a_store_is_pulled_and_loaded(served: Served) -> None:
+    start = load_file(served.a / "model.safetensors")
+    store = ForeignStore(served.root / "store", start, encoding="overwrite")
+    for version, wanted in ((1, served.b), (2, served.a)):
+        store.publish(load_file(wanted / "model.safetensors"))
+        pull = {"local_checkpoint_dir": "/nowhere", "source_dir": str(store.root)}
+        answer = served.client.post("/pull_weights", pull | {"target_version": version})
+        assert answer.json()["success"] is True
+        loaded = served.client.update_from_disk("/nowhere", weight_version=served.name("pulled"))
+        assert loaded.json()["success"] is True, loaded.text
+        sums = served.client.checksums()
+        tensors = load_file(wanted / "model.safetensors")
+        assert {n: sums[n] for n in tensors} == {n: tensor_checksum(t) for n, t in tensors.items()}
 
 
 @pytest.mark.parametrize("in_session", [True, False], ids=["session", "no-session"])

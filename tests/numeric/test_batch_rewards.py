@@ -102,6 +102,7 @@ def _model_scores(topology: Topology, folder: Path, batch: SequenceBatch) -> tor
     return ModelReward(engine, topology, SPEC, PAD).inference(batch)["scores"]
 
 
+@pytest.mark.extended
 def test_two_ranks_have_the_scores_of_one(judge_dir: Path, tmp_path: Path):
     batch = ended_batch(1)
     first, second = run_ranks(2, tmp_path / "ranks", _model_scores, judge_dir, batch)

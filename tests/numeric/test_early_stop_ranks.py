@@ -58,6 +58,7 @@ def run_rank(topology: Topology, folder, spec: MicroBatchSpec) -> list[dict[str,
     return found
 
 
+@pytest.mark.extended
 def test_ranks_stop_together(tmp_path, llama_dir):
     """With one micro-batch on each rank. Alone, the second one would stop at both bounds and the first at
     none."""

@@ -21,6 +21,7 @@ TRANSPORTS: Registry[WeightChannel] = Registry(
         "shared_memory": "weight_sync.transports.shared_memory:CHANNEL",
         "http": "weight_sync.transports.http:CHANNEL",
         "collective": "weight_sync.transports.collective:CHANNEL",
+        "checkpoint": "weight_sync.transports.checkpoint:CHANNEL",
     },
     entry_point_group="headway.weight_transports",
 )
@@ -32,6 +33,7 @@ SCHEMES = {
     "gloo": "collective",
     "nccl": "collective",
     "ipc": "collective",
+    "model": "checkpoint",
 }
 """Scheme of a path -> transport; every other scheme is an installed package's, or fsspec's and so of
 the transport `disk`.

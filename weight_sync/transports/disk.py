@@ -45,7 +45,7 @@ class LocalStore:
         self._is_durable = is_durable
         self._scheme = scheme
         self.root.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.root)
+        self._lock = lock_root(self.root)
         self._syncing: list[Future[None]] = []
         self._syncer = ThreadPoolExecutor(1, thread_name_prefix="weights-sync")
 
@@ -278,7 +278,12 @@ def make_local_publisher(root: str, config: StoredSync | None = None) -> StoredP
     return StoredPublisher(LocalStore(root), config or StoredSync())
 
 
-def _lock(root: Path) -> IO[str]:
+def lock_root(root: Path) -> IO[str]:
+    """Hold a directory of versions for one publisher, until the file is closed.
+
+    Raises:
+        SyncError: another one holds it.
+    """
     file = (root / LOCK_NAME).open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -281,6 +281,20 @@ class FleetConfig(Config):
     """Environment variable with the bearer token that the servers ask for."""
 
 
+class FollowConfig(Config):
+    """A directory in which somebody else's trainer leaves versions, to be published by the gateway."""
+
+    path: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")
+    """Directory of `weight_v000001` and so on, which every server has too, below its
+    `weights.allow`."""
+    interval_s: float = Field(1.0, gt=0.0)
+    """Seconds between looks at it."""
+
+
+def _named_path(given: object) -> object:
+    return {"path": given} if isinstance(given, str) else given
+
+
 class GatewayConfig(Config):
     service: Annotated[ServiceConfig, default_port(8000)] = ServiceConfig(port=8000)
     tokenizer: str = Field(min_length=1)
@@ -297,6 +311,8 @@ class GatewayConfig(Config):
     imported."""
     executor: ExecutorConfig = ExecutorConfig()
     fleet: FleetConfig = FleetConfig()
+    follow: Annotated[FollowConfig | None, BeforeValidator(_named_path)] = None
+    """Publish what a trainer leaves in a directory; a text is its path. None follows none."""
     sandbox: SandboxConfig = SandboxConfig()
     outbound: OutboundConfig = OutboundConfig()
     sessions: SessionsConfig = SessionsConfig()

@@ -128,6 +128,39 @@ class CollectiveSync(PublishConfig):
         return f"{self.backend}://{_bracketed(self.host)}:{self.port or ''}"
 
 
+class CheckpointSync(PublishConfig):
+    """Versions as Hugging Face directories, whole or as differences, in the layout that slime, miles and
+    SGLang's `/pull_weights` read; servers of ours read them, too."""
+
+    type: Literal["checkpoint"] = "checkpoint"
+    root: str = Field(min_length=1)
+    """Directory that holds one subdirectory per version (`weight_v000001`), and `latest`, which names the
+    newest."""
+    keep: int = Field(default=3, ge=1)
+    """Newest versions to keep; older ones are deleted, but never what a kept one is based on."""
+    delta: DeltaConfig | None = DeltaConfig()
+    """Publish differences; None publishes every version whole."""
+    encoding: Literal["xor", "overwrite"] = "xor"
+    """Bytes of a difference: all of them, combined, or those that changed with their positions, which
+    may be applied twice."""
+    checksum: Literal["xxh3-128", "blake3", "adler32"] = "xxh3-128"
+    """Checksum of a tensor's new bytes."""
+    files_from: str | None = Field(default=None, min_length=1)
+    """Directory of the model whose configuration and tokenizer are copied into whole versions, for
+    engines that load them from there."""
+
+    @model_validator(mode="after")
+    def _check(self) -> CheckpointSync:
+        if self.quantization is not None:
+            raise ValueError("other engines know no quantization of ours; leave it out")
+        return self
+
+    @property
+    def origin(self) -> str:
+        """Entry that a server's `weights.allow` must hold."""
+        return f"model://{Path(self.root).resolve()}"
+
+
 class PluginSync(PluginConfig, PublishConfig):
     """A transport of an installed package (entry point `headway.weight_transports`)."""
 
@@ -146,7 +179,7 @@ def _disk_unless_named(given: object) -> object:
 
 WeightSyncConfig = Annotated[
     Annotated[
-        DiskSync | SharedMemorySync | HttpSync | CollectiveSync | PluginSync,
+        DiskSync | SharedMemorySync | HttpSync | CollectiveSync | CheckpointSync | PluginSync,
         Field(discriminator="type"),
     ],
     BeforeValidator(_disk_unless_named),

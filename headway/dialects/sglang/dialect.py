@@ -14,6 +14,7 @@ from headway import __version__
 from headway.contracts.types import LLMDelta, LLMResponse, PolicyVersion
 from headway.dialects.request_ids import RequestIds
 from headway.dialects.served_model import ServedModel, merged
+from headway.dialects.sglang.pulled_checkpoints import PulledCheckpoints
 from headway.dialects.sglang.samples import (
     Renderer,
     SampleOutput,
@@ -56,6 +57,7 @@ class SGLangDialect:
         """
         self.model_path = model_path
         """Directory of the weights that serve."""
+        self.pulled = PulledCheckpoints(model_path)
         self._model = model
         self._ids = ids
         self._label = label

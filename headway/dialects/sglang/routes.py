@@ -29,6 +29,7 @@ from headway.dialects.sglang.types import (
     DetokenizeBody,
     GenerateBody,
     PauseBody,
+    PullBody,
     TokenizeBody,
 )
 from headway.runtime.disconnect import unless_disconnected
@@ -140,6 +141,16 @@ async def flush(
     if await dialect_of(request).flush(timeout):
         return PlainTextResponse("Cache flushed.\n")
     return PlainTextResponse("Flush cache failed.\n", status_code=400)
+
+
+@router.post(paths.SGLANG_PULL)
+async def pull(body: PullBody, request: Request) -> dict[str, Any]:
+    """Bring a directory up to a version of a store, for `update_weights_from_disk` to load.
+
+    Nothing is read yet: a version that is torn fails there, before anything is swapped.
+    """
+    place = dialect_of(request).pulled.pull(body)
+    return {"success": True, "message": f"{body.local_checkpoint_dir} stands for {place}"}
 
 
 @router.post(paths.SGLANG_TOKENIZE)

@@ -140,6 +140,16 @@ class DiskUpdateBody(UpdateBody):
     load_format: Literal["auto", "safetensors"] | None = None
 
 
+class PullBody(SGLangBody):
+    """`POST /pull_weights`."""
+
+    local_checkpoint_dir: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")
+    source_dir: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")
+    """Directory of `weight_v000001` and so on."""
+    target_version: int = Field(ge=0, le=999_999)
+    """0 is what served at the start."""
+
+
 class RelabelBody(SGLangBody):
     """`POST /update_weight_version`."""
 

@@ -114,9 +114,10 @@ async def published_from_disk(request: Request, path: str, options: UpdateOption
     Raises:
         ServiceError: by `SGLangWeightUpdates.from_disk`.
     """
-    published = await _updates(request).from_disk(path, options)
+    dialect = dialect_of(request)
+    published = await _updates(request).from_disk(dialect.pulled.place_of(path), options)
     generator = local(request)
-    dialect_of(request).model_path = path
+    dialect.model_path = path
     generator.model_paths = (*generator.model_paths[:1], path)
     return published
 
