@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Iterable
 
 from gateway.fleet.member import Member
@@ -27,7 +28,7 @@ class FleetPause:
         self._paused: dict[Member, float] = {}
         """Servers that were paused, and how long they had been up then."""
         self._lock = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._reviews: dict[Member, asyncio.Task[None]] = {}
 
     @property
     def is_on(self) -> bool:
@@ -45,12 +46,14 @@ class FleetPause:
 
     def review(self, member: Member) -> None:
         """It reported: see that it does what all do."""
-        if member.report.uptime_s < self._paused.get(member, 0.0):
-            del self._paused[member]  # started again, it knows of no pause
-        if not self._lock.locked() and (member in self._paused) != self.is_on:
+        if member not in self._reviews and self._is_paused(member) != self.is_on:
             task = asyncio.create_task(self._settle([member]), name=f"pause {member.name}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._reviews[member] = task
+            task.add_done_callback(lambda _: self._reviews.pop(member))
+
+    def _is_paused(self, member: Member) -> bool:
+        """Return whether it was paused and was not started again since then."""
+        return self._paused.get(member, math.inf) <= member.report.uptime_s
 
     async def _settle(self, members: Iterable[Member]) -> None:
         async with self._lock:
@@ -59,16 +62,15 @@ class FleetPause:
             await asyncio.gather(*(self._tell(member) for member in tuple(members)))
 
     async def _tell(self, member: Member) -> None:
-        mode = self._mode
-        if (member in self._paused) == (mode is not None):
-            return
+        mode, uptime_s = self._mode, member.report.uptime_s
         try:
-            if mode is not None:
-                order: Config = GenerationPauseRequest(mode=mode)
+            if mode is None:
+                if self._is_paused(member):
+                    await self._members.order(member, GENERATION_RESUME, Config(), TIMEOUT_S)
+                self._paused.pop(member, None)
+            elif not self._is_paused(member):
+                order = GenerationPauseRequest(mode=mode)
                 await self._members.order(member, GENERATION_PAUSE, order, TIMEOUT_S)
-                self._paused[member] = member.report.uptime_s
-            else:
-                await self._members.order(member, GENERATION_RESUME, Config(), TIMEOUT_S)
-                del self._paused[member]
+                self._paused[member] = uptime_s
         except ServiceError as error:
             log.warning("not told of the pause", extra={"server": member.name, "why": str(error)})

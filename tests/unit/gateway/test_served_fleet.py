@@ -35,6 +35,8 @@ class PausingServer(Server):
         super().__init__()
         self.told: list[str] = []
         self.is_deaf = False
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
 
     def app(self) -> web.Application:
         app = super().app()
@@ -44,6 +46,7 @@ class PausingServer(Server):
 
     async def pause(self, request: web.Request) -> web.Response:
         body = GenerationPauseRequest.model_validate_json(await request.read())
+        await self.may_answer.wait()
         return self._noted(body.mode)
 
     async def resume(self, request: web.Request) -> web.Response:
@@ -167,3 +170,17 @@ async def test_a_pause_holds_for_servers_that_join_fail_and_come_back(tokenizer_
         assert (len(first.told), len(second.told)) == (3, 2)
         await model.resume()
         assert (len(first.told), len(second.told)) == (3, 2), "nothing to resume"
+
+
+async def test_a_server_that_restarts_while_others_are_told_is_told_again(tokenizer_dir: Path):
+    first, second = PausingServer(), PausingServer()
+    second.may_answer.clear()
+    async with served(tokenizer_dir, first, second) as (model, fleet):
+        fleet.report(report(0, first, uptime_s=5.0))
+        pausing = asyncio.create_task(model.pause("in_place"))
+        await until(lambda: first.told == ["in_place"])
+        fleet.report(report(0, first, uptime_s=1.0))
+        second.may_answer.set()
+        await pausing
+        await until(lambda: first.told == ["in_place"] * 2)
+        await model.resume()
