@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import BackendError, SyncError
 from headway.contracts.http.weights import WeightCommitRequest, WeightPrepareRequest
+from inference_server.backends.embedded.decode_loop import DecodeLoop
 from inference_server.version_gate import VersionGate
 from tests.numeric.backends import (
     DEADLINE_S,
@@ -460,11 +462,19 @@ def with_bad_token(version, folder, token):
 
 async def end_one_in_its_prompt(backend, asked):
     """Abort a request while its prompt is being computed; tried again if it was faster."""
+
+    def paced_step(loop):
+        step(loop)
+        time.sleep(0.02)  # else a fast machine has computed all parts before the abort comes
+
+    step = DecodeLoop.step
     for _ in range(50):
-        call = Call(backend, asked)
-        seen = backend.load().prefill_tokens
-        await until(lambda seen=seen: backend.load().prefill_tokens > seen)
-        await backend.abort(asked.rid)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DecodeLoop, "step", paced_step)
+            call = Call(backend, asked)
+            seen = backend.load().prefill_tokens
+            await until(lambda seen=seen: backend.load().prefill_tokens > seen)
+            await backend.abort(asked.rid)
         try:
             assert (await call.response()).stop_reason == "interrupt"
         except BackendError:
