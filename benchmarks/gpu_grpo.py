@@ -136,20 +136,23 @@ def follow(run: LocalRun, options: argparse.Namespace) -> tuple[int, int | None,
     """Exit status of the trainer, GPUs that were shared, and whether a server was killed."""
     shared: int | None = None
     killed, looked = False, 0.0
-    while (code := run.watch()) is None:
-        if options.kill and not killed and is_publishing(run):
-            os.kill(run.process("server-1").pid, signal.SIGKILL)
-            killed = True
-        if time.monotonic() > looked + LOOK_S:
-            seen, looked = gpus_shared(), time.monotonic()
-            shared = seen if shared is None else max(shared, seen or 0)
-        time.sleep(POLL_S)
+    with httpx.Client(base_url=run.url, timeout=30.0) as gateway:
+        while (code := run.watch()) is None:
+            if options.kill and not killed:
+                if is_publishing(gateway):
+                    os.kill(run.process("server-1").pid, signal.SIGKILL)
+                    killed = True
+            else:
+                time.sleep(POLL_S)
+            if time.monotonic() > looked + LOOK_S:
+                seen, looked = gpus_shared(), time.monotonic()
+                shared = seen if shared is None else max(shared, seen or 0)
     return code, shared, killed
 
 
-def is_publishing(run: LocalRun) -> bool:
+def is_publishing(gateway: httpx.Client) -> bool:
     """True if a version is being published; the first one does not count."""
-    status = WeightStatus.model_validate(httpx.get(run.url + WEIGHTS, timeout=30.0).json())
+    status = WeightStatus.model_validate(gateway.get(WEIGHTS).json())
     return status.publishing is not None and status.committed is not None
 
 

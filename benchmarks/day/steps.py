@@ -190,7 +190,7 @@ def _runs(num_gpus: int, is_dry: bool) -> Iterator[Step]:
         "Does a run go on when a server is killed while it receives a version?",
         60 * MINUTE,
         *("--size", size, "--ranks", "1", "--servers", "2", "--transport", "collective"),
-        *("--backend", "gloo" if is_dry else "nccl", "--steps", "4" if is_dry else "20", "--kill"),
+        *("--backend", "gloo" if is_dry else "nccl", "--steps", "6" if is_dry else "20", "--kill"),
         probe="grpo",
         env={} if is_dry else NO_NVLINK,
         needs=3,
