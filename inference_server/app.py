@@ -29,7 +29,9 @@ from headway.runtime.tasks import cancel_and_wait
 from inference_server.backends.base import GenerationBackend
 from inference_server.dialects import vllm as vllm_weights
 from inference_server.dialects.headway import adapters, generation, peer_files, weights
+from inference_server.dialects.sglang import collected_updates
 from inference_server.dialects.sglang import routes as sglang_weights
+from inference_server.dialects.sglang.collected_updates import CollectedUpdates
 from inference_server.dialects.sglang.weight_updates import SGLangWeightUpdates
 from inference_server.engine import LocalGenerator, make_generator
 from inference_server.peer_store import PeerStore
@@ -60,6 +62,9 @@ def make_app(
             updates = app.state.sglang_updates = SGLangWeightUpdates(
                 generator.backend, generator.gate, config.weights, config.group_timeout_s
             )
+            collected = app.state.collected_updates = CollectedUpdates(
+                generator.backend, generator.gate, config.group_timeout_s
+            )
             model = config.model
             ids = app.state.request_ids = RequestIds(generator)
             app.state.sglang = SGLangDialect(
@@ -81,6 +86,7 @@ def make_app(
             finally:
                 await cancel_and_wait(tasks)
                 await updates.aclose()
+                await collected.aclose()
 
     app = create_app(
         "Headway generation server",
@@ -88,6 +94,7 @@ def make_app(
         config.service.max_body_bytes,
         generation.router,
         weights.router,
+        collected_updates.router,
         adapters.router,
         peer_files.router,
         openai.router,

@@ -170,6 +170,12 @@ class WeightReceiver(Protocol):
     def keep(self, staged: StagedWeights | VerifiedVersion) -> None:
         """This version serves now: the base of deltas, and what peers may fetch."""
 
+    def offer(self, staged: StagedWeights) -> None:
+        """Hold a version that no publisher has stored, for peers and this server itself to fetch.
+
+        Only the last one is held, until any version serves.
+        """
+
     def held(self, version: PolicyVersion) -> StagedWeights | VerifiedVersion | None:
         """Return the version if this process holds it, for peers to fetch."""
 

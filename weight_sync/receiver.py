@@ -58,19 +58,32 @@ class Receiver:
         self.start = start
         self._config = config
         self._held: StagedWeights | VerifiedVersion | None = None
+        self._offered: StagedWeights | None = None
         self._cache: FolderCache | None = None
 
     def within(self, deadline: Deadline) -> WeightReader:
         return Reader(self, self._config, deadline)
 
     def keep(self, staged: StagedWeights | VerifiedVersion) -> None:
-        self._held = staged
+        self._held, self._offered = staged, None
         if self._cache is not None:
             self._cache.collect(staged)
 
+    def offer(self, staged: StagedWeights) -> None:
+        self._offered = staged
+
+    def offered(self, meta: WeightUpdateMeta) -> StagedWeights | None:
+        """Return the version that was offered here, if it is this one."""
+        offered = self._offered
+        is_it = offered is not None and (offered.version, offered.digest) == (
+            meta.version,
+            meta.digest,
+        )
+        return offered if is_it else None
+
     def held(self, version: PolicyVersion) -> StagedWeights | VerifiedVersion | None:
-        held = self._held
-        return held if held is not None and held.version == version else None
+        candidates = (self._offered, self._held)
+        return next((one for one in candidates if one and one.version == version), None)
 
     def made_by(self, origin: str) -> ReadTensor | None:
         held = self._held
@@ -93,7 +106,7 @@ class Receiver:
         return self._cache.lay_out(staged, self._held)
 
     def close(self) -> None:
-        self._held = None
+        self._held = self._offered = None
         if self._cache is not None:
             self._cache.close()
 
@@ -118,6 +131,9 @@ class Reader:
     """Number of versions that build on the one being read."""
 
     def stage(self, meta: WeightUpdateMeta, expected: Shapes) -> StagedWeights:
+        offered = self.receiver.offered(meta)
+        if offered is not None:
+            return offered
         failures = []
         for path in (meta.path, *meta.fallbacks):
             try:

@@ -11,7 +11,7 @@ import torch
 
 from headway.contracts.errors import SyncError
 from weight_sync.checkpoint import BUFFERS
-from weight_sync.manifest import dtype_name, tensor_checksum
+from weight_sync.manifest import TensorEntry, dtype_name, tensor_checksum
 from weight_sync.pieces import sum_of
 
 
@@ -78,6 +78,23 @@ def check_finite(tensors: Sequence[tuple[str, torch.Tensor]], origin: str) -> No
                 f"{origin}: {num_wrong} of {tensor.numel()} values of {name} are NaN or infinite, which "
                 "no server may serve; go back to a checkpoint and look at the loss and learning rate"
             )
+
+
+def entry_in_memory(name: str, tensor: torch.Tensor) -> TensorEntry:
+    """The entry of a finite tensor on the CPU that is stored nowhere.
+
+    Raises:
+        SyncError: a type that versions cannot hold.
+    """
+    return TensorEntry(
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=dtype_name(tensor.dtype),
+        checksum=tensor_checksum(tensor),
+        blob="memory",
+        size=tensor.nbytes,
+        is_finite=True,
+    )
 
 
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -70,9 +70,10 @@ class Fleet:
         """
         metrics = metrics or CollectorRegistry()
         self._state = state
-        self._members = members = Members(
+        self.members = members = Members(
             config, ResponseValidator(state, vocabulary.model_size), token, vocabulary
         )
+        """The table of servers."""
         self.weights = Publications(config, members, state, metrics, place)
         """Versions that serve, are published, pinned and reserved."""
         self._roll_call = MembershipSync(
@@ -99,13 +100,13 @@ class Fleet:
             StateError: the registry or the ledger cannot be reached.
         """
         await self.weights.start()
-        await self._members.start()
+        await self.members.start()
         await self._roll_call.start()
 
     async def aclose(self) -> None:
         """Close connections; requests in flight fail."""
         await self._roll_call.aclose()
-        await self._members.aclose()
+        await self.members.aclose()
 
     @property
     def version(self) -> PolicyVersion:
@@ -125,7 +126,7 @@ class Fleet:
     @property
     def generated_tokens(self) -> int:
         """Tokens that were reported, also by servers that are gone."""
-        return self._members.generated_tokens
+        return self.members.generated_tokens
 
     def report(self, report: ServerReport) -> ServerReportResponse:
         """Registration or heartbeat."""
@@ -144,7 +145,7 @@ class Fleet:
             Conflict: it shuts down: that cannot be undone.
             StateError: other gateways cannot be informed.
         """
-        member = self._members.find(server_id)
+        member = self.members.find(server_id)
         if member.report.draining and not drain:
             raise Conflict(f"server {server_id!r} shuts down: its drain cannot be undone")
         await self._roll_call.set_draining(server_id, drain)
@@ -161,20 +162,20 @@ class Fleet:
             await asyncio.sleep(2 * INTERVAL_S)  # until no other gateway sends anything there
         order = GenerationAbortRequest(rid=None)
         try:
-            await self._members.order(member, GENERATION_ABORT, order, ABORT_TIMEOUT_S)
+            await self.members.order(member, GENERATION_ABORT, order, ABORT_TIMEOUT_S)
         except ServiceError as error:
             log.warning("running requests go on", extra={"server": member.name, "why": str(error)})
 
     @property
     def max_context(self) -> int | None:
         """Tokens per sequence that some server can hold; None while that is not known."""
-        return self._members.context_limits().largest
+        return self.members.context_limits().largest
 
     async def flush(self) -> bool:
         """Drop the prefixes that servers share; false if one could not, since sequences were running."""
         orders = [
-            self._members.order(member, GENERATION_FLUSH, Config(), ABORT_TIMEOUT_S)
-            for member in self._members.present()
+            self.members.order(member, GENERATION_FLUSH, Config(), ABORT_TIMEOUT_S)
+            for member in self.members.present()
         ]
         answers = await asyncio.gather(*orders)
         return all(FlushResponse.model_validate_json(answer).flushed for answer in answers)

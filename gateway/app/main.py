@@ -10,7 +10,8 @@ from typing import cast
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from gateway.app import foreign_weights
+from gateway.app import foreign_update_routes
+from gateway.app.collected_weights import CollectedWeights
 from gateway.app.fleet import Fleet
 from gateway.app.followed_store import FollowedStore
 from gateway.app.foreign_weights import ForeignWeights
@@ -60,6 +61,9 @@ def make_gateway(
             tokenizer = cast("TextTokenizer", service.tokenizer)
             served = app.state.served_model = ServedFleet(config, fleet, tokenizer)
             weights = app.state.foreign_weights = ForeignWeights(fleet)
+            app.state.collected_weights = CollectedWeights(
+                fleet, weights, service.updates, config.fleet.update_timeout_s
+            )
             ids = app.state.request_ids = RequestIds(served)
             app.state.sglang = SGLangDialect(
                 served, ids, weights.label, config.tokenizer, config.served_model_name
@@ -88,8 +92,8 @@ def make_gateway(
         openai.router,
         sglang.router,
         vllm.router,
-        foreign_weights.router,
-        foreign_weights.vllm_router,
+        foreign_update_routes.router,
+        foreign_update_routes.vllm_router,
         *([dashboard_routes(history, fleet_view)] if config.dashboard else []),
         access=access,
         hosts=AllowedHosts(config.service.allowed_hosts, [config.sessions.public_url]),

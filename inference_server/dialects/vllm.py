@@ -14,8 +14,8 @@ from headway.dialects.error_shapes import FAILURES, InvalidField, route_in
 from headway.dialects.openai.errors import openai_error
 from headway.dialects.vllm.types import AdapterBody, CollectiveCallBody, path_to_reload
 from inference_server.dialects.headway.generation import local
+from inference_server.dialects.sglang.group_updates import UpdateOptions
 from inference_server.dialects.sglang.routes import published_from_disk
-from inference_server.dialects.sglang.weight_updates import UpdateOptions
 
 router = APIRouter(route_class=route_in(openai_error), responses=FAILURES)
 

@@ -15,30 +15,35 @@ from pydantic import BaseModel
 from headway.contracts.errors import ErrorBody, ServiceError
 from headway.contracts.http import paths
 from headway.dialects.error_shapes import FAILURES, InvalidField, ShapedError, route_in
+from headway.dialects.sglang.collect import KeptBack, dropped_text
 from headway.dialects.sglang.errors import UPDATE_FAILURES, failed_update, sglang_error
 from headway.dialects.sglang.routes import dialect_of
-from headway.dialects.sglang.types import DiskUpdateBody, EmptyBody, RelabelBody, UpdateBody
-from headway.runtime.logging import note_request
-from inference_server.adapters import Adapters
-from inference_server.dialects.headway.generation import local
-from inference_server.dialects.sglang.types import (
-    CheckerBody,
+from headway.dialects.sglang.types import (
+    DiskUpdateBody,
+    EmptyBody,
     GroupUpdateBody,
     JoinGroupBody,
     LeaveGroupBody,
+    PostProcessBody,
+    RelabelBody,
+    SelectingBody,
+)
+from headway.runtime.logging import note_request
+from inference_server.adapters import Adapters
+from inference_server.dialects.headway.generation import local
+from inference_server.dialects.sglang.group_updates import (
+    UpdateOptions,
+    address_of,
+    options_of,
+    specs_of,
+)
+from inference_server.dialects.sglang.types import (
+    CheckerBody,
     LoadAdapterBody,
     ParameterBody,
-    PostProcessBody,
-    SelectingBody,
     UnloadAdapterBody,
 )
-from inference_server.dialects.sglang.weight_updates import (
-    KeptAside,
-    Published,
-    SGLangWeightUpdates,
-    UpdateOptions,
-)
-from weight_sync.transports.process_group import GroupAddress, TensorSpec
+from inference_server.dialects.sglang.weight_updates import Published, SGLangWeightUpdates
 
 
 class AdapterFailure(BaseModel):
@@ -84,7 +89,7 @@ async def _changed(adapters: Adapters, work: Awaitable[object]) -> Response:
 async def resume(_: EmptyBody, request: Request) -> Response:
     """Serve what was received and continue; if it cannot be served, stay paused and say why."""
     try:
-        await _updates(request).complete()
+        await _updates(request).groups.complete()
     except ServiceError as error:
         return failed_update(error)
     await local(request).resume()
@@ -100,7 +105,7 @@ async def update_from_disk(body: DiskUpdateBody, request: Request) -> Response:
     """
     paused = local(request).is_paused
     try:
-        published = await published_from_disk(request, body.model_path, _options(body))
+        published = await published_from_disk(request, body.model_path, options_of(body))
     except ServiceError as error:
         return failed_update(error, num_paused_requests=0)
     text = f"Succeeded to update model weights.{_described(published)}"
@@ -124,13 +129,13 @@ async def published_from_disk(request: Request, path: str, options: UpdateOption
 
 @router.post(paths.SGLANG_UPDATE_BEGIN, response_model=None, responses=UPDATE_FAILURES)
 async def begin_update(_: SelectingBody, request: Request) -> Response:
-    return await _done(_updates(request).begin(), "Success")
+    return await _done(_updates(request).groups.begin(), "Success")
 
 
 @router.post(paths.SGLANG_UPDATE_END, response_model=None, responses=UPDATE_FAILURES)
 async def end_update(_: EmptyBody, request: Request) -> Response:
     """Publish everything that the session received, all at once; in SGLang, bucket by bucket."""
-    return await _done(_updates(request).end(), "Success")
+    return await _done(_updates(request).groups.end(), "Success")
 
 
 @router.post(paths.SGLANG_POST_PROCESS)
@@ -151,27 +156,17 @@ async def refuse_memory_saver() -> None:
 
 @router.post(paths.SGLANG_GROUP_INIT, response_model=None, responses=UPDATE_FAILURES)
 async def join_group(body: JoinGroupBody, request: Request) -> Response:
-    address = GroupAddress(
-        body.group_name,
-        body.master_address,
-        body.master_port,
-        body.rank_offset,
-        body.world_size,
-        body.backend,
-    )
-    joined = _updates(request).join(address)
+    joined = _updates(request).groups.join(address_of(body))
     return await _done(joined, "Succeeded to initialize custom process group.")
 
 
 @router.post(paths.SGLANG_GROUP_DESTROY, response_model=None, responses=UPDATE_FAILURES)
 async def leave_group(body: LeaveGroupBody, request: Request) -> Response:
     try:
-        dropped = await _updates(request).leave(body.group_name)
+        dropped = await _updates(request).groups.leave(body.group_name)
     except ServiceError as error:
         return failed_update(error)
-    text = "Succeeded to destroy custom process group."
-    if dropped:
-        text += f" {dropped} parameters that were received and not yet served were dropped."
+    text = f"Succeeded to destroy custom process group. {dropped_text(dropped)}".rstrip()
     return JSONResponse({"success": True, "message": text})
 
 
@@ -183,12 +178,9 @@ async def update_from_group(body: GroupUpdateBody, request: Request) -> Response
     complete, when a paused server continues, or when it carries `weight_version` and the server is not
     paused. Until then the response says that it is kept back.
     """
-    specs = [
-        TensorSpec(name, dtype, shape)
-        for name, dtype, shape in zip(body.names, body.dtypes, body.shapes, strict=True)
-    ]
-    is_flat = body.load_format is not None
-    received = _updates(request).receive(body.group_name, specs, is_flat, _options(body))
+    received = _updates(request).groups.receive(
+        body.group_name, specs_of(body), body.is_flat, options_of(body)
+    )
     return await _done(received, "Succeeded to update parameter online.")
 
 
@@ -201,7 +193,7 @@ async def relabel(body: RelabelBody, request: Request) -> dict[str, Any]:
     """
     if body.abort_all_requests:
         await local(request).abort(None)
-    await _updates(request).relabel(body.new_version)
+    await _updates(request).groups.relabel(body.new_version)
     text = f"Weight version updated to {body.new_version}"
     return {"success": True, "message": text, "new_version": body.new_version}
 
@@ -221,7 +213,7 @@ async def check_weights(_: CheckerBody, request: Request) -> dict[str, Any]:
     return {"success": True, "ranks": ranks, "per_engine_checksum": whole}
 
 
-async def _done(work: Awaitable[Published | KeptAside | None], text: str) -> Response:
+async def _done(work: Awaitable[Published | KeptBack | None], text: str) -> Response:
     """The answer to a step of an update."""
     try:
         published = await work
@@ -232,20 +224,13 @@ async def _done(work: Awaitable[Published | KeptAside | None], text: str) -> Res
     )
 
 
-def _described(published: Published | KeptAside | None) -> str:
+def _described(published: Published | KeptBack | None) -> str:
     if published is None:
         return ""
-    if isinstance(published, KeptAside):
-        kept = f" It is kept back, and served at {published.until} at the latest"
-        if not published.missing:
-            return f"{kept}."
-        return f"{kept}; {len(published.missing)} parameters are missing, such as {published.missing[0]}."
+    if isinstance(published, KeptBack):
+        return f" {published.described}"
     held = "" if published.was_flushed else " The cache was not flushed: requests are running."
     return f" Weight version updated to {published.label}.{held}"
-
-
-def _options(body: UpdateBody) -> UpdateOptions:
-    return UpdateOptions(body.weight_version, body.abort_all_requests, body.flush_cache)
 
 
 def _updates(request: Request) -> SGLangWeightUpdates:

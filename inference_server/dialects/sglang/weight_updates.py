@@ -1,65 +1,33 @@
 """Updates of weights in SGLang's order of things, each through the version gate and as a whole.
 
-Weights come from a directory, or in buckets over a process group. Buckets are kept back
-(`_PendingSet`) and become visible together: at the end of a session; without one, when the model is
-complete, when a bucket names the version while generation runs, when the version is renamed, or when a
-paused server continues. So an update of some parameters is served, too, named or not. Parameters that no
-bucket brought keep their value.
-
-`_lock` covers a publication from the choice of its version to its flush, so two never interleave.
-Receiving is outside of it, one bucket per group at a time: a trainer that went silent delays only
-itself. When anything goes wrong with a bucket, all buckets before it are dropped with it and the
-weights that serve go on; in a session, its end then fails and says why. A session that failed, or saw
-nothing for `timeout_s`, belongs to a dead trainer: the next one may begin.
+Weights come from a directory, or in buckets over a process group (`GroupUpdates`). `_lock` covers a
+publication from the choice of its version to its flush, so two never interleave.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.config.weight_sync import ReceiverConfig
-from headway.contracts.errors import ConfigError, Conflict, ServiceError, SyncError
 from headway.contracts.types import WeightUpdateMeta
 from headway.dialects.sglang.version_labels import VersionLabels, next_version
 from inference_server.backends.base import GenerationBackend, StagedVersion
-from inference_server.dialects.sglang.weight_groups import WeightGroups
+from inference_server.dialects.sglang.group_updates import (
+    GroupUpdates,
+    UpdateOptions,
+    weights_source,
+)
 from inference_server.version_gate import VersionGate
 from weight_sync.channel import WeightReader
 from weight_sync.manifest import tensor_checksum
 from weight_sync.tensors import weights_digest
 from weight_sync.transports.model_dir import ModelDirReader
-from weight_sync.transports.process_group import (
-    CollectiveReader,
-    GroupAddress,
-    TensorSpec,
-    WeightsSource,
-)
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateOptions:
-    """Options of the publication of an update."""
-
-    label: str | None = None
-    aborts: bool = False
-    """End running sequences; false leaves it to the server's policy."""
-    flushes: bool = True
-
-    def join(self, later: UpdateOptions) -> UpdateOptions:
-        """The options of a set that these two buckets belong to."""
-        return UpdateOptions(
-            later.label or self.label, self.aborts or later.aborts, self.flushes or later.flushes
-        )
+from weight_sync.transports.process_group import CollectiveReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,28 +39,6 @@ class Published:
     """Sequences that were running at the swap."""
     was_flushed: bool
     """False: shared prefixes were asked to go, and could not, since sequences were running."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeptAside:
-    """A bucket that is not served yet."""
-
-    missing: tuple[str, ...]
-    """Parameters that the update has not brought so far."""
-    until: str
-    """The call that publishes it as it is."""
-
-
-@dataclass
-class _PendingSet:
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    options: UpdateOptions = UpdateOptions(flushes=False)
-
-
-@dataclass
-class _Session:
-    touched: float
-    failure: str | None = None
 
 
 class SGLangWeightUpdates:
@@ -108,12 +54,9 @@ class SGLangWeightUpdates:
         self._backend = backend
         self._gate = gate
         self._reader = ModelDirReader(weights, gate.receiver)
-        self._timeout_s = timeout_s
         self._lock = asyncio.Lock()
-        self._groups = WeightGroups(timeout_s)
-        self._pending = _PendingSet()
-        self._session: _Session | None = None
-        self._receiving = 0
+        self.groups = GroupUpdates(backend, timeout_s, self._publish_received, self._rename)
+        """What trainers broadcast to this server."""
         self.labels = VersionLabels(gate.version)
 
     @property
@@ -129,150 +72,19 @@ class SGLangWeightUpdates:
         """
         return await self._publish(path, self._reader, options)
 
-    async def relabel(self, label: str) -> None:
-        """Name the update that is under way; if there is none, the weights that serve.
-
-        Raises:
-            ServiceError: the update cannot be published; nothing changed.
-        """
-        if self._session is None and not self._pending.tensors:
-            async with self._lock:
-                self.labels.name(self._gate.version, label)
-            return
-        named = UpdateOptions(label, flushes=False)
-        self._pending.options = self._pending.options.join(named)
-        if self._session is None:
-            await self.complete()
-
-    async def complete(self) -> Published | None:
-        """Publish buckets that came without a session, as they are; None if there are none.
-
-        Raises:
-            Conflict: a further bucket is being received.
-            ServiceError: the set does not fit; nothing changed.
-        """
-        if self._session is not None or not self._pending.tensors:
-            return None
-        if self._receiving:
-            raise Conflict("a bucket is still being received; go on after its answer")
-        log.info(
-            "publishing a part of the parameters",
-            extra={"parameters": len(self._pending.tensors), "missing": len(self._missing())},
-        )
-        return await self._publish_pending()
-
-    async def begin(self) -> None:
-        """Open a session.
-
-        Raises:
-            Conflict: one is open.
-        """
-        session = self._session
-        if session is not None and session.failure is None:
-            idle_s = time.monotonic() - session.touched
-            if self._receiving or idle_s < self._timeout_s:
-                raise Conflict("a weight update session is open; end it with end_weight_update")
-        self._pending = _PendingSet()
-        self._session = _Session(time.monotonic())
-
-    async def end(self) -> Published | None:
-        """Publish what the session received, and close it; None if it received nothing.
-
-        Raises:
-            Conflict: no session is open.
-            ServiceError: a bucket failed, or the set does not fit; nothing changed.
-        """
-        session = self._session
-        if session is None:
-            raise Conflict("no weight update session is open; begin one with begin_weight_update")
-        if self._receiving:
-            raise Conflict("a bucket is still being received; end the session after its answer")
-        self._session = None
-        if session.failure is not None:
-            raise SyncError(f"nothing changed: {session.failure}")
-        if self._pending.tensors:
-            return await self._publish_pending()
-        pending, self._pending = self._pending, _PendingSet()
-        if pending.options.label is not None:
-            await self.relabel(pending.options.label)
-        return None
-
-    async def join(self, address: GroupAddress) -> None:
-        """Join a group; one of the same name, of a trainer before this one, is left first.
-
-        Raises:
-            SyncError: the others did not come within the time.
-            ConfigError: the backend cannot take single tensors.
-        """
-        self._source()
-        if address.name in self._groups:
-            self._drop_pending(
-                f"group {address.name!r} was joined again before the update was complete"
-            )
-            await self.leave(address.name)
-        await self._groups.join(address)
-
-    async def leave(self, name: str) -> int:
-        """Leave a group; without a session, buckets that were not published are dropped.
-
-        Returns:
-            Number of parameters that were dropped.
-        Raises:
-            NotFound: we are in no group of this name.
-        """
-        dropped = 0
-        if name in self._groups and self._session is None:
-            dropped, self._pending = len(self._pending.tensors), _PendingSet()
-        await self._groups.leave(name)
-        return dropped
-
-    async def receive(
-        self, name: str, specs: Sequence[TensorSpec], is_flat: bool, options: UpdateOptions
-    ) -> Published | KeptAside:
-        """Receive a bucket.
-
-        Raises:
-            ServiceError: the peer died or went silent, or the bucket is of another model.
-        """
-        source = self._source()
-        self._receiving += 1
-        try:
-            tensors = await self._groups.receive(name, specs, is_flat)
-            await asyncio.to_thread(_check, tensors, source)
-        except ServiceError as error:
-            self._drop_pending(error.message)
-            raise
-        finally:
-            self._receiving -= 1
-            if self._session is not None:
-                self._session.touched = time.monotonic()
-        if self._session is None and not self._pending.tensors.keys().isdisjoint(tensors):
-            await self.complete()  # what came before belongs to an earlier update
-        self._pending.tensors.update(tensors)
-        self._pending.options = self._pending.options.join(options)
-        if self._session is not None:
-            return KeptAside(self._missing(), "end_weight_update")
-        is_named = options.label is not None and not self._backend.is_paused
-        missing = self._missing()
-        return (
-            KeptAside(missing, "continue_generation")
-            if missing and not is_named
-            else await self._publish_pending()
-        )
-
     async def read(self, name: str) -> torch.Tensor:
         """A parameter that serves.
 
         Raises:
             DataError: there is none of this name.
         """
-        source = self._source()
+        source = weights_source(self._backend)
         async with self._lock:
             return await asyncio.to_thread(source.read_parameter, name)
 
     async def checksums(self) -> tuple[dict[str, str], str]:
         """Return the checksum of every served parameter, and the digest of all of them."""
-        source = self._source()
+        source = weights_source(self._backend)
 
         def compute() -> tuple[dict[str, str], str]:
             tensors = {name: source.read_parameter(name) for name in source.parameters}
@@ -283,23 +95,17 @@ class SGLangWeightUpdates:
 
     async def aclose(self) -> None:
         """Leave all groups."""
-        await self._groups.aclose()
+        await self.groups.aclose()
 
-    def _missing(self) -> tuple[str, ...]:
-        """Parameters of the model that are still missing."""
-        return tuple(
-            name for name in self._source().parameters if name not in self._pending.tensors
-        )
+    async def _publish_received(
+        self, tensors: Mapping[str, torch.Tensor], options: UpdateOptions
+    ) -> Published:
+        reader = CollectiveReader(tensors, weights_source(self._backend))
+        return await self._publish("what was received", reader, options)
 
-    def _drop_pending(self, reason: str) -> None:
-        self._pending = _PendingSet()
-        if self._session is not None and self._session.failure is None:
-            self._session.failure = reason
-
-    async def _publish_pending(self) -> Published:
-        pending, self._pending = self._pending, _PendingSet()
-        reader = CollectiveReader(pending.tensors, self._source())
-        return await self._publish("what was received", reader, pending.options)
+    async def _rename(self, label: str) -> None:
+        async with self._lock:
+            self.labels.name(self._gate.version, label)
 
     async def _publish(self, path: str, reader: WeightReader, options: UpdateOptions) -> Published:
         def number(current: int) -> int:
@@ -322,35 +128,3 @@ class SGLangWeightUpdates:
                 raise
             was_flushed = not options.flushes or await self._backend.flush()
             return Published(self.labels.label(named[0]), running, was_flushed)
-
-    def _source(self) -> WeightsSource:
-        backend: Any = self._backend
-        if not isinstance(backend, WeightsSource):
-            raise ConfigError(
-                "single parameters are not supported by this backend; use embedded_torch, or "
-                "update_weights_from_disk"
-            )
-        return backend
-
-
-def _check(tensors: dict[str, torch.Tensor], source: WeightsSource) -> None:
-    """Check that a bucket fits the model; after it was received, so that no trainer waits."""
-    expected = source.parameters
-    for name, tensor in tensors.items():
-        if name in expected and expected[name] != tensor.shape:
-            raise SyncError(
-                f"{name} has shape {tuple(tensor.shape)}, the model wants {tuple(expected[name])}"
-            )
-    unknown = sorted(name for name in tensors if not _is_known(name, source))
-    if unknown:
-        raise SyncError(f"the model has no parameter {unknown[0]!r} ({len(unknown)} unknown names)")
-
-
-def _is_known(name: str, source: WeightsSource) -> bool:
-    if name in source.parameters:
-        return True
-    try:
-        source.read_parameter(name)
-    except ServiceError:
-        return False
-    return True

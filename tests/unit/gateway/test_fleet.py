@@ -309,8 +309,8 @@ async def test_a_request_that_kills_its_servers_does_not_kill_them_all(
         task = asyncio.create_task(fleet.agenerate(req))
         for _ in range(num_lost):
             await until(playing)
-            member = fleet._members.find(playing()[0])
-            fleet._members.lose(member, "killed", has_died=has_died)
+            member = fleet.members.find(playing()[0])
+            fleet.members.lose(member, "killed", has_died=has_died)
         with pytest.raises(error, match=told):
             await task
         assert sorted(states(fleet).values()).count("lost") == num_lost
@@ -322,8 +322,8 @@ async def test_servers_that_die_together_count_once():
     async with opened(*servers) as fleet:
         task = asyncio.create_task(fleet.agenerate(REQUEST))
         await until(lambda: servers[0].rids)
-        for member in fleet._members.ready()[:2]:
-            fleet._members.lose(member, "the machine is gone", has_died=True)
+        for member in fleet.members.ready()[:2]:
+            fleet.members.lose(member, "the machine is gone", has_died=True)
         assert (await task).output_tokens == [7]
         assert servers[2].rids
 
@@ -359,7 +359,7 @@ async def test_a_drain_lasts_until_it_is_undone():
         fleet.report(report(0, only, uptime_s=5.0))
         with pytest.raises(BackendError, match="draining"):
             await fleet.agenerate(REQUEST)
-        fleet._members.lose(fleet._members.find("s0"), "test")
+        fleet.members.lose(fleet.members.find("s0"), "test")
         assert fleet.report(report(0, only)).state == "draining"
         assert (await fleet.drain("s0", drain=False)).state == "ready"
         assert (await fleet.agenerate(REQUEST)).output_tokens == [7]

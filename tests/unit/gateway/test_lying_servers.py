@@ -131,7 +131,7 @@ async def test_a_server_that_breaks_off_and_comes_back_does_not_get_the_request_
     monkeypatch.setattr(dispatch, "SAME_MOMENT_S", 0.1)
     breaking, honest = Breaking(), Server()
     async with opened(breaking, honest) as fleet:
-        fleet._members.find("s1").busy_until = time.monotonic() + 0.5
+        fleet.members.find("s1").busy_until = time.monotonic() + 0.5
         request = asyncio.create_task(fleet.agenerate(REQUEST))
         await until(lambda: states(fleet)["s0"] == "lost")
         fleet.report(report(0, breaking))

@@ -323,7 +323,7 @@ async def test_a_server_that_is_reserved_through_one_stays_for_all(store: Store,
     async with two(store) as (one, other):
         await one.fleet.weights.update_weights(update(1))
         await until_all(one, other, {"a": "ready", "b": "ready"})
-        busy = one.fleet._members.find("a" if group_rank == "b" else "b")
+        busy = one.fleet.members.find("a" if group_rank == "b" else "b")
         busy.outstanding_tokens = 9  # the other one has less to do
         await one.fleet.weights.reserve(WeightReservation(name="e", version=1))
         await other.fleet.weights.update_weights(update(2))
@@ -343,6 +343,6 @@ async def test_what_a_server_answered_is_not_undone_by_what_it_had_told_another(
     async with two(store) as (one, other):
         before = other.servers[0].report()
         await one.fleet.weights.update_weights(update(1))
-        member = one.fleet._members.find("b")
-        assert one.fleet._members.on_shared_report(before, age_s=1.0) is None
+        member = one.fleet.members.find("b")
+        assert one.fleet.members.on_shared_report(before, age_s=1.0) is None
         assert member.report.version == 1
