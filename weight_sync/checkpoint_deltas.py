@@ -32,32 +32,19 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
+from headway.contracts.checkpoint_store import INDEX_NAME, version_name
 from headway.contracts.errors import ConfigError, SyncError
 from headway.runtime.model_files import check_regular, read_object
 from weight_sync.manifest import bytes_of
 
-INDEX_NAME = "model.safetensors.index.json"
 ANNOUNCED_NAME = ".announced"
 """In a directory of ours until it is complete."""
-PREFIX = "weight_v"
 Bytes = NDArray[np.uint8]
 Encoding = Literal["xor", "overwrite"]
 ChecksumFormat = Literal["xxh3-128", "blake3", "adler32"]
 POSITION_BYTES = 4
 MAX_OVERWRITE_BYTES = 1 << 32
 """Positions have 32 bits."""
-
-
-def version_name(version: int) -> str:
-    """Name of a version's directory."""
-    return f"{PREFIX}{version:06d}"
-
-
-def number_of(name: str) -> int | None:
-    """Number of a version by its directory's name; None if it is no version's."""
-    number = name.removeprefix(PREFIX)
-    is_number = name.startswith(PREFIX) and number.isascii() and number.isdecimal()
-    return int(number) if is_number else None
 
 
 class _Metadata(BaseModel):

@@ -46,7 +46,7 @@ from weight_sync.manifest import (
     write_part,
 )
 from weight_sync.published_tensors import Bucket, buckets, outgoing
-from weight_sync.store import ANNOUNCEMENT_NAME, Announcement, Store, versions_in, with_bases
+from weight_sync.store import ANNOUNCEMENT_NAME, Announcement, Store, surplus_of, versions_in
 from weight_sync.tensors import check_finite
 
 WRITERS = 2
@@ -174,12 +174,8 @@ class StoredPublisher:
     ) -> list[PolicyVersion]:
         """See `WeightPublisher`; never deletes pinned versions, or the base of the next delta."""
         versions = self._complete()
-        older = [version for version in versions if version < committed]
-        kept = set(versions) - set(older[: max(0, len(older) - (self._config.keep - 1))])
-        if self._held is not None:
-            kept.add(self._held.ref.version)
-        kept = with_bases(kept.union(pinned), self._base_version)
-        surplus = [version for version in versions if version not in kept]
+        needed = set(pinned) if self._held is None else {*pinned, self._held.ref.version}
+        surplus = surplus_of(versions, committed, self._config.keep, needed, self._base_version)
         for version in surplus:
             self._store.delete(version)
         return surplus

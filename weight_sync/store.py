@@ -10,7 +10,7 @@ A directory without a manifest was never finished; the next publisher removes it
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Protocol
@@ -140,6 +140,27 @@ def with_bases(
             found.add(needed)
             needed = base_of(needed)
     return found
+
+
+def surplus_of(
+    versions: Sequence[PolicyVersion],
+    committed: PolicyVersion,
+    num_kept: int,
+    needed: Collection[PolicyVersion],
+    base_of: Callable[[PolicyVersion], PolicyVersion | None],
+) -> list[PolicyVersion]:
+    """Return the versions that may be deleted.
+
+    The committed version stays, and newer ones; of older ones the last `num_kept - 1`, those that are
+    needed, and whatever any of these is based on.
+
+    Args:
+        versions: that are complete, in order.
+    """
+    older = [version for version in versions if version < committed]
+    dropped = set(older[: max(0, len(older) - (num_kept - 1))])
+    kept = with_bases({*versions, *needed} - (dropped - set(needed)), base_of)
+    return [version for version in versions if version not in kept]
 
 
 class StoredSource:

@@ -12,31 +12,49 @@ import asyncio
 import logging
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry, Gauge
+
 from gateway.app.foreign_weights import ForeignWeights
 from gateway.publishing.updates import WeightUpdates
+from headway.contracts.checkpoint_store import (
+    INDEX_NAME,
+    POINTER_NAME,
+    PREFIX,
+    number_of,
+    version_name,
+)
 from headway.contracts.config.gateway import FollowConfig
 from headway.contracts.errors import DataError, ServiceError
 
 log = logging.getLogger(__name__)
 
-PREFIX = "weight_v"
-POINTER = "latest"
-INDEX = "model.safetensors.index.json"
-"""A trainer writes it last."""
 MAX_POINTER_CHARS = 512
+Identity = tuple[int, int, int]
 
 
 class FollowedStore:
     """Publishes the newest version, and again what failed until it is mended or a newer one is there."""
 
     def __init__(
-        self, config: FollowConfig, weights: ForeignWeights, updates: WeightUpdates
+        self,
+        config: FollowConfig,
+        weights: ForeignWeights,
+        updates: WeightUpdates,
+        metrics: CollectorRegistry,
     ) -> None:
         self._root = Path(config.path).resolve()
         self._interval_s = config.interval_s
         self._weights = weights
         self._updates = updates
-        self._failure: str | None = None
+        self._identity: Identity | None = None
+        """Identity of the version that was published last; None if we have not seen it."""
+        self.failure: str | None = None
+        """Why the newest version was refused; None if it was not."""
+        Gauge(
+            "headway_follow_refused_versions",
+            "1 while the newest version of the followed store is refused",
+            registry=metrics,
+        ).set_function(lambda: self.failure is not None)
 
     async def run(self) -> None:
         """Look again and again; ends when it is cancelled."""
@@ -44,11 +62,11 @@ class FollowedStore:
             try:
                 await self.look()
             except (ServiceError, OSError) as error:
-                if str(error) != self._failure:  # said once
+                if str(error) != self.failure:  # said once
                     log.warning(
                         "not published", extra={"store": str(self._root), "why": str(error)}
                     )
-                self._failure = str(error)
+                self.failure = str(error)
             await asyncio.sleep(self._interval_s)
 
     async def look(self) -> None:
@@ -58,11 +76,19 @@ class FollowedStore:
             ServiceError: it was refused; the old one serves on.
         """
         folder = await asyncio.to_thread(newest_version, self._root)
-        if folder is None or self._weights.newest_path == str(folder):
+        if folder is None:
             return
-        label = str(int(folder.name.removeprefix(PREFIX)))
-        await self._weights.publish(self._updates, str(folder), label, aborts=False)
-        self._failure = None
+        identity = await asyncio.to_thread(identity_of, folder)
+        if self._weights.newest_path == str(folder) and self._identity in (None, identity):
+            self._identity = identity  # before a restart of ours it may have been another one
+            self.failure = None
+            return
+        await self._weights.publish(self._updates, str(folder), _label(folder), aborts=False)
+        self._identity, self.failure = identity, None
+
+
+def _label(folder: Path) -> str:
+    return str(number_of(folder.name))
 
 
 def newest_version(root: Path) -> Path | None:
@@ -73,24 +99,28 @@ def newest_version(root: Path) -> Path | None:
     Raises:
         DataError: `latest` names no version.
     """
-    pointer = root / POINTER
+    pointer = root / POINTER_NAME
     if pointer.is_file():
         with pointer.open() as file:
             text = file.read(MAX_POINTER_CHARS).strip()
         run, _, name = text.rpartition("/")
-        number = name.removeprefix(PREFIX)
-        parts = run.split("/")
-        if not _is_number(number) or run.startswith("/") or ".." in parts:
+        number = number_of(f"{PREFIX}{name.removeprefix(PREFIX)}")
+        if number is None or run.startswith("/") or ".." in run.split("/"):
             raise DataError(f"{pointer} holds {text[:80]!r}; wanted is a name like weight_v000007")
-        folder = root / run / f"{PREFIX}{int(number):06d}"
+        folder = root / run / version_name(number)
         return folder if folder.is_dir() else None
     complete = {
-        int(each.name.removeprefix(PREFIX)): each
+        number: each
         for each in root.glob(f"{PREFIX}*")
-        if _is_number(each.name.removeprefix(PREFIX)) and (each / INDEX).is_file()
+        if (number := number_of(each.name)) is not None and (each / INDEX_NAME).is_file()
     }
     return complete[max(complete)] if complete else None
 
 
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) <= 18
+def identity_of(folder: Path) -> Identity | None:
+    """Return what another version of the same name would not have; None without an index."""
+    try:
+        index = (folder / INDEX_NAME).stat()
+    except FileNotFoundError:
+        return None
+    return index.st_ino, index.st_mtime_ns, index.st_size

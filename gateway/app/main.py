@@ -71,7 +71,7 @@ def make_gateway(
             if config.follow is None:
                 yield service
                 return
-            followed = FollowedStore(config.follow, weights, service.updates)
+            followed = FollowedStore(config.follow, weights, service.updates, metrics)
             task = asyncio.create_task(followed.run(), name="follow a store")
             try:
                 yield service

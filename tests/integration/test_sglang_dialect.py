@@ -789,6 +789,9 @@ def test_an_update_that_never_ended_is_served_before_the_next_one(
 def test_a_version_of_a_store_is_pulled_and_loaded(served: Served) -> None:
     start = load_file(served.a / "model.safetensors")
     store = ForeignStore(served.root / "store", start, encoding="overwrite")
+    early = {"local_checkpoint_dir": "/nowhere", "source_dir": str(store.root), "target_version": 1}
+    refused = served.client.post("/pull_weights", early)
+    assert refused.status_code == 400 and "not complete" in refused.json()["error"]["message"]
     for version, wanted in ((1, served.b), (2, served.a)):
         store.publish(load_file(wanted / "model.safetensors"))
         pull = {"local_checkpoint_dir": "/nowhere", "source_dir": str(store.root)}

@@ -21,28 +21,30 @@ import torch
 from safetensors.numpy import save as save_arrays
 from safetensors.torch import save as save_tensors
 
+from headway.contracts.checkpoint_store import (
+    INDEX_NAME,
+    POINTER_NAME,
+    number_of,
+    version_name,
+)
 from headway.contracts.config.weight_sync import CheckpointSync, Dtype, ReceiverConfig
 from headway.contracts.errors import SyncError
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
 from weight_sync.channel import NamedTensors, Source
 from weight_sync.checkpoint_deltas import (
     ANNOUNCED_NAME,
-    INDEX_NAME,
     checksum_of,
     encode,
-    number_of,
     read_delta,
-    version_name,
 )
 from weight_sync.deadline import Deadline
 from weight_sync.device_copy import buckets_on_host
 from weight_sync.manifest import bytes_of
 from weight_sync.published_tensors import Bucket, buckets, outgoing
-from weight_sync.store import with_bases
+from weight_sync.store import surplus_of
 from weight_sync.tensors import check_finite, digest_of, digest_row
 from weight_sync.transports.disk import lock_root
 
-POINTER_NAME = "latest"
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 """Files of a model that are no weights."""
 
@@ -117,10 +119,7 @@ class CheckpointPublisher:
         self, committed: PolicyVersion, pinned: Collection[PolicyVersion] = ()
     ) -> list[PolicyVersion]:
         versions = self._versions()
-        older = [version for version in versions if version < committed]
-        kept = set(versions) - set(older[: max(0, len(older) - (self._config.keep - 1))])
-        kept = with_bases(kept.union(pinned), self._base_version)
-        surplus = [version for version in versions if version not in kept]
+        surplus = surplus_of(versions, committed, self._config.keep, pinned, self._base_version)
         for version in surplus:
             shutil.rmtree(self._folder(version), ignore_errors=True)
         return surplus

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from headway.contracts.checkpoint_store import INDEX_NAME
 from headway.contracts.config.weight_sync import MAX_CHAIN, ReceiverConfig
 from headway.contracts.errors import ConfigError, SyncError
 from headway.contracts.types import WeightUpdateMeta
@@ -31,7 +32,7 @@ from weight_sync.channel import (
     WeightReceiver,
     WeightVerifier,
 )
-from weight_sync.checkpoint_deltas import ANNOUNCED_NAME, INDEX_NAME, CheckpointDelta, read_delta
+from weight_sync.checkpoint_deltas import ANNOUNCED_NAME, CheckpointDelta, read_delta
 from weight_sync.deadline import Deadline
 from weight_sync.manifest import MANIFEST_NAME, parse_manifest
 from weight_sync.tensors import check_finite, check_fit, weights_digest

@@ -7,8 +7,10 @@ version the directory stands for.
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
+from pathlib import Path
 
+from headway.contracts.checkpoint_store import INDEX_NAME, version_name
+from headway.dialects.error_shapes import InvalidField
 from headway.dialects.sglang.types import PullBody
 
 MAX_DIRECTORIES = 64
@@ -26,9 +28,21 @@ class PulledCheckpoints:
         self._places: dict[str, str] = {}
 
     def pull(self, body: PullBody) -> str:
-        """Let a directory stand for a version; return where that is."""
-        name = f"weight_v{body.target_version:06d}"
-        place = str(PurePosixPath(body.source_dir) / name) if body.target_version else self._start
+        """Let a directory stand for a version; return where that is.
+
+        Raises:
+            InvalidField: the store is seen here, and has no complete version of this number.
+        """
+        place = self._start
+        if body.target_version:
+            folder = Path(body.source_dir) / version_name(body.target_version)
+            if folder.parent.is_dir() and not (folder / INDEX_NAME).is_file():
+                raise InvalidField(
+                    f"{folder} has no {INDEX_NAME}, so version {body.target_version} is not complete; "
+                    "pull it once it is",
+                    "target_version",
+                )
+            place = str(folder)
         self._places.pop(body.local_checkpoint_dir, None)
         while len(self._places) >= MAX_DIRECTORIES:
             del self._places[next(iter(self._places))]

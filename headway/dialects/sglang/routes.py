@@ -147,9 +147,10 @@ async def flush(
 async def pull(body: PullBody, request: Request) -> dict[str, Any]:
     """Bring a directory up to a version of a store, for `update_weights_from_disk` to load.
 
-    Nothing is read yet: a version that is torn fails there, before anything is swapped.
+    Only its index is looked for, where its disk is seen: a version that is torn fails there, before
+    anything is swapped.
     """
-    place = dialect_of(request).pulled.pull(body)
+    place = await asyncio.to_thread(dialect_of(request).pulled.pull, body)
     return {"success": True, "message": f"{body.local_checkpoint_dir} stands for {place}"}
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from gateway.app.followed_store import FollowedStore, newest_version
 from headway.contracts.config.gateway import FollowConfig
@@ -55,9 +57,14 @@ class Published:
         return str(label)
 
 
+def followed(store: ForeignStore, weights: Published) -> FollowedStore:
+    config = FollowConfig(path=str(store.root))
+    return FollowedStore(config, weights, None, CollectorRegistry())  # type: ignore[arg-type]
+
+
 async def test_each_version_is_published_once_and_a_torn_one_until_it_is_mended(tmp_path: Path):
     store, weights = ForeignStore(tmp_path / "store", START), Published()
-    follow = FollowedStore(FollowConfig(path=str(store.root)), weights, None)  # type: ignore[arg-type]
+    follow = followed(store, weights)
     await follow.look()
     store.publish({"w": torch.ones(2)})
     await follow.look()
@@ -71,3 +78,19 @@ async def test_each_version_is_published_once_and_a_torn_one_until_it_is_mended(
     weights.is_torn = False
     await follow.look()
     assert (weights.labels, weights.refused) == (["1", "2"], 2)
+
+
+async def test_a_run_that_writes_the_same_number_again_is_noticed(tmp_path: Path):
+    store, weights = ForeignStore(tmp_path / "store", START), Published()
+    store.publish({"w": torch.ones(2)})
+    follow = followed(store, weights)
+    await follow.look()
+    shutil.rmtree(store.root)
+    again = ForeignStore(tmp_path / "store", START)
+    again.publish({"w": torch.full((2,), 2.0)})
+    await follow.look()
+    await follow.look()
+    assert weights.labels == ["1", "1"]
+    restarted = followed(again, weights)
+    await restarted.look()
+    assert weights.labels == ["1", "1"], "it is taken for what was published"
