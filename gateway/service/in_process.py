@@ -35,7 +35,8 @@ from headway.contracts.types import (
     TrajectoryBatch,
     WeightUpdateMeta,
 )
-from headway.runtime.inference_client import POLL_S, settle_score
+from headway.runtime.inference_client import POLL_S
+from headway.runtime.scores import settle_score
 
 T = TypeVar("T")
 

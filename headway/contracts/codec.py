@@ -26,6 +26,7 @@ from safetensors.numpy import load as load_tensors
 from headway.contracts.errors import DataError
 from headway.contracts.routed_experts import PackedExperts, RoutedExperts
 from headway.contracts.sampling_mask import SamplingMask
+from headway.contracts.token_extras import experts_of, masks_of
 from headway.contracts.types import StopReason, Trajectory, TrajectoryGroup, Turn, Verdict
 
 SCHEMA_VERSION = 4
@@ -198,8 +199,16 @@ def decode_groups(payload: bytes) -> tuple[TrajectoryGroup, ...]:
             "trajectory payload holds a logprob or reward that is not finite, of rollouts "
             f"{_not_finite(header, lengths, rewards, token_columns['logprobs'])}"
         )
-    masks = _masks(columns, header, lengths.tolist())
-    experts = _experts(columns, header, lengths.tolist())
+    masks: list[SamplingMask | None] = [None] * num_rows
+    if header.mask_sizes is not None:
+        counts, tokens = (
+            _column(columns, name, _COLUMNS[name]) for name in ("mask_counts", "mask_tokens")
+        )
+        masks = masks_of(counts, tokens, header.mask_sizes, lengths.tolist())
+    experts: list[RoutedExperts | None] = [None] * num_rows
+    if header.expert_sizes is not None:
+        content = _column(columns, "experts", _COLUMNS["experts"]).tobytes()
+        experts = experts_of(content, header.expert_sizes, lengths.tolist())
     ends = np.cumsum(lengths)
     groups, row = [], 0
     for rollout_id, group_id, size in header.groups:
@@ -227,74 +236,9 @@ def decode_groups(payload: bytes) -> tuple[TrajectoryGroup, ...]:
     return tuple(groups)
 
 
-def _masks(
-    columns: dict[str, NDArray[Any]], header: _Header, lengths: Sequence[int]
-) -> list[SamplingMask | None]:
-    """The sampling mask of each trajectory [N]."""
-    if header.mask_sizes is None:
-        return [None] * len(lengths)
-    sizes = header.mask_sizes
-    counts, tokens = (
-        _column(columns, name, _COLUMNS[name]) for name in ("mask_counts", "mask_tokens")
-    )
-    num_counts = sum(
-        length for length, size in zip(lengths, sizes, strict=True) if size is not None
-    )
-    if (len(counts), len(tokens)) != (num_counts, sum(size or 0 for size in sizes)):
-        raise DataError(
-            f"trajectory payload is inconsistent: sampling masks of {len(counts)} positions and "
-            f"{len(tokens)} tokens, {num_counts} and {sum(size or 0 for size in sizes)} are announced"
-        )
-    masks: list[SamplingMask | None] = []
-    position = token = 0
-    for length, size in zip(lengths, sizes, strict=True):
-        if size is None:
-            masks.append(None)
-            continue
-        own = counts[position : position + length]
-        masks.append(SamplingMask(own, tokens[token : token + size]))
-        if int(own.min()) < 0 or int(own.sum(dtype=np.int64)) != size:
-            raise DataError(
-                f"trajectory payload is inconsistent: a sampling mask of {size} tokens has other counts"
-            )
-        position, token = position + length, token + size
-    return masks
-
-
 def _sizes_of(packed: PackedExperts) -> tuple[int, int, int, int]:
     token_bytes = packed.num_layers * packed.top_k * packed.width
     return len(packed.experts) // token_bytes, packed.num_layers, packed.top_k, packed.width
-
-
-def _experts(
-    columns: dict[str, NDArray[Any]], header: _Header, lengths: Sequence[int]
-) -> list[RoutedExperts | None]:
-    """The routed experts of each trajectory [N]."""
-    sizes = header.expert_sizes
-    if sizes is None:
-        return [None] * len(lengths)
-    content = _column(columns, "experts", _COLUMNS["experts"]).tobytes()
-    found: list[RoutedExperts | None] = []
-    start = 0
-    for length, size in zip(lengths, sizes, strict=True):
-        if size is None:
-            found.append(None)
-            continue
-        num_tokens, num_layers, top_k, width = size
-        if not (0 <= num_tokens <= length and num_layers > 0 and top_k > 0 and width in (1, 2)):
-            raise DataError(f"trajectory payload has routed experts {size} of {length} tokens")
-        end = start + num_tokens * num_layers * top_k * width
-        part = PackedExperts(
-            num_layers=num_layers, top_k=top_k, width=width, experts=content[start:end]
-        )
-        found.append(RoutedExperts.unpack(part))
-        start = end
-    if start != len(content):
-        raise DataError(
-            f"trajectory payload is inconsistent: {len(content)} bytes of routed experts, {start} are "
-            "announced"
-        )
-    return found
 
 
 def _turn_fields(turn: Turn) -> list[Any]:

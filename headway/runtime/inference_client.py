@@ -13,14 +13,14 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from headway.contracts.codec import decode_groups
 from headway.contracts.config.base import ComponentConfig
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.engines import SCORE_TIMEOUT_S
-from headway.contracts.errors import BackendError, ErrorBody, ServiceError, WaitTimeout
+from headway.contracts.errors import BackendError, ServiceError, WaitTimeout
 from headway.contracts.http import paths
 from headway.contracts.http.components import ComponentList, ComponentView
 from headway.contracts.http.consumers import (
@@ -32,10 +32,8 @@ from headway.contracts.http.consumers import (
 from headway.contracts.http.ledger import LedgerAudit
 from headway.contracts.http.rewards import (
     AnswerToScore,
-    ScoreFailure,
     ScoreRequest,
     ScoreResponse,
-    ScoreView,
 )
 from headway.contracts.http.rollouts import (
     CancelRequest,
@@ -73,6 +71,7 @@ from headway.contracts.types import (
     WeightUpdateMeta,
 )
 from headway.runtime.connections import Connections
+from headway.runtime.scores import chunks_of, settle_score
 from headway.runtime.secret import authorization
 from headway.runtime.server_calls import post_generate
 from headway.runtime.service_calls import CONNECT_S, KEEP_ALIVE_S, ServiceCalls
@@ -83,9 +82,6 @@ log = logging.getLogger(__name__)
 POLL_S = 20.0
 MAX_CONNECTIONS = 100
 SUBMIT_CHUNK = 256
-SCORE_CHUNK = 64
-"""Maximum answers of one request: they are scored again when it breaks off."""
-SCORE_CHUNK_BYTES = 8 << 20
 MAX_REASON_CHARS = 4096
 
 
@@ -183,7 +179,7 @@ class RemoteInferenceEngine:
     ) -> list[RewardResult]:
         deadline = time.monotonic() + timeout
         results: list[RewardResult] = []
-        for chunk in _chunks_of(answers):
+        for chunk in chunks_of(answers):
             request = ScoreRequest(reward=reward, answers=chunk)
             try:
                 answer = self._calls.call("POST", paths.REWARDS_SCORE, request, deadline)
@@ -387,40 +383,3 @@ class RemoteInferenceEngine:
                     "waiting at %s, %.0f s: %s of %d prompt groups are ready",
                     *(self._calls.url, waited_s, ready, count),
                 )
-
-
-def settle_score(
-    judged: ScoreView | ScoreFailure, place: int, failed_score: float | None
-) -> RewardResult:
-    """The result of an answer.
-
-    Args:
-        place: of the answer, for the message.
-        failed_score: as of `InferenceEngine.score`.
-    Raises:
-        ServiceError: there is none; the error that the service reported.
-    """
-    if isinstance(judged, ScoreView):
-        return RewardResult(judged.score, judged.details, judged.verdict)
-    body = judged.error
-    if failed_score is None:
-        told = ErrorBody(
-            code=body.code, message=f"answer {place}: {body.message}", retryable=body.retryable
-        )
-        raise ServiceError.from_body(told)
-    return RewardResult(failed_score, {"error": body.message})
-
-
-def _chunks_of(answers: Sequence[AnswerToScore]) -> Iterator[tuple[AnswerToScore, ...]]:
-    """Bounded in number and in bytes, except for an answer that is larger by itself."""
-    chunk: list[AnswerToScore] = []
-    size = 0
-    for answer in answers:
-        own = len(answer.model_dump_json())
-        if chunk and (len(chunk) == SCORE_CHUNK or size + own > SCORE_CHUNK_BYTES):
-            yield tuple(chunk)
-            chunk, size = [], 0
-        chunk.append(answer)
-        size += own
-    if chunk:
-        yield tuple(chunk)

@@ -41,7 +41,7 @@ from weight_sync.publication import Publication
 from weight_sync.published_tensors import buckets
 from weight_sync.publisher import StoredPublisher
 from weight_sync.transports.base import make_publisher
-from weight_sync.transports.broadcast import pack
+from weight_sync.transports.broadcast_buckets import pack
 from weight_sync.transports.disk import LocalStore
 from weight_sync.transports.http import HttpStore
 from weight_sync.transports.ipc_group import IpcGroup

@@ -27,10 +27,11 @@ from headway.contracts.errors import (
 from headway.contracts.http import paths
 from headway.contracts.http.rewards import MAX_ANSWERS, AnswerToScore, ScoreRequest
 from headway.launch.launchers.local import LocalRun
-from headway.runtime import inference_client
+from headway.runtime import scores
 from headway.runtime.blocking import Timeouts
 from headway.runtime.connections import HttpResponse
-from headway.runtime.inference_client import SCORE_CHUNK, RemoteInferenceEngine
+from headway.runtime.inference_client import RemoteInferenceEngine
+from headway.runtime.scores import SCORE_CHUNK
 from tests.integration.conftest import run_config
 from tests.processes import local_run
 from tests.waiting import eventually
@@ -251,7 +252,7 @@ def test_the_client_cuts_a_batch_and_keeps_its_order(
     assert [r.score for r in results] == [float(n % 5 == n % 3) for n in range(150)]
     assert sizes == [SCORE_CHUNK, SCORE_CHUNK, 150 - 2 * SCORE_CHUNK]
     sizes.clear()
-    monkeypatch.setattr(inference_client, "SCORE_CHUNK_BYTES", 4000)
+    monkeypatch.setattr(scores, "SCORE_CHUNK_BYTES", 4000)
     fat = [given("1", answer="1", more="x" * size) for size in (3000, 900, 9000, 10, 10)]
     assert [r.score for r in client.score(ComponentConfig(name="exact"), fat)] == [1.0] * 5
     assert sizes == [1, 1, 1, 2]

@@ -17,7 +17,8 @@ from weight_sync.manifest import TensorEntry, make_manifest
 from weight_sync.published_tensors import buckets, outgoing
 from weight_sync.store import Announcement, version_name
 from weight_sync.tensors import check_finite
-from weight_sync.transports.broadcast import Broadcast, BucketQueue, SendBuffers, pack
+from weight_sync.transports.broadcast import Broadcast
+from weight_sync.transports.broadcast_buckets import BucketQueue, SendBuffers, pack
 from weight_sync.transports.daemon_calls import start_detached
 from weight_sync.transports.groups import BroadcastGroup
 from weight_sync.transports.handles import location_of

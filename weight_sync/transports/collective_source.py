@@ -20,7 +20,7 @@ from weight_sync.deadline import Deadline
 from weight_sync.device_copy import beside_serving, for_serving
 from weight_sync.manifest import Manifest, TensorEntry, make_manifest
 from weight_sync.store import Announcement
-from weight_sync.transports.broadcast import HOST
+from weight_sync.transports.broadcast_buckets import HOST
 from weight_sync.transports.daemon_calls import call_detached, start_detached
 from weight_sync.transports.groups import BroadcastGroup, meet_group
 from weight_sync.transports.nccl import own_build

@@ -26,7 +26,7 @@ from weight_sync.published_tensors import buckets, outgoing
 from weight_sync.publisher import StoredPublisher
 from weight_sync.receiver import Reader, make_receiver
 from weight_sync.store import Announcement
-from weight_sync.transports.broadcast import ON_DEVICE, BucketQueue, SendBuffers, pack
+from weight_sync.transports.broadcast_buckets import ON_DEVICE, BucketQueue, SendBuffers, pack
 from weight_sync.transports.collective_source import room_for
 from weight_sync.transports.disk import LocalStore
 from weight_sync.transports.handles import allocate, retire
