@@ -122,9 +122,9 @@ def test_every_metric_is_in_a_table_and_no_other(tokenizer_dir: Path):
 
 
 def metrics_of_gateway(tokenizer_dir: Path) -> set[str]:
-    config = GatewayConfig.model_validate(
-        {"tokenizer": str(tokenizer_dir), "ledger": ":memory:", "sandbox": {"type": "none"}}
-    )
+    folder = str(tokenizer_dir)
+    memory = {"ledger": ":memory:", "sandbox": {"type": "none"}}
+    config = GatewayConfig.model_validate({"tokenizer": folder, "follow": folder, **memory})
     with TestClient(make_gateway(config)) as client:
         return metrics_in(client.get(METRICS).text)
 

@@ -199,8 +199,8 @@ def test_what_cannot_be_served_is_refused_by_name(fleet: Fleet) -> None:
     assert "adapter" in fleet.sglang.post("/generate", adapter).json()["error"]["message"]
     other = fleet.sglang.post("/v1/completions", {"model": "other", "prompt": PROMPT})
     assert other.status_code == 404 and "org/versions" in other.json()["error"]["message"]
-    group = fleet.sglang.post("/init_weights_update_group", {})
-    assert "update_weights_from_disk" in group.json()["error"]["message"]
+    group = fleet.sglang.post("/end_weight_update")
+    assert group.status_code == 400 and "init_weights_update_group" in group.json()["message"]
 
 
 def test_a_request_is_aborted_by_its_id_with_its_tokens(fleet: Fleet) -> None:

@@ -21,6 +21,7 @@ from headway.launch.conformance.service import (
 GENERATE = "/generate"
 LONG = 200
 """Tokens of a sequence that goes on for a while."""
+NUM_STREAMS = 4
 
 
 async def generate(service: Service, tokens: int = 12, **fields: Any) -> Any:
@@ -285,20 +286,28 @@ async def versions_are_true_at_a_swap_under_load(service: Service) -> str:
     """Each token of sequences that meet a swap, scored again by the weights that it is said to be of."""
     await update(service, 0, "load-a")
     body = body_of(LONG, stream=True, sampling={"temperature": 1.0})
-    lasts: list[dict[str, Any]] = [{} for _ in range(4)]
+    ended: list[dict[str, Any]] = []
+    begun: set[int] = set()
+    is_over = False
 
     async def follow(place: int) -> None:
-        async for lasts[place] in service.stream(GENERATE, body):
-            pass
+        while not is_over:  # so that some run at the swap, however long an update takes
+            last: dict[str, Any] = {}
+            async for chunk in service.stream(GENERATE, body):
+                last = chunk
+                begun.add(place)
+            ended.append(last)
 
-    tasks = [asyncio.create_task(follow(place)) for place in range(len(lasts))]
+    tasks = [asyncio.create_task(follow(place)) for place in range(NUM_STREAMS)]
     try:
-        await service.until(lambda: all(lasts), "the first tokens")
+        await service.until(lambda: len(begun) == NUM_STREAMS, "the first tokens")
         await update(service, 1, "load-b")
+        is_over = True
         await asyncio.wait_for(asyncio.gather(*tasks), service.timeout_s)
     finally:
         for task in tasks:
             task.cancel()
+    lasts = sorted(ended, key=lambda last: -len(spans_of(last)))[: 2 * NUM_STREAMS]
     spans = [spans_of(last) for last in lasts]
     mixed = sum(len(each) > 1 for each in spans)
     worst = 0.0
@@ -318,7 +327,7 @@ async def versions_are_true_at_a_swap_under_load(service: Service) -> str:
         raise LeftOut(
             "no sequence met the swap: the service lets what runs end first, or is too fast"
         )
-    return f"{mixed} of {len(lasts)} met the swap, mean error {worst:.1g}"
+    return f"{mixed} sequences met the swap, mean error {worst:.1g}"
 
 
 async def an_update_that_fails_changes_nothing(service: Service) -> None:
