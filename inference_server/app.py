@@ -59,34 +59,18 @@ def make_app(
     async def opened() -> AsyncIterator[RolloutService]:
         async with open_service(config, generator) as service:
             # Now, not before: an attached engine brings its own version.
-            updates = app.state.sglang_updates = SGLangWeightUpdates(
-                generator.backend, generator.gate, config.weights, config.group_timeout_s
-            )
-            collected = app.state.collected_updates = CollectedUpdates(
-                generator.backend, generator.gate, config.group_timeout_s
-            )
-            model = config.model
-            ids = app.state.request_ids = RequestIds(generator)
-            app.state.sglang = SGLangDialect(
-                generator,
-                ids,
-                updates.labels.label,
-                model.path,
-                config.served_model_name,
-                model.dtype,
-            )
+            closing = _open_dialects(app, config, generator)
+            heartbeat = _register(app, config, generator, gateway_token)
             tasks = [
-                asyncio.create_task(
-                    _register(app, config, generator, gateway_token), name="heartbeat"
-                ),
+                asyncio.create_task(heartbeat, name="heartbeat"),
                 asyncio.create_task(_end_with(generator.backend), name="watch backend"),
             ]
             try:
                 yield service
             finally:
                 await cancel_and_wait(tasks)
-                await updates.aclose()
-                await collected.aclose()
+                for each in closing:
+                    await each.aclose()
 
     app = create_app(
         "Headway generation server",
@@ -110,6 +94,21 @@ def make_app(
     app.state.served_model = generator
     app.state.peer_store = PeerStore(generator.gate.receiver.held if config.weights.peers else None)
     return app
+
+
+def _open_dialects(
+    app: FastAPI, config: ServerConfig, generator: LocalGenerator
+) -> tuple[SGLangWeightUpdates, CollectedUpdates]:
+    """Give the app what the routes of other APIs work on; what is returned is to be closed."""
+    backend, gate, limit_s = generator.backend, generator.gate, config.group_timeout_s
+    updates = app.state.sglang_updates = SGLangWeightUpdates(backend, gate, config.weights, limit_s)
+    collected = app.state.collected_updates = CollectedUpdates(backend, gate, limit_s)
+    ids = app.state.request_ids = RequestIds(generator)
+    model = config.model
+    app.state.sglang = SGLangDialect(
+        generator, ids, updates.labels.label, model.path, config.served_model_name, model.dtype
+    )
+    return updates, collected
 
 
 async def _end_with(backend: GenerationBackend) -> None:

@@ -199,16 +199,8 @@ def decode_groups(payload: bytes) -> tuple[TrajectoryGroup, ...]:
             "trajectory payload holds a logprob or reward that is not finite, of rollouts "
             f"{_not_finite(header, lengths, rewards, token_columns['logprobs'])}"
         )
-    masks: list[SamplingMask | None] = [None] * num_rows
-    if header.mask_sizes is not None:
-        counts, tokens = (
-            _column(columns, name, _COLUMNS[name]) for name in ("mask_counts", "mask_tokens")
-        )
-        masks = masks_of(counts, tokens, header.mask_sizes, lengths.tolist())
-    experts: list[RoutedExperts | None] = [None] * num_rows
-    if header.expert_sizes is not None:
-        content = _column(columns, "experts", _COLUMNS["experts"]).tobytes()
-        experts = experts_of(content, header.expert_sizes, lengths.tolist())
+    masks = _masks(columns, header, lengths.tolist())
+    experts = _experts(columns, header, lengths.tolist())
     ends = np.cumsum(lengths)
     groups, row = [], 0
     for rollout_id, group_id, size in header.groups:
@@ -234,6 +226,25 @@ def decode_groups(payload: bytes) -> tuple[TrajectoryGroup, ...]:
         groups.append(TrajectoryGroup(rollout_id, group_id, tuple(rows)))
         row += size
     return tuple(groups)
+
+
+def _masks(
+    columns: dict[str, NDArray[Any]], header: _Header, lengths: Sequence[int]
+) -> list[SamplingMask | None]:
+    if header.mask_sizes is None:
+        return [None] * len(lengths)
+    names = ("mask_counts", "mask_tokens")
+    counts, tokens = (_column(columns, name, _COLUMNS[name]) for name in names)
+    return masks_of(counts, tokens, header.mask_sizes, lengths)
+
+
+def _experts(
+    columns: dict[str, NDArray[Any]], header: _Header, lengths: Sequence[int]
+) -> list[RoutedExperts | None]:
+    if header.expert_sizes is None:
+        return [None] * len(lengths)
+    content = _column(columns, "experts", _COLUMNS["experts"]).tobytes()
+    return experts_of(content, header.expert_sizes, lengths)
 
 
 def _sizes_of(packed: PackedExperts) -> tuple[int, int, int, int]:
