@@ -49,12 +49,19 @@ async def test_program_joins_its_group_and_is_bounded_by_it(worker, folder):
     assert (folder / "memory.oom.group").read_text() == "1"
 
 
-async def test_program_that_the_kernel_ended_for_its_memory_is_told_as_memory(worker, folder):
-    events = folder / "memory.events"
-    running = asyncio.create_task(worker.run(Program("input()\nprint(1)"), 20.0))
-    await until(lambda: (folder / "memory.max").read_text())
-    events.write_text(FILES["memory.events"].replace("oom_kill 0", "oom_kill 3"))
-    assert (await running)["stopped"] == "memory"
+async def test_program_that_the_kernel_ended_for_its_memory_is_told_as_memory(
+    worker, folder, monkeypatch
+):
+    def send(*args):
+        own(*args)  # the group is bounded, and the program has not ended
+        text = FILES["memory.events"].replace("oom_kill 0", "oom_kill 3")
+        (folder / "memory.events").write_text(text)
+
+    own = worker._send
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "_send", send)
+        frame = await worker.run(Program("print(1)"), 20.0)
+    assert frame["stopped"] == "memory"
     await worker.start()
     assert (await worker.run(Program("print(1)"), 20.0))["stopped"] is None
 
