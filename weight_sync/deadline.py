@@ -57,9 +57,9 @@ class Deadline:
         """End all waiting as soon as the service refuses the version."""
 
         def ended(decision: Future[PolicyVersion]) -> None:
-            failure = None if decision.cancelled() else decision.exception()
-            if failure is not None:
-                self.cancel(f"version {version} was refused: {failure}")
+            refusal = refusal_of(version, decision)
+            if refusal is not None:
+                self.cancel(refusal)
 
         decision.add_done_callback(ended)
 
@@ -82,3 +82,9 @@ class Deadline:
         if left <= 0:
             raise SyncError(f"{self._what} made no progress for {self._timeout_s:g} s")
         return left
+
+
+def refusal_of(version: PolicyVersion, decision: Future[PolicyVersion]) -> str | None:
+    """Return why a service that has decided refused a version; None if it did not."""
+    failure = None if decision.cancelled() else decision.exception()
+    return None if failure is None else f"version {version} was refused: {failure}"

@@ -24,7 +24,7 @@ import torch
 from headway.contracts.config.weight_sync import CollectiveSync
 from headway.contracts.errors import Fenced, SyncError
 from headway.contracts.types import PolicyVersion
-from weight_sync.deadline import Deadline
+from weight_sync.deadline import Deadline, refusal_of
 from weight_sync.store import version_name
 from weight_sync.transports.broadcast_buckets import (
     BroadcastBucket,
@@ -131,6 +131,10 @@ class Broadcast:
 
         def ask() -> bool | None:
             if decision.done():
+                # Whoever waits for it is woken before `end_if_refused` is told.
+                refusal = refusal_of(self._version, decision)
+                if refusal is not None:
+                    raise SyncError(refusal)
                 return True
             return False if self._plan_after(plan) else None
 
