@@ -34,7 +34,13 @@ def save_adapter(folder: Path, model_dir: Path, seed: int, **lora: Any) -> Path:
 
 def merged_reference(model_dir: Path, adapter: Path | None) -> nn.Module:
     """The model with an adapter merged in by `peft`, in float64; without one, the model."""
-    model = load_reference(model_dir).double()
+    return merged(load_reference(model_dir), adapter)
+
+
+def merged(model: nn.Module, adapter: Path | None) -> nn.Module:
+    """Likewise, of a model that is at hand; it is changed."""
+    model = model.double()
+    model.tie_weights()  # `peft` warns of embeddings that are two tensors
     if adapter is not None:
         with _deprecations_of_peft():
             model = PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False)
