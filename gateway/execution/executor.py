@@ -31,6 +31,7 @@ from headway.contracts.errors import (
     VersionMoved,
 )
 from headway.contracts.types import RolloutRequest, TrajectoryGroup
+from headway.runtime.clock import running_clock
 from headway.runtime.tasks import Signal, cancel_and_wait
 from headway.runtime.user_frames import user_frames
 
@@ -98,6 +99,7 @@ class RolloutExecutor:
         self._claim_lock = asyncio.Lock()
         self._budgets = ErrorBudgets(config)
         self._changed = changed
+        self._now = running_clock()
 
     def start(self) -> None:
         """Begin to claim."""
@@ -173,7 +175,7 @@ class RolloutExecutor:
         if self.free <= 0:
             return False
         leases = await self._ledger.lease(self._admit(self.free))
-        leased_at = asyncio.get_running_loop().time()
+        leased_at = self._now()
         for lease in leases:
             self._leased_at[lease.key] = leased_at
             self._in_play[lease.key] = lease.request.prompt.group_size
@@ -305,7 +307,7 @@ class RolloutExecutor:
     ) -> None:
         """Tell the ledger what came of a lease, however long it does not answer; then the observer."""
         await self._until_told(lease, report)
-        seconds = asyncio.get_running_loop().time() - self._leased_at[lease.key]
+        seconds = self._now() - self._leased_at[lease.key]
         self._observer.ended(Attempt(lease.request, outcome, seconds, group))
 
     async def _until_told(self, lease: Lease, report: Callable[[], Awaitable[None]]) -> None:

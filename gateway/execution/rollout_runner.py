@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 from gateway.execution.executor import RolloutOutcome
 from gateway.filters.base import make_filter
-from gateway.fleet.resume import generate_whole
+from gateway.fleet.resume import Generate, generate_whole
 from gateway.trajectories.sample import Sample
 from gateway.workflows.base import RolloutContext, Workflow, make_workflow
 from headway.contracts.context import (
@@ -52,14 +51,14 @@ class RolloutRunner:
         self,
         generator: Generator,
         tokenizer: TextTokenizer | None,
-        make_context: Callable[[RolloutRequest], RolloutContext],
+        make_context: Callable[[RolloutRequest, Generate], RolloutContext],
         changed: Signal,
         max_group_size: int,
     ) -> None:
         """Args:
         generator: samples; its `version` is what the bounds are about.
         tokenizer: None runs nothing, and says so.
-        make_context: score and services for one request; `generate` is replaced.
+        make_context: score and services for one request, which samples by the second argument.
         changed: raised when a version is committed.
         max_group_size: maximum number of trajectories that may ever run at once.
         """
@@ -145,7 +144,7 @@ class RolloutRunner:
         generate = partial(generate_whole, ask, tokenizer.decode)
         if request.versions != VersionBounds():
             generate = partial(_generate_within, generate, self._generator, request.versions)
-        context = replace(self._make_context(request), generate=generate)
+        context = self._make_context(request, generate)
         rows = await _all(
             [
                 partial(workflow.run, Sample(request.rollout_id, request.prompt, index), context)

@@ -55,7 +55,8 @@ class SubmissionChecker:
         """
         rewards: set[tuple[str, str]] = set()
         for request in requests:
-            await _check_args(request)
+            if _check_args(request) > SMALL:
+                await asyncio.sleep(0)  # a request may hold thousands
             rewards.add(_key_of(request.reward))
             if len(rewards) > MAX_REWARDS:
                 raise ConfigError(
@@ -74,16 +75,16 @@ class SubmissionChecker:
 
     async def _check(self, request: RolloutRequest) -> None:
         try:
-            await self._check_size(request.prompt)
+            if (size := size_of(request.prompt.data)) > SMALL:
+                await self._check_size(size, request.prompt)
             self._runner.check(request)
             await self._scorer.prepare(request.reward)
         except ServiceError as error:
             raise _of_rollout(request.rollout_id, error) from error
 
-    async def _check_size(self, prompt: Prompt) -> None:
+    async def _check_size(self, size: int, prompt: Prompt) -> None:
         limit = self._max_row_size
-        size = size_of(prompt.data)
-        if size > SMALL and await offload(size, size_of, prompt.data, limit + 1) > limit:
+        if await offload(size, size_of, prompt.data, limit + 1) > limit:
             raise RequestTooLong(
                 f"the prompt's data has more than executor.max_row_size={limit} characters and values; "
                 "leave some out, or raise the setting"
@@ -98,16 +99,20 @@ class SubmissionChecker:
                 # else it is sent again, and was taken when servers held more
 
 
-async def _check_args(request: RolloutRequest) -> None:
+def _check_args(request: RolloutRequest) -> int:
+    """Return the size of the largest arguments."""
+    largest = 0
     for part in (request.workflow, request.reward, request.filter):
-        size = 0 if part is None else size_of(part.args, MAX_ARGS + 1)
-        if size > SMALL:
-            await asyncio.sleep(0)  # a request may hold thousands
-        if part is not None and size > MAX_ARGS:
+        if part is None or not part.args:
+            continue
+        size = size_of(part.args, MAX_ARGS + 1)
+        largest = max(largest, size)
+        if size > MAX_ARGS:
             raise ConfigError(
                 f"rollout {request.rollout_id!r}: the arguments of {part.name!r} have more than "
                 f"{MAX_ARGS} characters and values; what differs by row belongs into the row's data"
             )
+    return largest
 
 
 def _key_of(reward: ComponentConfig) -> tuple[str, str]:

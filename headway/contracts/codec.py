@@ -1,6 +1,7 @@
 """Trajectories <-> bytes: safetensors columns behind a JSON header with a schema version.
 
-Columns of all trajectories are concatenated and cut by `lengths`, so a batch costs one copy:
+Columns of all trajectories are concatenated and cut by `lengths`, so a batch costs one copy; what no
+trajectory has is left out:
 `input_ids` int32, `loss_mask` bool, `logprobs` float32, `versions` int32, `lengths` int64 [N],
 `rewards` float32 [N]. Of trajectories with a sampling mask, `mask_counts` int32 holds its counts and
 `mask_tokens` int32 its ids, cut by `mask_sizes` of the header; of those with routed experts, `experts`
@@ -52,6 +53,8 @@ _COLUMNS: dict[str, np.dtype[Any]] = {
 }
 """Columns in the order of a payload: the widest first, so that each begins at a multiple of its
 width."""
+_EXTRAS = frozenset({"mask_counts", "mask_tokens", "experts"})
+"""Columns that a payload may leave out."""
 _TYPE_NAMES = {
     np.dtype(np.int64): "I64",
     np.dtype(np.int32): "I32",
@@ -127,11 +130,6 @@ def encode_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
     columns = {
         name: b"".join([getattr(row, name).tobytes() for row in rows]) for name in _TOKEN_COLUMNS
     }
-    masks = [row.sampling_mask for row in rows]
-    columns["mask_counts"] = b"".join([mask.counts.tobytes() for mask in masks if mask is not None])
-    columns["mask_tokens"] = b"".join([mask.tokens.tobytes() for mask in masks if mask is not None])
-    experts = [None if row.routed_experts is None else row.routed_experts.pack() for row in rows]
-    columns["experts"] = b"".join([packed.experts for packed in experts if packed is not None])
     columns["lengths"] = pack(f"<{len(rows)}q", *[row.num_tokens for row in rows])
     columns["rewards"] = pack(f"<{len(rows)}f", *[row.reward for row in rows])
     header = {
@@ -142,9 +140,18 @@ def encode_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
         "details": [row.details for row in rows],
         "turns": [[_turn_fields(turn) for turn in row.turns] for row in rows],
         "branch": [row.branch for row in rows],
-        "mask_sizes": [None if mask is None else len(mask.tokens) for mask in masks],
-        "expert_sizes": [None if packed is None else _sizes_of(packed) for packed in experts],
     }
+    if any(row.sampling_mask is not None for row in rows):
+        masks = [row.sampling_mask for row in rows]
+        there = [mask for mask in masks if mask is not None]
+        columns["mask_counts"] = b"".join([mask.counts.tobytes() for mask in there])
+        columns["mask_tokens"] = b"".join([mask.tokens.tobytes() for mask in there])
+        header["mask_sizes"] = [None if mask is None else len(mask.tokens) for mask in masks]
+    if any(row.routed_experts is not None for row in rows):
+        experts = [row.routed_experts for row in rows]
+        packed = [None if each is None else each.pack() for each in experts]
+        columns["experts"] = b"".join([each.experts for each in packed if each is not None])
+        header["expert_sizes"] = [None if each is None else _sizes_of(each) for each in packed]
     return _save(columns, header)
 
 
@@ -160,10 +167,13 @@ def join_payloads(payloads: Sequence[bytes]) -> bytes:
     if any(part.schema < SCHEMA_VERSION for part in parts):
         return encode_groups([group for payload in payloads for group in decode_groups(payload)])
     try:
-        columns = {name: b"".join([part.column(name) for part in parts]) for name in _COLUMNS}
+        there = [name for name in _COLUMNS if any(name in part.places for part in parts)]
+        columns = {name: b"".join([part.column(name) for part in parts]) for name in there}
         headers = [from_json(part.header) for part in parts]
         header = {
-            name: [row for one in headers for row in one[name]] for name in _Header.model_fields
+            name: [row for one in headers for row in one.get(name) or _none_of(one)]
+            for name in _Header.model_fields
+            if any(one.get(name) is not None for one in headers)
         }
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"one of {len(payloads)} payloads cannot be joined: {error}") from error
@@ -252,6 +262,11 @@ def _sizes_of(packed: PackedExperts) -> tuple[int, int, int, int]:
     return len(packed.experts) // token_bytes, packed.num_layers, packed.top_k, packed.width
 
 
+def _none_of(header: Mapping[str, Any]) -> list[None]:
+    """A field that was left out."""
+    return [None] * len(header["sample_index"])
+
+
 def _turn_fields(turn: Turn) -> list[Any]:
     return [turn.start, turn.end, turn.stop_reason, turn.reward, turn.note]
 
@@ -307,7 +322,9 @@ class _OpenPayload:
     """Offset of the columns, in bytes."""
 
     def column(self, name: str) -> bytes:
-        """The bytes of one column."""
+        """The bytes of one column; none of one that was left out."""
+        if name in _EXTRAS and name not in self.places:
+            return b""
         begin, end = self.places[name]["data_offsets"]
         return self.payload[self.start + begin : self.start + end]
 
@@ -347,13 +364,15 @@ def _save(columns: Mapping[str, bytes], header: Mapping[str, Any]) -> bytes:
     metadata = {"schema_version": str(SCHEMA_VERSION), "trajectories": to_json(header).decode()}
     places: dict[str, Any] = {"__metadata__": metadata}
     end = 0
-    for name, dtype in _COLUMNS.items():
+    names = [name for name in _COLUMNS if name in columns]
+    for name in names:
+        dtype = _COLUMNS[name]
         begin, end = end, end + len(columns[name])
         shape, offsets = [(end - begin) // dtype.itemsize], [begin, end]
         places[name] = {"dtype": _TYPE_NAMES[dtype], "shape": shape, "data_offsets": offsets}
     head = to_json(places)
     head += b" " * (-len(head) % 8)
-    return b"".join([len(head).to_bytes(8, "little"), head, *(columns[name] for name in _COLUMNS)])
+    return b"".join([len(head).to_bytes(8, "little"), head, *[columns[name] for name in names]])
 
 
 def _load_columns(payload: bytes) -> dict[str, NDArray[Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 
 def monotonic() -> float:
@@ -18,3 +19,14 @@ def monotonic() -> float:
         return asyncio.get_running_loop().time()
     except RuntimeError:
         return time.monotonic()
+
+
+def running_clock() -> Callable[[], float]:
+    """Return `monotonic` for the loop that runs now, for objects that ask it for every request.
+
+    On Python 3.11 it takes a system call to find the loop, five times as long as to read its time.
+    """
+    try:
+        return asyncio.get_running_loop().time
+    except RuntimeError:
+        return monotonic
