@@ -40,11 +40,13 @@ from tests.integration.real_engines import (
     shaped_logprobs,
     show,
 )
+from tests.numeric.adapters import merged, save_adapter
 from tests.numeric.models import (
     EOS,
     VOCAB_SIZE,
     load_reference,
     reference_logits,
+    reference_logprobs,
     write_char_tokenizer,
 )
 
@@ -102,9 +104,10 @@ class TestVLLM(GenerationBackendContract):
         first = getattr(type(self), "served", None)
         if first is None:
             log = str(model_path.parent / "vllm.log")
-            config = VLLMConfig(python=str(PYTHON), args=ARGS, env=ENV, log_file=log)
+            child = {"python": str(PYTHON), "args": ARGS, "env": ENV, "log_file": log}
+            config = VLLMConfig(max_adapters=2, max_adapter_rank=8, **child)
         else:
-            config = VLLMConfig(url=first.backend._engine.process.url)
+            config = VLLMConfig(url=first.backend._engine.process.url, max_adapters=2)
         model = ModelConfig(path=str(model_path), dtype="float32")
         backend = VLLMBackend(config, model, FIRST_VERSION)
         started = time.monotonic()
@@ -146,6 +149,45 @@ class TestVLLM(GenerationBackendContract):
         ]
         show(f"max error of 15 x 60 logprobs: {max(errors):.1e}")
         assert max(errors) < TOLERANCE
+
+    def test_adapters_change_the_base_that_serves(self, tmp_path: Path) -> None:
+        backend = self.served.backend
+        lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+        folders = {
+            name: save_adapter(tmp_path / name, self.served.model_path, seed, **lora)
+            for seed, name in enumerate("ab", 1)
+        }
+        names = ["a", "b", None] * 3
+
+        async def work(factor: float) -> list[LLMResponse]:
+            await self.swap_in(factor)
+            asked = [
+                self.served.request(30, (2, 3, 4 + i)).model_copy(update={"adapter": name})
+                for i, name in enumerate(names)
+            ]
+            return await asyncio.gather(*map(backend.generate, asked))
+
+        async def load(version: int) -> None:
+            for name, folder in folders.items():
+                await backend.load_adapter(name, folder, version)
+
+        errors = []
+        for factor, version in ((1.1, 3), (0.9, 4)):
+            self.served.run(load(version))
+            for i, response in enumerate(self.served.run(work(factor))):
+                base = scaled_model.__wrapped__(
+                    self.served.model_path, factor
+                )  # not the cached one
+                model = merged(base, names[i] and folders[names[i]])
+                expected = reference_logprobs(model, [2, 3, 4 + i], response.output_tokens)
+                errors.append(error_of(response, expected))
+                if names[i]:
+                    assert response.version_runs == [(version, 0, 30)]
+        show(f"max error of 18 x 30 logprobs: {max(errors):.1e}")
+        assert max(errors) < 1e-3  # their random halves make large logits
+        for name in folders:
+            self.served.run(backend.unload_adapter(name))
+        assert dict(backend.adapters) == {}
 
     def test_prompt_logprobs_and_top_logprobs_are_those_of_transformers(self) -> None:
         prompt = (5, 9, 3, 7, 11)

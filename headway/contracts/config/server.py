@@ -103,6 +103,12 @@ class VLLMConfig(EngineProcessConfig):
     """A vLLM server behind our contract."""
 
     type: Literal["vllm"] = "vllm"
+    max_adapters: int = Field(0, ge=0)
+    """Maximum number of LoRA adapters that are served beside the base; the engine has two places more. An
+    engine at a `url` needs `--enable-lora`, `--max-loras` of at least this and 2, and
+    `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` in its environment."""
+    max_adapter_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64
+    """Highest rank of an adapter."""
 
 
 class FakeBackendConfig(Config):

@@ -30,6 +30,7 @@ import contextlib
 import logging
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +54,7 @@ from inference_server.backends.base import (
     check_request,
     refuse_mask,
 )
+from inference_server.backends.vllm.adapters import EngineAdapter, VLLMAdapters
 from inference_server.backends.vllm.call import VLLMCall
 from inference_server.backends.vllm.engine import (
     CONTROL_TIMEOUT_S,
@@ -115,6 +117,7 @@ class VLLMBackend:
         self._admits = False
         self._opened = Signal()
         self._answered = Signal()
+        self._adapters = VLLMAdapters(self._engine, config.max_adapters, self._until_unused)
         self._lock = asyncio.Lock()
         self._is_paused = False
         self._failure: str | None = None
@@ -168,11 +171,27 @@ class VLLMBackend:
             self._calls.discard(call)
 
     async def abort(self, rid: str | None) -> None:
-        mine = [call for call in self._calls if rid is None or call.req.rid == rid]
-        for call in mine:
-            call.is_interrupted = True
-        self._opened.notify()
-        await self._end(mine)
+        await self._interrupt([one for one in self._calls if rid is None or one.req.rid == rid])
+
+    @property
+    def adapters(self) -> Mapping[str, PolicyVersion]:
+        """Version of each loaded adapter, by name."""
+        return self._adapters.versions
+
+    @property
+    def max_adapters(self) -> int:
+        """See `AdapterBackend`."""
+        return self._config.max_adapters
+
+    async def load_adapter(self, name: str, folder: Path, version: PolicyVersion) -> None:
+        """See `AdapterBackend`; requests that run end with the version that they began with."""
+        await self._adapters.load(name, folder, version)
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `AdapterBackend`."""
+        self._adapters.find(name)
+        await self._interrupt([one for one in self._calls if one.req.adapter == name])
+        await self._adapters.unload(name)
 
     async def pause(self, mode: PauseMode) -> None:
         async with self._lock:
@@ -236,25 +255,20 @@ class VLLMBackend:
             return running
 
     def load(self) -> Load:
-        gauges, asked = self._gauges, len(self._in_flight)
-        queued = min(asked, gauges.waiting)
-        return Load(
-            running=asked - queued,
-            queued=len(self._calls) - asked + queued,
-            generated_tokens=max(self._engine.num_tokens, gauges.generated),
+        return self._gauges.load(
+            asked=len(self._in_flight),
+            held_back=len(self._calls) - len(self._in_flight),
+            num_tokens=self._engine.num_tokens,
             busy_s=self._busy.seconds(),
             uptime_s=time.monotonic() - self._started,
-            prefill_tokens=gauges.prefilled,
-            kv_tokens=gauges.kv_tokens,
-            kv_capacity_tokens=gauges.kv_capacity,
-            kv_usage=gauges.kv_usage,
-            preemptions=gauges.preemptions,
             max_running=self._engine.max_running,
         )
 
     async def aclose(self) -> None:
         await cancel_and_wait([self._gauge_reader])
         process = self._engine.process
+        if not process.is_managed and process.failure is None:
+            await self._adapters.aclose()
         if self._is_paused and not process.is_managed and process.failure is None:
             await self._go_on()  # so that the next client finds it running
         await process.aclose()
@@ -270,6 +284,8 @@ class VLLMBackend:
     def _check(self, req: LLMRequest) -> None:
         self._check_alive()
         check_request(req, self._limits)
+        if req.adapter is not None:
+            self._adapters.find(req.adapter)
         refuse_mask(req, "vllm")
         self._engine.experts.are_wanted(req)
         if len(req.input_ids) >= self._limits.max_context:
@@ -298,13 +314,14 @@ class VLLMBackend:
 
     async def _ask(self, call: VLLMCall) -> OutputChunk:
         """One attempt at the engine."""
-        request_id = uuid.uuid4().hex  # ours may be in use twice at a time
+        request_id, req = uuid.uuid4().hex, call.req  # our own id may be in use twice at a time
+        call.adapter = None if req.adapter is None else self._adapters.find(req.adapter)
         call.engine_id = self._engine.engine_id(request_id)
         self._busy.run(True)
         try:
             if call.is_streamed:
                 return await self._engine.process.guard(self._follow(call, request_id))
-            return await self._engine.ask(request_id, call.req, str(self._version))
+            return await self._engine.ask(request_id, req, str(self._version), call.engine_adapter)
         finally:
             call.engine_id = None
             self._busy.run(bool(self._in_flight))
@@ -313,7 +330,8 @@ class VLLMBackend:
     async def _follow(self, call: VLLMCall, request_id: str) -> OutputChunk:
         """A streamed answer, handed over as it grows; all of it in the end."""
         whole = OutputChunk()
-        parts = self._engine.stream(request_id, call.req, str(self._version))
+        salt = str(self._version)
+        parts = self._engine.stream(request_id, call.req, salt, call.engine_adapter)
         async with contextlib.aclosing(parts):
             async for part in parts:
                 self._check_alive()
@@ -322,6 +340,17 @@ class VLLMBackend:
         if whole.reason is None:
             raise BackendError(f"vLLM broke off the stream of {call.req.rid}; its log has more")
         return whole
+
+    async def _interrupt(self, calls: list[VLLMCall]) -> None:
+        """End calls with the tokens so far."""
+        for call in calls:
+            call.is_interrupted = True
+        self._opened.notify()
+        await self._end(calls)
+
+    async def _until_unused(self, adapter: EngineAdapter) -> None:
+        while any(call.adapter is adapter for call in self._in_flight):
+            await self._answered.event().wait()
 
     async def _end(self, calls: list[VLLMCall]) -> None:
         """Abort calls at the engine; again until they end, for one may still be on its way there."""

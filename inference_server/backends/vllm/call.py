@@ -10,6 +10,7 @@ from headway.contracts.engines import OnDelta
 from headway.contracts.errors import BackendError
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse, PolicyVersion
 from inference_server.backends.engine_experts import EngineExperts
+from inference_server.backends.vllm.adapters import EngineAdapter
 from inference_server.backends.vllm.wire import OutputChunk, Runs, prompt_scores
 
 log = logging.getLogger(__name__)
@@ -28,8 +29,15 @@ class VLLMCall:
     first_token: float | None = None
     last_event: float = 0.0
     num_recomputes: int = 0
+    adapter: EngineAdapter | None = None
+    """What it is sampled with beside the base, once the engine has it."""
     stamped: Runs = field(default_factory=list)
     """Versions of the tokens in its deltas."""
+
+    @property
+    def engine_adapter(self) -> str | None:
+        """The adapter's name on the engine."""
+        return None if self.adapter is None else self.adapter.engine_name
 
     @property
     def is_streamed(self) -> bool:
@@ -40,7 +48,13 @@ class VLLMCall:
         )
 
     def stamp(self, part: OutputChunk, version: PolicyVersion) -> None:
-        """Hand over what a stream added."""
+        """Hand over what a stream added.
+
+        Args:
+            version: of the base.
+        """
+        if self.adapter is not None:
+            version = self.adapter.version
         self.last_event = time.monotonic()
         if not part.tokens:
             return
@@ -65,6 +79,8 @@ class VLLMCall:
         req, runs = self.req, part.runs or []
         if (runs[-1][2] if runs else 0) != len(part.tokens):
             raise BackendError(f"vLLM gave {len(part.tokens)} tokens with versions for {runs}")
+        if self.adapter is not None and runs:
+            runs = [(self.adapter.version, 0, len(part.tokens))]
         if self.stamped and self.stamped != runs:
             log.warning(
                 "deltas were stamped with other versions than sampled them",

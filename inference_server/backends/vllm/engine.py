@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from headway.contracts.config.model import ModelConfig
@@ -38,6 +40,9 @@ CONTROL_TIMEOUT_S = 30.0
 UNLABELLED = "default"
 PAUSED_TYPE = "ServiceUnavailableError"
 """Type of vLLM's error while it is paused; a full queue has another one."""
+SPARE_ADAPTERS = 2
+"""Places for adapters beside those that serve. One is for a version that is replaced while its requests
+end. The last one stays empty: on a CPU, vLLM 0.32 adds what is there to requests without an adapter."""
 MAX_TOP_LOGPROBS = 64
 """Bound of `LLMRequest.top_logprobs`."""
 
@@ -55,7 +60,7 @@ class VLLMEngine:
 
     def __init__(self, config: VLLMConfig, model: ModelConfig) -> None:
         self._config = config
-        self._command = _command(model)
+        self._command = _command(config, model)
         self._model = model.path
         self._is_updating = False
         self.process = EngineProcess(
@@ -108,13 +113,17 @@ class VLLMEngine:
         """Return the id that `abort` needs for a request."""
         return engine_id_of(request_id)
 
-    async def ask(self, request_id: str, req: LLMRequest, salt: str) -> OutputChunk:
+    async def ask(
+        self, request_id: str, req: LLMRequest, salt: str, adapter: str | None = None
+    ) -> OutputChunk:
         """The whole answer at once.
 
+        Args:
+            adapter: its name there; None is the base.
         Raises:
             PausedError, QueueFull, DataError, BackendError: refused, lost or failed.
         """
-        body = generate_body(request_id, req, salt, is_stream=False)
+        body = generate_body(request_id, req, salt, adapter, is_stream=False)
         answer = await self.process.post(GENERATE, body)
         if not answer.is_ok:
             _refuse(answer.status, answer.json() or answer.text())
@@ -123,14 +132,14 @@ class VLLMEngine:
         return part
 
     async def stream(
-        self, request_id: str, req: LLMRequest, salt: str
+        self, request_id: str, req: LLMRequest, salt: str, adapter: str | None = None
     ) -> AsyncGenerator[OutputChunk, None]:
         """The answer as it grows; iterate within `process.guard`.
 
         Raises:
             PausedError, QueueFull, DataError, BackendError: as `ask`.
         """
-        body = generate_body(request_id, req, salt, is_stream=True)
+        body = generate_body(request_id, req, salt, adapter, is_stream=True)
         async with self.process.stream(GENERATE, body) as lines:
             if isinstance(lines, EngineResponse):
                 _refuse(lines.status, lines.json() or lines.text())
@@ -168,6 +177,34 @@ class VLLMEngine:
         path = "/reset_prefix_cache?reset_running_requests=true"
         if not (await self._order(path, None)).get("success"):
             raise BackendError("vLLM did not drop its caches; use another update policy")
+
+    # Adapters.
+
+    async def load_adapter(self, name: str, folder: Path) -> int:
+        """Load an adapter beside the base, and return its number in the engine's processes.
+
+        Raises:
+            SyncError: vLLM refused it.
+        """
+        before = await self._adapters()
+        await self._change("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        return max(await self._adapters() - before, default=0)
+
+    async def unload_adapter(self, name: str, number: int) -> None:
+        """Forget an adapter.
+
+        vLLM's own route leaves it in its place, which would fill the last one (`SPARE_ADAPTERS`).
+
+        Raises:
+            BackendError: the engine does not answer.
+        """
+        await self.process.post("/v1/unload_lora_adapter", {"lora_name": name}, CONTROL_TIMEOUT_S)
+        await self._order("/collective_rpc", {"method": "remove_lora", "args": [number]})
+
+    async def _adapters(self) -> set[int]:
+        """Numbers of the adapters in the engine's processes."""
+        answer = await self._order("/collective_rpc", {"method": "list_loras"})
+        return {int(number) for number in re.findall(r"\d+", str(answer["results"][0]))}
 
     # Weights.
 
@@ -279,7 +316,14 @@ def _logprobs_mode(mode: Any) -> LogprobsMode | None:
     return None
 
 
-def _command(model: ModelConfig) -> EngineCommand:
+def _command(config: VLLMConfig, model: ModelConfig) -> EngineCommand:
+    adapters: dict[str, Any] = {}
+    if config.max_adapters:
+        adapters = {
+            "--enable-lora": True,
+            "--max-loras": config.max_adapters + SPARE_ADAPTERS,
+            "--max-lora-rank": config.max_adapter_rank,
+        }
     return EngineCommand(
         name="vLLM",
         module="vllm.entrypoints.openai.api_server",
@@ -291,12 +335,16 @@ def _command(model: ModelConfig) -> EngineCommand:
             "--disable-uvicorn-access-log": True,
             "--logprobs-mode": "processed_logprobs",
             "--max-logprobs": MAX_TOP_LOGPROBS,
+            **adapters,
         },
         ready_path=HEALTH,
-        env={"VLLM_SERVER_DEV_MODE": "1"},
+        env={"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
         owned_flags={
             "--model": "model.path",
             "--dtype": "model.dtype",
+            "--enable-lora": "backend.max_adapters",
+            "--max-loras": "backend.max_adapters",
+            "--max-lora-rank": "backend.max_adapter_rank",
             "--logprobs_mode": "--logprobs-mode",
             "--enable_return_routed_experts": EXPERTS_FLAG,
         },

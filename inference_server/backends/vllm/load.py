@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import time
 
+from inference_server.backends.base import Load
+
 _SAMPLE = re.compile(r"(vllm:\w+)(?:\{(.*)\})? (\S+)")
 _BLOCKS = re.compile(r'\b(num_gpu_blocks|block_size)="(\d+)"')
 
@@ -71,6 +73,38 @@ class Gauges:
     def kv_tokens(self) -> int:
         """Tokens whose keys and values are held."""
         return round(self.kv_usage * self.kv_capacity)
+
+    def load(
+        self,
+        asked: int,
+        held_back: int,
+        num_tokens: int,
+        busy_s: float,
+        uptime_s: float,
+        max_running: int,
+    ) -> Load:
+        """Return the load of a server.
+
+        Args:
+            asked: requests that the engine has.
+            held_back: requests that it was not given yet.
+            num_tokens: tokens that arrived.
+            max_running: requests decoded at once; 0 if only the engine knows.
+        """
+        queued = min(asked, self.waiting)
+        return Load(
+            running=asked - queued,
+            queued=held_back + queued,
+            generated_tokens=max(num_tokens, self.generated),
+            busy_s=busy_s,
+            uptime_s=uptime_s,
+            prefill_tokens=self.prefilled,
+            kv_tokens=self.kv_tokens,
+            kv_capacity_tokens=self.kv_capacity,
+            kv_usage=self.kv_usage,
+            preemptions=self.preemptions,
+            max_running=max_running,
+        )
 
     def _since(self, counter: str) -> int:
         before = (self._before or {}).get(counter, 0.0)

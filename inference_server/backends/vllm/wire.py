@@ -67,7 +67,9 @@ def engine_id_of(request_id: str) -> str:
     return f"generate-tokens-{request_id}"
 
 
-def generate_body(request_id: str, req: LLMRequest, salt: str, is_stream: bool) -> dict[str, Any]:
+def generate_body(
+    request_id: str, req: LLMRequest, salt: str, adapter: str | None, is_stream: bool
+) -> dict[str, Any]:
     """Return the body to post; `salt` keeps the prefixes of one version apart from another's."""
     sampling = sampling_params(req)
     sampling["detokenize"] = bool(req.gconfig.stop)  # only stop strings need the text
@@ -77,7 +79,7 @@ def generate_body(request_id: str, req: LLMRequest, salt: str, is_stream: bool) 
         "sampling_params": sampling,
         "cache_salt": salt,
     }
-    return body | (_STREAM if is_stream else {})
+    return body | (_STREAM if is_stream else {}) | ({} if adapter is None else {"model": adapter})
 
 
 def read_chunk(answer: dict[str, Any], num_top: int) -> OutputChunk:

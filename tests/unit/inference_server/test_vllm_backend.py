@@ -19,6 +19,7 @@ from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import (
     BackendError,
     ConfigError,
+    Conflict,
     DataError,
     QueueFull,
     RequestTooLong,
@@ -27,6 +28,7 @@ from headway.contracts.errors import (
 from headway.contracts.types import LLMDelta, LLMRequest
 from inference_server.backends.base import make_backend
 from inference_server.backends.vllm.backend import DirectoryUpdate, VLLMBackend
+from tests.numeric.adapters import save_adapter
 from tests.unit.inference_server import vllm_stand_in
 from tests.unit.inference_server.vllm_stand_in import VLLMStandIn
 from weight_sync.deadline import Deadline
@@ -660,3 +662,62 @@ async def test_a_sampling_mask_is_refused_by_name_and_only_where_something_is_cu
                     await backend.generate(asked)
             else:
                 assert (await backend.generate(asked)).sampling_mask is None
+
+
+# Adapters.
+
+
+@pytest.fixture(scope="module")
+def adapter(llama_dir, tmp_path_factory):
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": ["v_proj"]}
+    return save_adapter(tmp_path_factory.mktemp("adapters") / "a", llama_dir, 0, **lora)
+
+
+def adapted(rid="a", **fields):
+    return request(rid=rid, **fields).model_copy(update={"adapter": "a"})
+
+
+async def test_an_adapter_has_versions_of_its_own_and_a_name_per_version(llama_dir, adapter):
+    config = {"max_adapters": 1}
+    async with serving(llama_dir, version=7, config=config) as (backend, engine):
+        await backend.load_adapter("a", adapter, 3)
+        response = await backend.generate(adapted())
+        assert response.version_runs == [(3, 0, LONG)]
+        assert (await backend.generate(request())).version_runs == [(7, 0, LONG)]
+        deltas: list[LLMDelta] = []
+        (running,) = await begun(backend, engine, adapted(), on_delta=deltas.append)
+        await backend.load_adapter("a", adapter, 4)  # while the one before it still works
+        assert len(engine.adapters) == 2 and dict(backend.adapters) == {"a": 4}
+        engine.let()
+        response = await running
+        assert response.version_runs == [(3, 0, LONG)]
+        assert {delta.version for delta in deltas} == {3}
+        await engine.until(lambda: (len(engine.adapters), engine.places) == (1, {2}))
+        assert (await backend.generate(adapted())).version_runs == [(4, 0, LONG)]
+        with pytest.raises(Conflict, match="max_adapters=1"):
+            await backend.load_adapter("b", adapter, 1)
+    assert engine.adapters == {} and not engine.places, "an engine that goes on is left as it was"
+
+
+async def test_unloading_an_adapter_ends_its_requests_alone(llama_dir, adapter):
+    async with serving(llama_dir, config={"max_adapters": 2}) as (backend, engine):
+        await backend.load_adapter("a", adapter, 1)
+        ended, goes_on = await begun(backend, engine, adapted(), request())
+        await backend.unload_adapter("a")
+        response = await ended
+        assert (response.stop_reason, response.version_runs) == ("interrupt", [(1, 0, 5)])
+        engine.let()
+        assert (await goes_on).stop_reason == "length"
+        assert engine.adapters == {} == dict(backend.adapters)
+        with pytest.raises(DataError, match="'a' is not loaded"):
+            await backend.generate(adapted())
+
+
+async def test_an_adapter_that_the_engine_refuses_is_not_served(llama_dir, adapter):
+    async with serving(llama_dir, config={"max_adapters": 2}) as (backend, engine):
+        engine.refuse["/v1/load_lora_adapter"] = 400
+        with pytest.raises(SyncError, match="/v1/load_lora_adapter with 400"):
+            await backend.load_adapter("a", adapter, 1)
+        with pytest.raises(SyncError):
+            await backend.load_adapter("a", llama_dir, 1)  # no adapter
+        assert dict(backend.adapters) == {} == engine.adapters

@@ -88,6 +88,11 @@ class VLLMStandIn:
         self.label = "default"
         self.weights_path: str | None = None
         self.paused: str | None = None
+        self.adapters: dict[str, str] = {}
+        """Directories of what is loaded, by name."""
+        self.places: set[int] = set()
+        """Numbers of the adapters in the engine's processes; unloading leaves them there."""
+        self._next_adapter = 1
         self.running: list[Running] = []
         self.disconnected = 0
         self.calls: list[tuple[str, dict]] = []
@@ -119,6 +124,8 @@ class VLLMStandIn:
             post("/reset_prefix_cache", self._reset_prefix_cache)
             post("/update_weight_version", self._update_weight_version)
             post("/collective_rpc", self._collective_rpc)
+            post("/v1/load_lora_adapter", self._load_adapter)
+            post("/v1/unload_lora_adapter", self._unload_adapter)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
@@ -201,6 +208,9 @@ class VLLMStandIn:
         body = request["body"]
         if "token_ids" not in body:
             return self._error(400, "BadRequestError", "1 validation error: token_ids required")
+        name = body.get("model")
+        if name is not None and name not in self.adapters:
+            return self._error(404, "NotFoundError", f"The model `{name}` does not exist.")
         engine_id = f"generate-tokens-{body['request_id']}"
         params = body["sampling_params"]
         return await self._serve(request, engine_id, body["token_ids"], params)
@@ -388,11 +398,32 @@ class VLLMStandIn:
 
     async def _collective_rpc(self, request: web.Request) -> web.Response:
         body = request["body"]
+        if body["method"] == "list_loras":  # a set has no JSON: vLLM writes it as Python does
+            return web.json_response({"results": [str(self.places)]})
+        if body["method"] == "remove_lora":
+            self.places.remove(body["args"][0])
+            return web.json_response({"results": ["True"]})
         path = body["kwargs"]["weights_path"]
         if body["method"] != "reload_weights" or not has_weights(path):
             return web.json_response(shape("error_internal"), status=500)
         self.weights_path = path
         return web.json_response({"results": [None]})
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        name, path = request["body"]["lora_name"], request["body"]["lora_path"]
+        if name in self.adapters:
+            told = f"The lora adapter '{name}' has already been loaded."
+            return self._error(400, "InvalidUserInput", told)
+        self.adapters[name] = path
+        self.places.add(self._next_adapter)
+        self._next_adapter += 1
+        return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        name = request["body"]["lora_name"]
+        if self.adapters.pop(name, None) is None:
+            return self._error(404, "NotFoundError", f"The lora adapter '{name}' cannot be found.")
+        return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
 
 async def _main() -> None:
