@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from headway.contracts.adapters import next_adapter_version, not_loaded
 from headway.contracts.config.weight_sync import ReceiverConfig
-from headway.contracts.errors import DataError, StaleVersion, SyncError
+from headway.contracts.errors import DataError, SyncError
 from headway.contracts.types import PolicyVersion
-from inference_server.backends.base import GenerationBackend, not_loaded
+from inference_server.backends.base import GenerationBackend
 from weight_sync.transports.base import check_allowed, local_path
 
 
@@ -21,6 +22,10 @@ class AdapterBackend(Protocol):
     @property
     def adapters(self) -> Mapping[str, PolicyVersion]:
         """Version of each loaded adapter, by name."""
+
+    @property
+    def max_adapters(self) -> int:
+        """Maximum number of adapters that can be loaded."""
 
     async def load_adapter(self, name: str, folder: Path, version: PolicyVersion) -> None:
         """Serve an adapter under a name, or another version of it; others are not touched.
@@ -41,7 +46,7 @@ class AdapterBackend(Protocol):
 
 
 class Adapters:
-    """Adapters of one server."""
+    """`AdapterHost` of one server."""
 
     def __init__(self, backend: GenerationBackend, receiver: ReceiverConfig) -> None:
         """
@@ -57,6 +62,11 @@ class Adapters:
         """Version of each loaded adapter, by name."""
         return self._backend.adapters if isinstance(self._backend, AdapterBackend) else {}
 
+    @property
+    def max_adapters(self) -> int:
+        """See `AdapterHost`."""
+        return self._backend.max_adapters if isinstance(self._backend, AdapterBackend) else 0
+
     def version(self, name: str) -> PolicyVersion:
         """Return the version of an adapter.
 
@@ -71,33 +81,21 @@ class Adapters:
     async def load(
         self, name: str, path: str, version: PolicyVersion | None = None
     ) -> PolicyVersion:
-        """Serve an adapter, or another version of it, and return the version.
-
-        Args:
-            version: None takes the next one.
-        Raises:
-            StaleVersion: it is older than the one that serves.
-            DataError, SyncError, Conflict: it cannot be served.
-        """
+        """See `AdapterHost`; the directory is below one of `weights.allow`."""
         backend = self._able()
+        if not backend.max_adapters:
+            raise DataError("this server serves no adapters; set backend.max_adapters")
         check_allowed(path, self._receiver)
         folder = local_path(path)
         if folder is None:
             raise SyncError(f"an adapter is read from a directory, and {path} is none")
         async with self._lock:
-            serving = backend.adapters.get(name, 0)
-            version = serving + 1 if version is None else version
-            if version < serving:
-                raise StaleVersion(f"version {version} of {name} is older than {serving}")
+            version = next_adapter_version(name, backend.adapters.get(name, 0), version)
             await backend.load_adapter(name, folder, version)
         return version
 
     async def unload(self, name: str) -> None:
-        """Forget an adapter; its requests end with the tokens so far.
-
-        Raises:
-            DataError: it is not loaded.
-        """
+        """See `AdapterHost`."""
         async with self._lock:
             await self._able().unload_adapter(name)
 
@@ -105,6 +103,6 @@ class Adapters:
         if isinstance(self._backend, AdapterBackend):
             return self._backend
         raise DataError(
-            "this server's backend serves no adapters beside its base; use embedded_torch, or publish "
-            "the adapter as a version"
+            "this server's backend serves no adapters beside its base; use embedded_torch or vllm, or "
+            "publish the adapter as a version"
         )

@@ -18,6 +18,7 @@ from gateway.service.app import create_app
 from gateway.service.in_process import InProcessEngine
 from gateway.service.service import RolloutService
 from headway.contracts.config.server import ServerConfig
+from headway.dialects import adapter_routes
 from headway.dialects.openai import routes as openai
 from headway.dialects.request_ids import RequestIds
 from headway.dialects.sglang import routes as sglang
@@ -28,10 +29,10 @@ from headway.runtime.allowed_hosts import AllowedHosts
 from headway.runtime.tasks import cancel_and_wait
 from inference_server.backends.base import GenerationBackend
 from inference_server.dialects import vllm as vllm_weights
-from inference_server.dialects.headway import adapters, generation, peer_files, weights
-from inference_server.dialects.sglang import collected_updates
+from inference_server.dialects.headway import generation, peer_files, weights
 from inference_server.dialects.sglang import routes as sglang_weights
-from inference_server.dialects.sglang.collected_updates import CollectedUpdates
+from inference_server.dialects.sglang import update_relay
+from inference_server.dialects.sglang.update_relay import UpdateRelay
 from inference_server.dialects.sglang.weight_updates import SGLangWeightUpdates
 from inference_server.engine import LocalGenerator, make_generator
 from inference_server.peer_store import PeerStore
@@ -78,8 +79,8 @@ def make_app(
         config.service.max_body_bytes,
         generation.router,
         weights.router,
-        collected_updates.router,
-        adapters.router,
+        update_relay.router,
+        *adapter_routes.ROUTERS,
         peer_files.router,
         openai.router,
         sglang.router,
@@ -92,23 +93,24 @@ def make_app(
         about=lambda url: {"backend": config.backend.type, "model": config.model.path},
     )
     app.state.served_model = generator
+    app.state.adapter_host = generator.adapters
     app.state.peer_store = PeerStore(generator.gate.receiver.held if config.weights.peers else None)
     return app
 
 
 def _open_dialects(
     app: FastAPI, config: ServerConfig, generator: LocalGenerator
-) -> tuple[SGLangWeightUpdates, CollectedUpdates]:
+) -> tuple[SGLangWeightUpdates, UpdateRelay]:
     """Give the app what the routes of other APIs work on; what is returned is to be closed."""
     backend, gate, limit_s = generator.backend, generator.gate, config.group_timeout_s
     updates = app.state.sglang_updates = SGLangWeightUpdates(backend, gate, config.weights, limit_s)
-    collected = app.state.collected_updates = CollectedUpdates(backend, gate, limit_s)
+    relayed = app.state.update_relay = UpdateRelay(backend, gate, limit_s, config.weights.peers)
     ids = app.state.request_ids = RequestIds(generator)
     model = config.model
     app.state.sglang = SGLangDialect(
         generator, ids, updates.labels.label, model.path, config.served_model_name, model.dtype
     )
-    return updates, collected
+    return updates, relayed
 
 
 async def _end_with(backend: GenerationBackend) -> None:

@@ -12,6 +12,7 @@ from headway.contracts.config.server import ServerConfig, UpdatePolicy
 from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.engines import OnDelta
 from headway.contracts.errors import Conflict, ServiceError, StaleVersion, VersionMoved
+from headway.contracts.http.adapters import adapter_views
 from headway.contracts.http.generation import PauseMode
 from headway.contracts.http.servers import ServerReport, ServerState, ServerStatus
 from headway.contracts.http.weights import (
@@ -100,6 +101,10 @@ class LocalGenerator:
         return self.adapters.versions
 
     @property
+    def max_adapters(self) -> int:
+        return self.adapters.max_adapters
+
+    @property
     def max_context(self) -> int | None:
         return self.backend.limits.max_context or None
 
@@ -139,6 +144,8 @@ class LocalGenerator:
             num_ranks=self.backend.num_ranks,
             vocab_size=self.backend.limits.vocab_size or None,
             tokenizer_digest=self._tokenizer_digest,
+            adapters=adapter_views(self.adapters.versions),
+            max_adapters=self.adapters.max_adapters,
             draining=self.admission.draining.is_set(),
         )
 

@@ -14,6 +14,7 @@ import aiohttp
 from pydantic import ValidationError
 
 from headway.contracts.errors import BackendError, ServiceError
+from headway.contracts.http.adapters import adapter_views
 from headway.contracts.http.paths import SERVERS
 from headway.contracts.http.servers import ServerReport, ServerReportResponse
 from headway.runtime.secret import authorization
@@ -91,12 +92,13 @@ class Reporter:
 
 
 async def _pause(generator: LocalGenerator, sent: ServerReport, heartbeat_s: float) -> None:
-    """Wait until the next report is due: at the heartbeat, a new version, or the start of a drain."""
+    """Wait for the next report: at the heartbeat, a new version or adapter, or the start of a drain."""
     deadline = time.monotonic() + heartbeat_s
 
     def is_current() -> bool:
         is_draining = generator.admission.draining.is_set()
-        return (sent.version, sent.draining) == (generator.version, is_draining)
+        now = (generator.version, adapter_views(generator.adapter_versions), is_draining)
+        return (sent.version, sent.adapters, sent.draining) == now
 
     while (left_s := deadline - time.monotonic()) > 0 and is_current():  # noqa: ASYNC110 - swaps send no event
         await asyncio.sleep(min(LOOK_S, left_s))

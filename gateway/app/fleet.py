@@ -83,7 +83,9 @@ class Fleet:
             config.lease_s,
             state.notes.is_shared,
         )
-        self._dispatch = Dispatcher(config, members, state, self.weights.has, ends)
+        self._dispatch = Dispatcher(
+            config, members, state, self.weights.has, self.weights.adapters.check, ends
+        )
         self.pause = FleetPause(members)
         self._scaler = Scaler(config, metrics)
         # What `Generator` asks for is the parts' own.

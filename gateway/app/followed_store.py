@@ -75,10 +75,9 @@ class FollowedStore:
         Raises:
             ServiceError: it was refused; the old one serves on.
         """
-        folder = await asyncio.to_thread(newest_version, self._root)
+        folder, identity = await asyncio.to_thread(_newest, self._root)
         if folder is None:
             return
-        identity = await asyncio.to_thread(identity_of, folder)
         if self._weights.newest_path == str(folder) and self._identity in (None, identity):
             self._identity = identity  # before a restart of ours it may have been another one
             self.failure = None
@@ -89,6 +88,11 @@ class FollowedStore:
 
 def _label(folder: Path) -> str:
     return str(number_of(folder.name))
+
+
+def _newest(root: Path) -> tuple[Path | None, Identity | None]:
+    folder = newest_version(root)
+    return folder, None if folder is None else identity_of(folder)
 
 
 def newest_version(root: Path) -> Path | None:

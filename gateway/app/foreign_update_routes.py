@@ -12,17 +12,17 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from gateway.app.collected_weights import CollectedWeights
 from gateway.app.fleet import Fleet
 from gateway.app.foreign_weights import ForeignWeights
+from gateway.app.relayed_updates import RelayedUpdates
 from gateway.service.routes import service_of
 from headway.contracts.errors import ServiceError
 from headway.contracts.http import paths
 from headway.dialects.error_shapes import FAILURES, route_in
 from headway.dialects.openai.errors import openai_error
 from headway.dialects.served_model import served_model
-from headway.dialects.sglang.collect import CollectResponse
 from headway.dialects.sglang.errors import UPDATE_FAILURES, failed_update, sglang_error
+from headway.dialects.sglang.relay import RelayResponse
 from headway.dialects.sglang.routes import dialect_of
 from headway.dialects.sglang.types import (
     DiskUpdateBody,
@@ -30,11 +30,10 @@ from headway.dialects.sglang.types import (
     GroupUpdateBody,
     JoinGroupBody,
     LeaveGroupBody,
-    PostProcessBody,
     RelabelBody,
     SelectingBody,
 )
-from headway.dialects.vllm.types import CollectiveCallBody, path_to_reload
+from headway.dialects.vllm.types import CollectiveCallBody, TransferBody, path_to_reload
 from headway.runtime.disconnect import unless_disconnected
 
 router = APIRouter(route_class=route_in(sglang_error), responses=FAILURES)
@@ -67,9 +66,9 @@ async def relabel(body: RelabelBody, request: Request) -> dict[str, Any]:
     """
     if body.abort_all_requests:
         await served_model(request).abort(None)
-    collected = _collected(request)
-    if collected.is_under_way:
-        await collected.take("relabel", body)
+    relayed = _relayed(request)
+    if relayed.is_under_way:
+        await relayed.take("relabel", body)
     else:
         await _fleet(request).weights.rename(body.new_version)
     text = f"Weight version updated to {body.new_version}"
@@ -80,7 +79,7 @@ async def relabel(body: RelabelBody, request: Request) -> dict[str, Any]:
 async def resume(_: EmptyBody, request: Request) -> Response:
     """Serve what was received and continue; if it cannot be served, stay paused and say why."""
     try:
-        await _collected(request).complete()
+        await _relayed(request).complete()
     except ServiceError as error:
         return failed_update(error)
     await served_model(request).resume()
@@ -90,38 +89,32 @@ async def resume(_: EmptyBody, request: Request) -> Response:
 @router.post(paths.SGLANG_GROUP_INIT, response_model=None, responses=UPDATE_FAILURES)
 async def join_group(body: JoinGroupBody, request: Request) -> Response:
     """One server takes part; the others read from it what it receives."""
-    joined = _collected(request).join(body)
+    joined = _relayed(request).join(body)
     return await _done(joined, "Succeeded to initialize custom process group.")
 
 
 @router.post(paths.SGLANG_GROUP_DESTROY, response_model=None, responses=UPDATE_FAILURES)
 async def leave_group(body: LeaveGroupBody, request: Request) -> Response:
-    left = _collected(request).take("leave", body)
+    left = _relayed(request).take("leave", body)
     return await _done(left, "Succeeded to destroy custom process group.")
 
 
 @router.post(paths.SGLANG_UPDATE_GROUP, response_model=None, responses=UPDATE_FAILURES)
 async def update_from_group(body: GroupUpdateBody, request: Request) -> Response:
     """One bucket; the fleet serves it when a single server would, see `/end_weight_update` there."""
-    received = _collected(request).take("receive", body)
+    received = _relayed(request).take("receive", body)
     return await _done(received, "Succeeded to update parameter online.")
 
 
 @router.post(paths.SGLANG_UPDATE_BEGIN, response_model=None, responses=UPDATE_FAILURES)
 async def begin_update(_: SelectingBody, request: Request) -> Response:
-    return await _done(_collected(request).take("begin"), "Success")
+    return await _done(_relayed(request).take("begin"), "Success")
 
 
 @router.post(paths.SGLANG_UPDATE_END, response_model=None, responses=UPDATE_FAILURES)
 async def end_update(_: EmptyBody, request: Request) -> Response:
     """Publish everything that the session received, all at once."""
-    return await _done(_collected(request).take("end"), "Success")
-
-
-@router.post(paths.SGLANG_POST_PROCESS)
-async def post_process(_: PostProcessBody) -> dict[str, Any]:
-    """Nothing: weights that were published serve as they are."""
-    return {"success": True, "message": "Success"}
+    return await _done(_relayed(request).take("end"), "Success")
 
 
 @vllm_router.post(paths.VLLM_CALL)
@@ -129,6 +122,13 @@ async def reload_weights(body: CollectiveCallBody, request: Request) -> dict[str
     """Likewise, as vLLM's clients ask for it."""
     await _publish(request, path_to_reload(body))
     return {"results": [None]}
+
+
+@vllm_router.post(paths.VLLM_TRANSFER)
+async def update_weights(body: TransferBody, request: Request) -> dict[str, str]:
+    """Likewise, as prime-rl's trainer asks for it."""
+    await _publish(request, path_to_reload(body))
+    return {"status": "ok"}
 
 
 async def _publish(
@@ -143,7 +143,7 @@ async def _publish(
     return published
 
 
-async def _done(work: Awaitable[CollectResponse], text: str) -> Response:
+async def _done(work: Awaitable[RelayResponse], text: str) -> Response:
     """The answer to a step of an update."""
     try:
         answer = await work
@@ -153,9 +153,9 @@ async def _done(work: Awaitable[CollectResponse], text: str) -> Response:
     return JSONResponse({"success": True, "message": f"{text} {shown}".rstrip()})
 
 
-def _collected(request: Request) -> CollectedWeights:
-    collected: CollectedWeights = request.app.state.collected_weights
-    return collected
+def _relayed(request: Request) -> RelayedUpdates:
+    relayed: RelayedUpdates = request.app.state.relayed_updates
+    return relayed
 
 
 def _fleet(request: Request) -> Fleet:

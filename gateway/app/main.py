@@ -11,11 +11,11 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from gateway.app import foreign_update_routes
-from gateway.app.collected_weights import CollectedWeights
 from gateway.app.fleet import Fleet
 from gateway.app.followed_store import FollowedStore
 from gateway.app.foreign_weights import ForeignWeights
 from gateway.app.opening import open_gateway
+from gateway.app.relayed_updates import RelayedUpdates
 from gateway.app.routes import fleet_routes, fleet_view
 from gateway.app.served_fleet import ServedFleet
 from gateway.dashboard.history import ServiceHistory
@@ -26,6 +26,7 @@ from gateway.service.service import RolloutService
 from gateway.sessions.routes import session_routes
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.http import paths
+from headway.dialects import adapter_routes
 from headway.dialects.openai import routes as openai
 from headway.dialects.request_ids import RequestIds
 from headway.dialects.sglang import routes as sglang
@@ -57,17 +58,7 @@ def make_gateway(
         async with open_gateway(
             config, fleet_token, metrics, lambda: getattr(app.state, "url", None), history
         ) as service:
-            fleet = cast("Fleet", service.generator)
-            tokenizer = cast("TextTokenizer", service.tokenizer)
-            served = app.state.served_model = ServedFleet(config, fleet, tokenizer)
-            weights = app.state.foreign_weights = ForeignWeights(fleet)
-            app.state.collected_weights = CollectedWeights(
-                fleet, weights, service.updates, config.fleet.update_timeout_s
-            )
-            ids = app.state.request_ids = RequestIds(served)
-            app.state.sglang = SGLangDialect(
-                served, ids, weights.label, config.tokenizer, config.served_model_name
-            )
+            weights = _open_dialects(app, config, service)
             if config.follow is None:
                 yield service
                 return
@@ -94,6 +85,7 @@ def make_gateway(
         vllm.router,
         foreign_update_routes.router,
         foreign_update_routes.vllm_router,
+        *adapter_routes.ROUTERS,
         *([dashboard_routes(history, fleet_view)] if config.dashboard else []),
         access=access,
         hosts=AllowedHosts(config.service.allowed_hosts, [config.sessions.public_url]),
@@ -101,6 +93,23 @@ def make_gateway(
         about=about,
     )
     return app
+
+
+def _open_dialects(app: FastAPI, config: GatewayConfig, service: RolloutService) -> ForeignWeights:
+    """Give the app what the routes of other APIs work on."""
+    fleet = cast("Fleet", service.generator)
+    tokenizer = cast("TextTokenizer", service.tokenizer)
+    served = app.state.served_model = ServedFleet(config, fleet, tokenizer)
+    app.state.adapter_host = fleet.weights.adapters
+    weights = app.state.foreign_weights = ForeignWeights(fleet)
+    app.state.relayed_updates = RelayedUpdates(
+        fleet, weights, service.updates, config.fleet.update_timeout_s
+    )
+    ids = app.state.request_ids = RequestIds(served)
+    app.state.sglang = SGLangDialect(
+        served, ids, weights.label, config.tokenizer, config.served_model_name
+    )
+    return weights
 
 
 def main(argv: Sequence[str]) -> None:

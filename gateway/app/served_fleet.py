@@ -43,7 +43,11 @@ class ServedFleet:
 
     @property
     def adapter_versions(self) -> Mapping[str, PolicyVersion]:
-        return {}
+        return self._fleet.weights.adapters.versions
+
+    @property
+    def max_adapters(self) -> int:
+        return self._fleet.weights.adapters.max_adapters
 
     @property
     def version(self) -> PolicyVersion:
@@ -73,17 +77,13 @@ class ServedFleet:
         )
 
     async def agenerate(self, req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
-        if req.adapter is not None:
-            raise InvalidField(
-                f"adapter {req.adapter!r}: a fleet serves its base alone; ask the server that loaded it",
-                "lora_path",
-            )
         if req.rid in self._aborts:
             raise InvalidField(f"request id {req.rid!r} is in use; send another one", "rid")
         aborted = self._aborts[req.rid] = asyncio.Event()
         try:
             ask = partial(self._generate, aborted, on_delta)
-            return await generate_whole(ask, self.tokenizer.decode, req, aborted.is_set)
+            is_over = partial(self._is_over, req, aborted)
+            return await generate_whole(ask, self.tokenizer.decode, req, is_over)
         finally:
             del self._aborts[req.rid]
 
@@ -102,6 +102,11 @@ class ServedFleet:
 
     async def flush(self) -> bool:
         return await self._fleet.flush()
+
+    def _is_over(self, req: LLMRequest, aborted: asyncio.Event) -> bool:
+        """True if an interruption is the end: its client's, or that of its adapter."""
+        is_gone = req.adapter is not None and req.adapter not in self.adapter_versions
+        return aborted.is_set() or is_gone
 
     async def _generate(
         self, aborted: asyncio.Event, on_delta: OnDelta | None, req: LLMRequest
@@ -123,7 +128,7 @@ class ServedFleet:
             response = await work if work.done() else interrupted(req.rid, shown)
         finally:
             await cancel_and_wait([work, wait])
-        is_cut = response.stop_reason == "interrupt" and not aborted.is_set()
+        is_cut = response.stop_reason == "interrupt" and not self._is_over(req, aborted)
         if on_delta is not None and is_cut and req.gconfig.stop and response.output_tokens:
             raise BackendError(
                 f"the stream of request {req.rid!r} was interrupted after "

@@ -46,7 +46,7 @@ from headway.contracts.http.generation import GenerationAbortRequest
 from headway.contracts.http.paths import GENERATION_ABORT
 from headway.contracts.http.weights import WeightRecord
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
-from headway.runtime.clock import monotonic
+from headway.runtime.clock import running_clock
 from headway.runtime.connections import NotConnected
 from headway.runtime.tasks import cancel_and_wait
 
@@ -72,16 +72,19 @@ class Dispatcher:
         members: Members,
         state: PublicationState,
         has: Callable[[PolicyVersion], bool],
+        check_adapter: Callable[[str], None],
         ends: Collection[int] = (),
     ) -> None:
         """Args:
         has: whether a version serves, or servers stay at it.
+        check_adapter: raises `DataError` for one that no server is to hold.
         ends: tokens that may end a sequence.
         """
         self._config = config
         self._members = members
         self._state = state
         self._has = has
+        self._check_adapter = check_adapter
         self._ends = ends
         self._asked: dict[str, list[tuple[Member, str]]] = {}
         """By id: the servers that work on a request, and the id that it has there."""
@@ -90,6 +93,7 @@ class Dispatcher:
         self._mark = uuid.uuid4().hex[:8]
         """Mark of this gateway: two may send the same request."""
         self._numbers = count()
+        self._now = running_clock()
 
     def forget(self, server_id: str) -> None:
         """Nothing has its home there any more."""
@@ -112,13 +116,14 @@ class Dispatcher:
             on_delta: called with what each step added; it is never taken back.
         Raises:
             BackendError: a server failed it, or none had room for `server_wait_s`.
+            DataError: its adapter is not loaded.
             LethalRequest: servers died with it.
             RequestTooLong: no server could hold it.
             StaleVersion: the version that it is for serves no more.
             ServiceError: whatever else a server answered.
         """
         progress = on_delta and StreamProgress(req, on_delta, self._ends)
-        deadline = monotonic() + self._config.server_wait_s
+        deadline = self._now() + self._config.server_wait_s
         losses = 0
         deaths: list[str] = []
         while True:
@@ -128,7 +133,7 @@ class Dispatcher:
             try:
                 response = await self._generate_on(member, req, progress)
             except BackendError as error:
-                deadline = monotonic() + self._config.server_wait_s
+                deadline = self._now() + self._config.server_wait_s
                 if member.state == "lost" and member.has_died:
                     deaths.append(member.name)
                     if len(deaths) >= self._config.max_deaths:
@@ -207,7 +212,7 @@ class Dispatcher:
             raise
         except QueueFull as error:
             wait_s = max(error.retry_after_s, SHORTEST_BUSY_S) * random.uniform(1.0, 1.0 + JITTER)
-            member.busy_until = monotonic() + wait_s
+            member.busy_until = self._now() + wait_s
             return None
         finally:
             member.outstanding_tokens -= load
@@ -222,7 +227,7 @@ class Dispatcher:
             shunned: servers that get it only if there are no others.
         """
         while True:
-            arrival, now = self._members.arrival.event(), monotonic()
+            arrival, now = self._members.arrival.event(), self._now()
             ready = self._candidates(req)
             if not ready:
                 gconfig, limits = req.gconfig, self._members.context_limits()
@@ -250,7 +255,13 @@ class Dispatcher:
         return [one for one in self._at_version(req) if one.holds(load)]
 
     def _at_version(self, req: LLMRequest) -> list[Member]:
-        """Those that stay at its version, if there are any, else those that serve it."""
+        """Those that stay at its version, if there are any, else those that serve it.
+
+        The version of a request for an adapter is the adapter's, and each server checks it.
+        """
+        if req.adapter is not None:
+            self._check_adapter(req.adapter)
+            return [one for one in self._members.ready() if req.adapter in one.adapters]
         if req.version is None:
             return self._members.ready()
         if not self._has(req.version):
@@ -270,7 +281,7 @@ class Dispatcher:
 
     def _second(self, req: LLMRequest, first: Member) -> Member | None:
         """The least loaded of the other servers."""
-        now = monotonic()
+        now = self._now()
         free = [one for one in self._candidates(req) if one.is_free(now) and one is not first]
         if not free:
             return None

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from gateway.fleet.health import Health
 from headway.contracts.http.servers import ServerReport, ServerState, ServerStatus
 from headway.contracts.http.weights import WeightRecord
+from headway.contracts.types import PolicyVersion
 
 LEAVING: frozenset[ServerState] = frozenset({"draining", "lost"})
 SERVING: frozenset[ServerState] = frozenset({"ready", "reserved"})
@@ -57,6 +58,11 @@ class Member:
     def name(self) -> str:
         """Id of the server."""
         return self.report.server_id
+
+    @property
+    def adapters(self) -> dict[str, PolicyVersion]:
+        """Version of each adapter that it serves, by name."""
+        return {one.name: one.version for one in self.report.adapters}
 
     @property
     def is_leaving(self) -> bool:

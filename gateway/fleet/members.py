@@ -11,25 +11,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from gateway.fleet.health import Health
 from gateway.fleet.member import Member
 from gateway.fleet.response_validator import ResponseValidator
+from headway.contracts.config.base import Config
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.context import ContextLimits
 from headway.contracts.engines import OnDelta
 from headway.contracts.errors import BackendError, Draining, NotFound, ServiceError
+from headway.contracts.http.adapters import adapter_views
 from headway.contracts.http.servers import ServerReport, ServerStatus
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
 from headway.runtime.clock import monotonic
 from headway.runtime.connections import Connections, NoResponse
 from headway.runtime.secret import authorization
-from headway.runtime.server_calls import InvalidGeneration, post_generate, post_order
+from headway.runtime.server_calls import InvalidGeneration, post_generate, send_order
 from headway.runtime.tasks import Signal, cancel_and_wait
 from headway.runtime.tls import client_context
 from headway.text.vocabulary import ANY, Vocabulary
@@ -37,6 +39,7 @@ from headway.text.vocabulary import ANY, Vocabulary
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Answer = TypeVar("Answer", bound=Config)
 
 MAX_CONNECTIONS = 4096
 CLIENT_KEEP_ALIVE_S = 30.0
@@ -239,6 +242,12 @@ class Members:
         member.report = member.report.model_copy(update=serving)
         member.last_seen = monotonic()
 
+    def note_adapters(self, member: Member, adapters: Mapping[str, PolicyVersion]) -> None:
+        """It answered that it holds these, which its last report did not know yet."""
+        held = {"adapters": adapter_views(adapters)}
+        member.report = member.report.model_copy(update=held)
+        self.arrival.notify()
+
     async def generate(
         self, member: Member, req: LLMRequest, rid: str, on_delta: OnDelta | None = None
     ) -> LLMResponse:
@@ -250,7 +259,8 @@ class Members:
                 self._http, url, req, rid=rid, vocab_size=vocab_size, on_delta=on_delta
             )
             response = await self._call(member, call)
-            if not self._bounds.knows(response):
+            # Versions of an adapter are its own.
+            if req.adapter is None and not self._bounds.knows(response):
                 await self._bounds.check(response, url)
         except ServiceError as error:
             self._blame(member, error, is_trial)
@@ -283,10 +293,34 @@ class Members:
             self.num_quarantines += 1
             log.warning("server quarantined", extra={"server": member.name, "reason": reason})
 
-    async def order(self, member: Member, path: str, body: BaseModel, timeout_s: float) -> bytes:
-        """See `post_order`."""
+    async def order(
+        self,
+        member: Member,
+        path: str,
+        body: BaseModel | None,
+        timeout_s: float,
+        method: str = "POST",
+    ) -> bytes:
+        """See `send_order`."""
         target = member.report.url + path
-        return await self._call(member, post_order(self._http, target, body, timeout_s))
+        return await self._call(member, send_order(self._http, target, body, timeout_s, method))
+
+    async def ask(
+        self, member: Member, path: str, body: BaseModel, answer: type[Answer], timeout_s: float
+    ) -> Answer:
+        """An order with an answer.
+
+        Raises:
+            BackendError: it is gone or too slow, or answered something else.
+            ServiceError: whatever it raised.
+        """
+        content = await self.order(member, path, body, timeout_s)
+        try:
+            return answer.from_response(content)
+        except ValidationError as error:
+            raise BackendError(
+                f"it answered with no {answer.__name__}: {content[:200]!r}"
+            ) from error
 
     async def _call(self, member: Member, work: Coroutine[Any, Any, T]) -> T:
         """Await an answer, for as long as the server is not lost."""

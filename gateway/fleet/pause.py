@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from gateway.fleet.member import Member
 from gateway.fleet.members import Members
 from headway.contracts.config.base import Config
-from headway.contracts.errors import ServiceError
+from headway.contracts.errors import BackendError, ServiceError
 from headway.contracts.http.generation import GenerationPauseRequest, PauseMode
 from headway.contracts.http.paths import GENERATION_PAUSE, GENERATION_RESUME
 
@@ -28,21 +28,29 @@ class FleetPause:
         self._paused: dict[Member, float] = {}
         """Servers that were paused, and how long they had been up then."""
         self._lock = asyncio.Lock()
-        self._reviews: dict[Member, asyncio.Task[None]] = {}
+        self._reviews: dict[Member, asyncio.Task[list[str]]] = {}
 
     @property
     def is_on(self) -> bool:
         return self._mode is not None
 
     async def begin(self, mode: PauseMode) -> None:
-        """Pause every server that is here."""
+        """Pause every server that is here.
+
+        Raises:
+            BackendError: one was not reached; it is told again when it reports.
+        """
         self._mode = mode
-        await self._settle(self._members.present())
+        await self._tell_all(self._members.present())
 
     async def end(self) -> None:
-        """Let those go on that were paused."""
+        """Let those go on that were paused.
+
+        Raises:
+            BackendError: as `begin`.
+        """
         self._mode = None
-        await self._settle(self._paused)
+        await self._tell_all(self._paused)
 
     def review(self, member: Member) -> None:
         """It reported: see that it does what all do."""
@@ -55,13 +63,24 @@ class FleetPause:
         """Return whether it was paused and was not started again since then."""
         return self._paused.get(member, math.inf) <= member.report.uptime_s
 
-    async def _settle(self, members: Iterable[Member]) -> None:
+    async def _tell_all(self, members: Iterable[Member]) -> None:
+        failures = await self._settle(members)
+        if failures:
+            told = "resume" if self._mode is None else "pause"
+            raise BackendError(
+                f"not every server was told to {told}: {'; '.join(failures)}. Who was not is told again "
+                "when it reports; the others do"
+            )
+
+    async def _settle(self, members: Iterable[Member]) -> list[str]:
+        """Tell them; what went wrong with those that are still here."""
         async with self._lock:
             for member in [one for one in self._paused if one.state == "lost"]:
                 del self._paused[member]
-            await asyncio.gather(*(self._tell(member) for member in tuple(members)))
+            told = await asyncio.gather(*(self._tell(member) for member in tuple(members)))
+            return [failure for failure in told if failure is not None]
 
-    async def _tell(self, member: Member) -> None:
+    async def _tell(self, member: Member) -> str | None:
         mode, uptime_s = self._mode, member.report.uptime_s
         try:
             if mode is None:
@@ -74,3 +93,5 @@ class FleetPause:
                 self._paused[member] = uptime_s
         except ServiceError as error:
             log.warning("not told of the pause", extra={"server": member.name, "why": str(error)})
+            return None if member.state == "lost" else f"{member.name}: {error}"
+        return None

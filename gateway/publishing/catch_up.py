@@ -13,6 +13,7 @@ import logging
 
 from gateway.fleet.member import Member
 from gateway.fleet.members import Members
+from gateway.publishing.fleet_adapters import FleetAdapters
 from gateway.publishing.orders import WeightOrders
 from gateway.publishing.reservation import Reservation
 from gateway.versions.publication_state import PublicationState
@@ -36,11 +37,13 @@ class CatchUp:
         state: PublicationState,
         orders: WeightOrders,
         reservation: Reservation,
+        adapters: FleetAdapters,
     ) -> None:
         self._members = members
         self._state = state
         self._orders = orders
         self._reservation = reservation
+        self._adapters = adapters
 
     def review(self, member: Member, is_committing: bool) -> None:
         """It reported: see whether it has what is committed, and bring it there if not.
@@ -56,7 +59,7 @@ class CatchUp:
             return
         if not member.is_publishing and not self._reservation.suits(member):
             self._members.set_joining(member)
-        if member.is_serving and not is_committing:
+        if member.is_serving and not is_committing and not self._adapters.is_changing:
             self._watch(member)
         if member.is_publishing:
             return
@@ -67,7 +70,7 @@ class CatchUp:
         if member.state in ("joining", "fenced"):
             if self.is_current(member):
                 self._members.set_ready(member, self._reservation.holds(member))
-            elif self._target(member) is None:
+            elif self._target(member) is None and not self._has_version(member):
                 self._members.fence(
                     member,
                     f"it has version {member.report.version}, but nothing was published through "
@@ -87,8 +90,8 @@ class CatchUp:
         if member.num_deviations > MAX_DEVIATIONS + self._state.notes.is_shared:
             self._members.fence(
                 member,
-                f"it reports version {member.report.version} {member.report.digest}, wanted is "
-                f"{target}",
+                f"it reports version {member.report.version} {member.report.digest} and adapters "
+                f"{member.adapters}, wanted is {target} and {dict(self._adapters.versions)}",
             )
 
     def _target(self, member: Member) -> WeightRecord | None:
@@ -99,7 +102,10 @@ class CatchUp:
         return self._state.committed
 
     def is_current(self, member: Member) -> bool:
-        """True if its last report names the version that it is to serve."""
+        """True if its last report names what it is to serve."""
+        return self._has_version(member) and self._adapters.is_current(member)
+
+    def _has_version(self, member: Member) -> bool:
         record, report = self._target(member), member.report
         if record is None:
             return report.version == 0
@@ -129,9 +135,13 @@ class CatchUp:
     async def _bring_once(self, member: Member) -> bool:
         """Bring it a step further; return True if nothing is left to do."""
         record, epoch = self._target(member), self._state.epoch
-        if member.is_leaving or record is None:
+        if member.is_leaving:
             return True
         member.aims_at = record
+        await self._adapters.bring(member)
+        if record is None:
+            self._members.set_ready(member)
+            return True
         digest = await self._orders.prepare(member, record, epoch)
         if record.digest is None:
             await self._state.prove(record, digest)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
-
-from pydantic import ValidationError
 
 from gateway.fleet.member import Member
 from gateway.fleet.members import Members
-from headway.contracts.config.base import Config
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.config.server import UpdatePolicy
-from headway.contracts.errors import BackendError, Fenced, SyncError
+from headway.contracts.errors import Fenced, SyncError
 from headway.contracts.http.paths import WEIGHTS_ABORT, WEIGHTS_COMMIT, WEIGHTS_PREPARE
 from headway.contracts.http.weights import (
     GroupRankBody,
@@ -28,8 +24,6 @@ from headway.contracts.http.weights import (
     is_group,
 )
 from headway.contracts.types import PolicyVersion
-
-Answer = TypeVar("Answer", bound=Config)
 
 MAX_PEERS = 3
 """Maximum number of servers to fetch from when a version's path fails."""
@@ -80,7 +74,9 @@ class WeightOrders:
             timeout_s=staging_s + self._config.commit_timeout_s * self._num_turns(),
         )
         try:
-            answer = await self._members.order(member, WEIGHTS_PREPARE, order, staging_s)
+            staged = await self._members.ask(
+                member, WEIGHTS_PREPARE, order, WeightPrepareResponse, staging_s
+            )
         except Fenced:
             raise
         except SyncError as error:
@@ -90,7 +86,7 @@ class WeightOrders:
                 f"version {record.version} came through a process group, and neither it nor a server "
                 f"that serves holds it; publish it again ({error})"
             ) from error
-        return _parsed(WeightPrepareResponse, answer).digest
+        return staged.digest
 
     async def commit(
         self, member: Member, record: WeightRecord, epoch: int, policy: UpdatePolicy | None = None
@@ -101,9 +97,9 @@ class WeightOrders:
             ServiceError: it has another version, or its version is unknown.
         """
         order = WeightCommitRequest(epoch=epoch, version=record.version, policy=policy)
-        timeout_s = self._config.commit_timeout_s
-        content = await self._members.order(member, WEIGHTS_COMMIT, order, timeout_s)
-        answer = _parsed(WeightUpdateResponse, content)
+        answer = await self._members.ask(
+            member, WEIGHTS_COMMIT, order, WeightUpdateResponse, self._config.commit_timeout_s
+        )
         self._members.note_version(member, answer.version, answer.digest)
         if answer.version != record.version:
             raise SyncError(
@@ -140,10 +136,3 @@ class WeightOrders:
     def _num_turns(self) -> int:
         is_rolling = self._config.commit_order == "rolling"
         return max(1, len(self._members.ready())) if is_rolling else 1
-
-
-def _parsed(model: type[Answer], content: bytes) -> Answer:
-    try:
-        return model.from_response(content)
-    except ValidationError as error:
-        raise BackendError(f"it answered with no {model.__name__}: {content[:200]!r}") from error

@@ -24,10 +24,12 @@ from prometheus_client import CollectorRegistry
 from gateway.fleet.member import Member
 from gateway.fleet.members import Members
 from gateway.publishing.catch_up import CatchUp
+from gateway.publishing.fleet_adapters import FleetAdapters
 from gateway.publishing.metrics import PublicationMetrics
 from gateway.publishing.orders import WeightOrders
 from gateway.publishing.reservation import Reservation
 from gateway.publishing.staging import QuorumStaging, StagedChange, VersionChange
+from gateway.versions.adapter_state import AdapterState
 from gateway.versions.publication_lock import PublicationLock
 from gateway.versions.publication_state import PublicationState
 from headway.contracts.config.gateway import FleetConfig
@@ -39,6 +41,7 @@ from headway.contracts.http.weights import (
     WeightReservation,
     WeightStatus,
     is_group,
+    is_stored,
 )
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
 from headway.runtime.tasks import run_uncancelled
@@ -57,6 +60,8 @@ class Publications:
         metrics: CollectorRegistry,
         place: str = "",
     ) -> None:
+        self.adapters = FleetAdapters(config, members, AdapterState(state.notes))
+        """Adapters that all servers hold."""
         self.updates_in_flight = 0
         self._is_rolling = config.commit_order == "rolling"
         self._members = members
@@ -64,7 +69,7 @@ class Publications:
         self._orders = WeightOrders(config, members)
         self._staging = QuorumStaging(config, members, state, self._orders)
         self._reservation = Reservation(members, state)
-        self._catch_up = CatchUp(members, state, self._orders, self._reservation)
+        self._catch_up = CatchUp(members, state, self._orders, self._reservation, self.adapters)
         self._lock = PublicationLock(state.notes, config.lease_s, place)
         self._publishing: PolicyVersion | None = None
         self._is_committing = False
@@ -77,6 +82,7 @@ class Publications:
             StateError: the ledger cannot be reached.
         """
         await self._lock.inherit()
+        await self.adapters.refresh()
 
     def status(self) -> WeightStatus:
         """A picture of the publication state now."""
@@ -113,10 +119,10 @@ class Publications:
             )
             if state.pinned is None:
                 await self._transact(VersionChange(record, None, policy, is_group(meta.path)))
-            elif is_group(meta.path):
+            elif not is_stored(meta.path):
                 raise Conflict(
                     f"version {state.pinned} is pinned and nobody would hold version {meta.version}, "
-                    "which flows through a process group; release the pin, then publish again"
+                    "which is stored nowhere; release the pin, then publish again"
                 )
             else:
                 await state.keep(record)
@@ -216,6 +222,7 @@ class Publications:
         if not self._state.notes.is_shared:
             return
         await self._lock.look()
+        await self.adapters.refresh()
         before, seats = self._state.committed, self._state.reserved_servers
         await self._state.refresh()
         if self._state.reserved_servers != seats:

@@ -20,6 +20,7 @@ from gateway.consumers.consumers import Attachment, Consumers
 from gateway.consumers.owners import Owners
 from gateway.execution.executor import RolloutExecutor
 from gateway.execution.rollout_runner import RolloutRunner
+from gateway.fleet.resume import Generate
 from gateway.ledger.base import (
     DeliveryQueue,
     Ledger,
@@ -345,9 +346,9 @@ class RolloutService:
         budget = None if bound is None else bound.budget(self.version)
         return Capacity(self.version, free, self._consumers.name, budget)
 
-    def _context_of(self, request: RolloutRequest) -> RolloutContext:
+    def _context_of(self, request: RolloutRequest, generate: Generate) -> RolloutContext:
         return RolloutContext(
-            generate=self.generator.agenerate,
+            generate=generate,
             score=partial(self.scorer.score, request.reward),
             services=self._services,
             sessions=self.sessions,

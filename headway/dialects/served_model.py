@@ -63,6 +63,10 @@ class ServedModel(Protocol):
         """Version of each loaded adapter, by name."""
 
     @property
+    def max_adapters(self) -> int:
+        """Maximum number of adapters that can be loaded; 0 if none can."""
+
+    @property
     def version(self) -> PolicyVersion:
         """Version that samples the next token."""
 

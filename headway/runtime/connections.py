@@ -94,12 +94,13 @@ class Connections:
         self._attempts: set[_Attempt] = set()
         self._sweeper: asyncio.TimerHandle | None = None
 
-    async def post(
+    async def send(
         self,
         url: str,
         body: bytes,
         max_bytes: int = MAX_RESPONSE_BYTES,
         on_piece: OnPiece | None = None,
+        method: bytes = b"POST",
     ) -> HttpResponse:
         """Send a JSON body.
 
@@ -114,7 +115,8 @@ class Connections:
             place = _read(url)
         except ValueError as error:
             raise NotConnected(f"this is no URL: {error}") from error
-        head = b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n" % (
+        head = b"%b %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n" % (
+            method,
             place.target,
             place.host,
             self._fields,

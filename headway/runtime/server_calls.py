@@ -75,7 +75,7 @@ async def post_generate(
     max_bytes = _most_bytes(req)
     if events is not None:
         max_bytes += req.gconfig.max_new_tokens * (DELTA_BYTES + req.top_logprobs * TOP_BYTES)
-    content = await _post(
+    content = await _send(
         connections, target, body, timeout_s, max_bytes, None if events is None else events.feed
     )
     if events is not None:
@@ -213,29 +213,37 @@ def _problem_of_runs(runs: Sequence[tuple[PolicyVersion, int, int]], count: int)
     return None
 
 
-async def post_order(
-    connections: Connections, target: str, body: BaseModel, timeout_s: float
+async def send_order(
+    connections: Connections,
+    target: str,
+    body: BaseModel | None,
+    timeout_s: float,
+    method: str = "POST",
 ) -> bytes:
     """The answer to one order, as it came.
 
+    Args:
+        body: None sends none.
     Raises:
         BackendError: no answer within `timeout_s`, or none at all.
         ServiceError: whatever the server raised.
     """
-    return await _post(connections, target, to_json(body), timeout_s)
+    content = b"" if body is None else to_json(body)
+    return await _send(connections, target, content, timeout_s, method=method.encode())
 
 
-async def _post(
+async def _send(
     connections: Connections,
     target: str,
     body: bytes,
     timeout_s: float | None,
     max_bytes: int = MAX_RESPONSE_BYTES,
     on_piece: OnPiece | None = None,
+    method: bytes = b"POST",
 ) -> bytes:
-    post = connections.post(target, body, max_bytes, on_piece)
+    call = connections.send(target, body, max_bytes, on_piece, method)
     try:
-        answer = await (post if timeout_s is None else asyncio.wait_for(post, timeout_s))
+        answer = await (call if timeout_s is None else asyncio.wait_for(call, timeout_s))
     except TimeoutError as error:
         raise BackendError(f"{target} did not answer within {timeout_s} s") from error
     except OSError as error:

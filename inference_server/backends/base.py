@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -191,12 +191,6 @@ def check_request(req: LLMRequest, limits: Limits) -> None:
         raise DataError(
             f"logprob_start={req.logprob_start} is behind the prompt of {len(req.input_ids)} tokens"
         )
-
-
-def not_loaded(adapter: str, loaded: Iterable[str]) -> DataError:
-    """Return the error of a request for an adapter that is not there."""
-    known = ", ".join(sorted(loaded)) or "none"
-    return DataError(f"the adapter {adapter!r} is not loaded; loaded: {known}")
 
 
 def refuse_mask(req: LLMRequest, backend: str) -> None:

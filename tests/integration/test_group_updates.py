@@ -128,6 +128,22 @@ def test_a_name_that_comes_late_is_the_update_s(fleet: Fleet, join: Join) -> Non
         assert fleet.sglang.get("/get_weight_version").json() == {"weight_version": name}
 
 
+def test_a_pin_refuses_what_would_be_published_and_nothing_else(fleet: Fleet, join: Join) -> None:
+    trainer, before = join(), fleet.version
+    version, folder = next_folder(fleet)
+    pin = fleet.sglang.post("/v1/weights/pin", {"version": before})
+    assert pin.status_code == 200, pin.text
+    whole = described(fleet)
+    refused = trainer.send(fleet.sglang, folder, whole, weight_version=f"step-{version}")
+    assert refused.status_code == 400 and "is pinned" in refused.json()["message"]
+    left = fleet.sglang.post("/destroy_weights_update_group", {"group_name": trainer.group_name})
+    assert left.json()["success"] is True
+    assert fleet.sglang.post("/v1/weights/pin").status_code == 200
+    done = join().send(fleet.sglang, folder, whole, weight_version=f"step-{version}")
+    assert done.json()["success"] is True, done.text
+    serves(fleet, version, 2)
+
+
 def test_what_does_not_fit_or_is_left_behind_is_not_served(fleet: Fleet, join: Join) -> None:
     trainer, before = join(), fleet.version
     folder = fleet.save(before + 1)

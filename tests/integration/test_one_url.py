@@ -147,6 +147,10 @@ def test_vllms_verbs_pause_abort_and_publish(fleet: Fleet) -> None:
     assert fleet.sglang.post("/resume").status_code == 200
     assert fleet.sglang.get("/is_paused").json() == {"is_paused": False}
     assert fleet.sglang.get("/weight_info").json() == {"weight_version": str(fleet.version)}
+    folder = {"weight_dir": str(fleet.save(fleet.version + 1))}  # prime-rl's way
+    assert fleet.sglang.post("/update_weights", folder).json() == {"status": "ok"}
+    fleet.version += 1
+    assert fleet.sglang.get("/weight_info").json() == {"weight_version": str(fleet.version)}
     settings = {"max_tokens": LONG, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
     body = {"request_id": fleet.name(), "token_ids": PROMPT, "sampling_params": settings}
     with ThreadPoolExecutor(1) as pool:

@@ -1085,8 +1085,10 @@ def test_vllms_clients_are_served_alike(served: Served) -> None:
 
     call = {"method": "reload_weights", "kwargs": {"weights_path": str(served.b)}}
     assert served.client.post("/collective_rpc", call).json() == {"results": [None]}
+    folder = {"weight_dir": str(served.b)}
+    assert served.client.post("/update_weights", folder).json() == {"status": "ok"}
     (after,) = served.client.post("/inference/v1/generate", body).json()["choices"]
-    assert after["weight_versions"][0]["version"] == str(int(span["version"]) + 1)
+    assert after["weight_versions"][0]["version"] == str(int(span["version"]) + 2)
     reference = reference_logprobs(load_reference(served.b), PROMPT, after["token_ids"]).tolist()
     got = [entry["logprob"] for entry in after["logprobs"]["content"]]
     assert got == pytest.approx(reference, abs=1e-4)
@@ -1094,6 +1096,7 @@ def test_vllms_clients_are_served_alike(served: Served) -> None:
     for path, bad in [
         ("/pause?mode=wait", {}),
         ("/init_weight_transfer_engine", {}),
+        ("/update_weights", {"update_info": {"names": []}}),
         ("/inference/v1/generate", body | {"priority": 3}),
         ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"max_tokens": -1}}),
         ("/v1/load_lora_adapter", {"lora_name": "mine"}),

@@ -48,17 +48,19 @@ class Fleet:
         num_servers: int = 3,
         follow: FollowConfig | None = None,
         has_traps: bool = False,
+        write_model: Callable[[Path], Path] = write_version_model,
     ) -> None:
         """
         Args:
             follow: of the gateway; below `weights`.
             has_traps: see `trapped_service`.
+            write_model: fills a directory, and returns it.
         """
         self._folder = folder
         self._follow = follow
         self._has_traps = has_traps
         (folder / "model").mkdir()
-        self.model = write_version_model(folder / "model")
+        self.model = write_model(folder / "model")
         self.weights = folder / "weights"
         self._names = count()
         self.runs = [self._run("run-0", num_servers)]

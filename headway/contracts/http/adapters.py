@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic import Field
 
 from headway.contracts.config.base import Config, Identifier
@@ -25,7 +27,12 @@ class AdapterView(Config):
     version: PolicyVersion
 
 
+def adapter_views(versions: Mapping[str, PolicyVersion]) -> tuple[AdapterView, ...]:
+    """Return adapters as they are reported."""
+    return tuple(AdapterView(name=name, version=version) for name, version in versions.items())
+
+
 class AdaptersView(Config):
     """`GET /v1/adapters`."""
 
-    adapters: list[AdapterView]
+    adapters: tuple[AdapterView, ...]

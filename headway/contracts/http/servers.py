@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from headway.contracts.config.base import MAX_COUNT, Config, Identifier
+from headway.contracts.http.adapters import AdapterView
 from headway.contracts.types import PolicyVersion
 
 ServerState = Literal["joining", "ready", "reserved", "fenced", "quarantined", "draining", "lost"]
@@ -64,6 +65,10 @@ class ServerReport(Config):
     """Token ids that its model knows are below it; None if that is not known."""
     tokenizer_digest: str | None = Field(None, max_length=128)
     """Digest of its tokenizer; None if it has none."""
+    adapters: tuple[AdapterView, ...] = ()
+    """The adapters that it serves beside its base."""
+    max_adapters: int = Field(0, ge=0, lt=MAX_COUNT)
+    """Maximum number of adapters that it can serve; 0 if it serves none."""
     draining: bool = False
     """It is shutting down: what runs may end, nothing new is taken."""
 

@@ -11,6 +11,8 @@ from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.http.paths import WEIGHTS_HELD
 from headway.contracts.types import PolicyVersion
 
+HELD_ROOT = WEIGHTS_HELD.partition("{")[0]
+
 
 def held_root(version: PolicyVersion) -> str:
     """The path below which a server serves the blobs of a version that it holds."""
@@ -52,6 +54,11 @@ GROUP_SCHEMES = ("gloo://", "nccl://", "ipc://")
 def is_group(path: str) -> bool:
     """True if a version flows through a process group: it is stored nowhere afterwards."""
     return path.startswith(GROUP_SCHEMES)
+
+
+def is_stored(path: str) -> bool:
+    """False if a version flows through a process group, or is in the memory of the server it names."""
+    return not is_group(path) and HELD_ROOT not in path
 
 
 class GroupRankBody(Config):

@@ -28,6 +28,8 @@ from headway.runtime.tasks import cancel_and_wait
 FLUSH_TICK_S = 0.02
 DENSE_TOKENS = 256
 """Up to this length a stream has a chunk per token, then one per length / this."""
+MAX_LORA_RANK = 512
+"""The highest that vLLM can be given; there is none here."""
 ServerInfo = dict[str, Any]
 ONE_PROCESS: ServerInfo = {
     **{"tp_size": 1, "dp_size": 1, "pp_size": 1, "ep_size": 1},
@@ -146,13 +148,19 @@ class SGLangDialect:
 
     def vllm_config(self) -> ServerInfo:
         """Return what vLLM's clients read of `/server_info?config_format=json`."""
+        most = self._model.max_adapters
         return {
             "model_config": {
                 "model": self.model_path,
                 "dtype": self._dtype,
                 "max_model_len": self._model.max_context,
             },
-            "parallel_config": {"world_size": 1, "tensor_parallel_size": 1},
+            "parallel_config": {
+                "world_size": 1,
+                "tensor_parallel_size": 1,
+                "data_parallel_size": 1,
+            },
+            "lora_config": {"max_loras": most, "max_lora_rank": MAX_LORA_RANK} if most else None,
             "weight_transfer_config": None,
         }
 

@@ -29,6 +29,7 @@ from headway.dialects.sglang.types import (
     DetokenizeBody,
     GenerateBody,
     PauseBody,
+    PostProcessBody,
     PullBody,
     TokenizeBody,
 )
@@ -193,3 +194,9 @@ def _tokenizer(request: Request) -> TextTokenizer:
             "the model directory has no tokenizer.json; this server cannot handle text"
         )
     return tokenizer
+
+
+@router.post(paths.SGLANG_POST_PROCESS)
+async def post_process(_: PostProcessBody) -> dict[str, Any]:
+    """Nothing: weights that were published serve as they are."""
+    return {"success": True, "message": "Success"}

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
-from headway.contracts.config.base import Config
+from headway.contracts.config.base import Config, Identifier
 from headway.contracts.http.generation import PauseMode
+from headway.contracts.http.weights import WeightPath
 from headway.contracts.types import TokenId
 from headway.dialects.structured_output import JsonSchema
 from headway.dialects.unsupported import RequestPart, unsupported
@@ -230,3 +231,18 @@ class DetokenizeBody(SGLangBody):
 
     tokens: tuple[TokenId, ...] | tuple[tuple[TokenId, ...], ...]
     skip_special_tokens: bool = True
+
+
+class LoadAdapterBody(SGLangBody):
+    """`POST /load_lora_adapter`."""
+
+    lora_name: Identifier
+    lora_path: WeightPath
+    pinned: bool = False
+    """Not used: adapters stay until they are unloaded."""
+
+
+class UnloadAdapterBody(SGLangBody):
+    """`POST /unload_lora_adapter`."""
+
+    lora_name: Identifier

@@ -28,7 +28,7 @@ from headway.dialects.openai.logprobs import finite
 from headway.dialects.request_ids import request_ids
 from headway.dialects.served_model import Part, ServedModel, merged, routing_key, served_model
 from headway.dialects.sglang.routes import dialect_of
-from headway.dialects.vllm.types import AbortRequestsBody, TokensBody
+from headway.dialects.vllm.types import NO_TRANSFER, AbortRequestsBody, TokensBody
 from headway.runtime.disconnect import unless_disconnected
 from headway.runtime.tasks import cancel_and_wait
 
@@ -114,14 +114,10 @@ async def version() -> dict[str, str]:
 
 @router.post(paths.VLLM_INIT_TRANSFER)
 @router.post(paths.VLLM_BEGIN_TRANSFER)
-@router.post(paths.VLLM_TRANSFER)
 @router.post(paths.VLLM_END_TRANSFER)
 async def refuse_transfer() -> None:
     """Refused: these go into vLLM's own processes."""
-    raise InvalidField(
-        "weights come here by POST /collective_rpc (reload_weights with a weights_path), by SGLang's "
-        "routes, or from a publisher of ours"
-    )
+    raise InvalidField(NO_TRANSFER)
 
 
 def _requests_of(body: TokensBody, model: ServedModel, session: str | None) -> list[LLMRequest]:

@@ -99,6 +99,12 @@ class TokensBody(RequestPart):
     kv_transfer_params: Annotated[JsonValue, unsupported("caches stay where they are")] = None
 
 
+NO_TRANSFER = (
+    "weights come here from a directory, by POST /update_weights (weight_dir) or /collective_rpc "
+    "(reload_weights with a weights_path); by SGLang's routes; or from a publisher of ours"
+)
+
+
 class AbortRequestsBody(RequestPart):
     """`POST /abort_requests`."""
 
@@ -123,12 +129,24 @@ class CollectiveCallBody(RequestPart):
     """Not used: `weights.stage_timeout_s` of a server, or `fleet.update_timeout_s`, bounds it."""
 
 
-def path_to_reload(body: CollectiveCallBody) -> str:
+class TransferBody(RequestPart):
+    """`POST /update_weights`, with a directory, as prime-rl's servers take it."""
+
+    weight_dir: str | None = Field(None, min_length=1, max_length=4096, pattern=r"^[^\x00]+$")
+    update_info: JsonValue = None
+    """vLLM's own: refused."""
+
+
+def path_to_reload(body: CollectiveCallBody | TransferBody) -> str:
     """Return the directory that is to be published.
 
     Raises:
-        InvalidField: something else is called.
+        InvalidField: something else is called, or weights are to come by another way.
     """
+    if isinstance(body, TransferBody):
+        if body.weight_dir is None or body.update_info is not None:
+            raise InvalidField(NO_TRANSFER, "weight_dir")
+        return body.weight_dir
     if body.method != "reload_weights" or body.kwargs is None:
         raise InvalidField(
             f"method {body.method!r} calls into vLLM's own processes; here it is reload_weights, with "

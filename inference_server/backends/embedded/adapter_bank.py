@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from headway.contracts.adapters import not_loaded
 from headway.contracts.errors import SyncError
 from headway.contracts.types import PolicyVersion
-from inference_server.backends.base import not_loaded
 from inference_server.backends.embedded.attention import Span
 from inference_server.backends.embedded.packed_linear import PackedProducts
 from weight_sync.adapter import adapter_pairs, check_adapter, scale_of

@@ -189,6 +189,11 @@ class EmbeddedTorchBackend:
         """Version of each loaded adapter, by name."""
         return self._model.adapters.versions
 
+    @property
+    def max_adapters(self) -> int:
+        """See `AdapterBackend`."""
+        return self._config.max_adapters
+
     async def load_adapter(self, name: str, folder: Path, version: PolicyVersion) -> None:
         """See `AdapterBackend`."""
         bank, most = self._model.adapters, self._config.max_adapters

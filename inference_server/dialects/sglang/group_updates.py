@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from headway.contracts.errors import ConfigError, Conflict, ServiceError, SyncError
-from headway.dialects.sglang.collect import KeptBack
+from headway.dialects.sglang.relay import KeptBack
 from headway.dialects.sglang.types import GroupUpdateBody, JoinGroupBody, UpdateBody
 from inference_server.backends.base import GenerationBackend
 from inference_server.dialects.sglang.weight_groups import WeightGroups

@@ -6,17 +6,16 @@ See `headway.dialects.sglang.routes`.
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
 
-from headway.contracts.errors import ErrorBody, ServiceError
+from headway.contracts.errors import ServiceError
 from headway.contracts.http import paths
-from headway.dialects.error_shapes import FAILURES, InvalidField, ShapedError, route_in
-from headway.dialects.sglang.collect import KeptBack, dropped_text
+from headway.dialects.error_shapes import FAILURES, InvalidField, route_in
 from headway.dialects.sglang.errors import UPDATE_FAILURES, failed_update, sglang_error
+from headway.dialects.sglang.relay import KeptBack, dropped_text
 from headway.dialects.sglang.routes import dialect_of
 from headway.dialects.sglang.types import (
     DiskUpdateBody,
@@ -24,12 +23,9 @@ from headway.dialects.sglang.types import (
     GroupUpdateBody,
     JoinGroupBody,
     LeaveGroupBody,
-    PostProcessBody,
     RelabelBody,
     SelectingBody,
 )
-from headway.runtime.logging import note_request
-from inference_server.adapters import Adapters
 from inference_server.dialects.headway.generation import local
 from inference_server.dialects.sglang.group_updates import (
     UpdateOptions,
@@ -39,50 +35,11 @@ from inference_server.dialects.sglang.group_updates import (
 )
 from inference_server.dialects.sglang.types import (
     CheckerBody,
-    LoadAdapterBody,
     ParameterBody,
-    UnloadAdapterBody,
 )
 from inference_server.dialects.sglang.weight_updates import Published, SGLangWeightUpdates
 
-
-class AdapterFailure(BaseModel):
-    """Response to a change of adapters that failed."""
-
-    success: Literal[False]
-    error_message: str
-    loaded_adapters: dict[str, str]
-
-
-ADAPTER_FAILURES: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": AdapterFailure | ShapedError | ErrorBody}
-}
 router = APIRouter(route_class=route_in(sglang_error), responses=FAILURES)
-
-
-@router.post(paths.SGLANG_LORA_LOAD, response_model=None, responses=ADAPTER_FAILURES)
-async def load_adapter(body: LoadAdapterBody, request: Request) -> Response:
-    adapters = local(request).adapters
-    return await _changed(adapters, adapters.load(body.lora_name, body.lora_path))
-
-
-@router.post(paths.SGLANG_LORA_UNLOAD, response_model=None, responses=ADAPTER_FAILURES)
-async def unload_adapter(body: UnloadAdapterBody, request: Request) -> Response:
-    adapters = local(request).adapters
-    return await _changed(adapters, adapters.unload(body.lora_name))
-
-
-async def _changed(adapters: Adapters, work: Awaitable[object]) -> Response:
-    """The answer to a change; paths are not told, since only names address an adapter."""
-    failure = ""
-    try:
-        await work
-    except ServiceError as error:
-        note_request(code=error.code, reason=error.message)
-        failure = error.message
-    names = {name: name for name in adapters.versions}
-    answer = {"success": not failure, "error_message": failure, "loaded_adapters": names}
-    return JSONResponse(answer, status_code=400 if failure else 200)
 
 
 @router.post(paths.SGLANG_CONTINUE, response_model=None, responses=UPDATE_FAILURES)
@@ -136,12 +93,6 @@ async def begin_update(_: SelectingBody, request: Request) -> Response:
 async def end_update(_: EmptyBody, request: Request) -> Response:
     """Publish everything that the session received, all at once; in SGLang, bucket by bucket."""
     return await _done(_updates(request).groups.end(), "Success")
-
-
-@router.post(paths.SGLANG_POST_PROCESS)
-async def post_process(_: PostProcessBody) -> dict[str, Any]:
-    """Nothing: weights that were published serve as they are."""
-    return {"success": True, "message": "Success"}
 
 
 @router.post(paths.SGLANG_MEMORY_RELEASE)

@@ -6,24 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from headway.contracts.config.base import Identifier
-from headway.contracts.http.weights import WeightPath
 from headway.dialects.sglang.types import SelectingBody, SGLangBody
-
-
-class LoadAdapterBody(SGLangBody):
-    """`POST /load_lora_adapter`."""
-
-    lora_name: Identifier
-    lora_path: WeightPath
-    pinned: bool = False
-    """Not used: adapters stay until they are unloaded."""
-
-
-class UnloadAdapterBody(SGLangBody):
-    """`POST /unload_lora_adapter`."""
-
-    lora_name: Identifier
 
 
 class ParameterBody(SGLangBody):

@@ -150,7 +150,8 @@ async def test_a_pause_holds_for_servers_that_join_fail_and_come_back(tokenizer_
     second.is_deaf = True
     async with served(tokenizer_dir, first, second) as (model, fleet):
         fleet.report(report(0, first, uptime_s=5.0))
-        await model.pause("in_place")
+        with pytest.raises(BackendError, match="not every server was told to pause: "):
+            await model.pause("in_place")
         assert model.is_paused and not model.is_ready
         assert (first.told, second.told) == (["in_place"], [])
         second.is_deaf = False

@@ -141,7 +141,7 @@ class WeightServer:
             raise self.refusal
         known = None if self.staged is None else self.staged.version
         if is_group(order.path) and order.group_rank is None and known != order.version:
-            raise SyncError(f"{order.path} is a process group, and no seat was given")
+            raise SyncError(f"{order.path} is a process group, and no rank was given")
         digest = self.digests.get(order.version, f"d{order.version}")
         if order.digest not in (None, digest):
             raise SyncError(f"digest {digest}, wanted {order.digest}")

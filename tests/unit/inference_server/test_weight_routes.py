@@ -188,6 +188,17 @@ async def test_a_range_of_a_tensor_is_given_alone(tmp_path, publisher):
             assert await fetch(served, path, range=asked) == (200, whole, None)
 
 
+async def test_a_server_that_gives_nothing_away_relays_nothing():
+    group = {
+        "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2,
+        "group_name": "g", "backend": "gloo",
+    }  # fmt: skip
+    step = {"step": "join", "body": group, "version": 0, "head": 0}
+    async with serving(weights={"peers": False}) as served:
+        status, content = await served.post(paths.WEIGHTS_RELAY, step)
+        assert status == 400 and b"weights.peers is false" in content
+
+
 async def test_nothing_else_is_given_away(tmp_path, publisher):
     meta = publisher.publish(1, TENSORS.items())
     async with serving_weights(tmp_path) as served, serving_weights(tmp_path, peers=False) as shy:

@@ -96,7 +96,7 @@ async def always(peer: Peer) -> None:
 async def test_one_connection_serves_one_request_after_the_other():
     async with opened(always) as (service, connections):
         for _ in range(3):
-            answer = await connections.post(f"{service.url}/v1/x?y=1", b"{}")
+            answer = await connections.send(f"{service.url}/v1/x?y=1", b"{}")
             assert (answer.status, answer.content) == (200, b"hi")
             assert answer.headers[b"retry-after"] == b"3"
     assert service.num_connections == 1
@@ -110,7 +110,7 @@ async def test_the_request_is_whole_and_carries_the_headers():
         await peer.say(OK)
 
     async with opened(serve) as (service, connections):
-        await connections.post(f"{service.url}/v1/x?y=1", b'{"a": 1}')
+        await connections.send(f"{service.url}/v1/x?y=1", b'{"a": 1}')
         assert await heard == (
             b"POST /v1/x?y=1 HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n"
             b'authorization: Bearer x\r\ncontent-length: 8\r\n\r\n{"a": 1}'
@@ -139,7 +139,7 @@ async def test_an_answer_is_read_to_its_end(pieces: list[bytes]):
 
     async with opened(serve) as (service, connections):
         for _ in range(2):
-            answer = await connections.post(service.url, b"{}")
+            answer = await connections.send(service.url, b"{}")
             assert (answer.status, answer.content) == (200, b"hi")
     assert service.num_connections == 1
 
@@ -152,7 +152,7 @@ async def test_a_connection_that_the_service_ends_is_not_used_again():
 
     async with opened(serve) as (service, connections):
         for _ in range(2):
-            assert (await connections.post(service.url, b"{}")).content == b"hi"
+            assert (await connections.send(service.url, b"{}")).content == b"hi"
     assert service.num_connections == 2
 
 
@@ -169,10 +169,10 @@ async def test_what_nobody_asked_for_answers_nobody():
 
     gone = asyncio.Event()
     async with opened(serve) as (service, connections):
-        assert (await connections.post(service.url, b"11")).content == b"11"
+        assert (await connections.send(service.url, b"11")).content == b"11"
         said.set()
         await gone.wait()
-        assert (await connections.post(service.url, b"22")).content == b"22"
+        assert (await connections.send(service.url, b"22")).content == b"22"
     assert service.num_connections == 2
 
 
@@ -184,7 +184,7 @@ async def test_two_answers_to_one_request_end_the_connection():
 
     async with opened(serve) as (service, connections):
         for body in (b"11", b"22"):
-            assert (await connections.post(service.url, body)).content == body
+            assert (await connections.send(service.url, body)).content == body
     assert service.num_connections == 2
 
 
@@ -192,11 +192,11 @@ async def test_nobody_there():
     async with opened(always) as (service, connections):
         pass
     with pytest.raises(NotConnected):
-        await connections.post(service.url, b"{}")
+        await connections.send(service.url, b"{}")
     with pytest.raises(NotConnected, match="URL"):
-        await connections.post("http://[::1", b"{}")
+        await connections.send("http://[::1", b"{}")
     with pytest.raises(NotConnected):
-        await connections.post(f"http://{'a' * 64}.example", b"{}")
+        await connections.send(f"http://{'a' * 64}.example", b"{}")
 
 
 async def test_a_service_without_tls_is_no_service_with_it():
@@ -205,7 +205,7 @@ async def test_a_service_without_tls_is_no_service_with_it():
 
     async with opened(serve) as (service, connections):
         with pytest.raises(NotConnected, match="SSL"):
-            await connections.post(service.url.replace("http", "https"), b"{}")
+            await connections.send(service.url.replace("http", "https"), b"{}")
 
 
 @pytest.mark.parametrize("said", [b"", OK[:20], OK[:-1]])
@@ -217,7 +217,7 @@ async def test_an_answer_that_breaks_off_is_none(said: bytes):
 
     async with opened(serve) as (service, connections):
         with breaks_off():
-            await connections.post(service.url, b"{}")
+            await connections.send(service.url, b"{}")
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ async def test_what_is_not_http_is_no_answer(said: bytes):
 
     async with opened(serve) as (service, connections):
         with pytest.raises(NoResponse):
-            await connections.post(service.url, b"{}")
+            await connections.send(service.url, b"{}")
 
 
 async def test_a_caller_that_is_cancelled_closes_its_connection():
@@ -247,11 +247,11 @@ async def test_a_caller_that_is_cancelled_closes_its_connection():
             await peer.say(OK)
 
     async with opened(serve, max_connections=1) as (service, connections):
-        call = asyncio.create_task(connections.post(service.url, b"{}"))
+        call = asyncio.create_task(connections.send(service.url, b"{}"))
         await heard.wait()
         call.cancel()
         await gone.wait()
-        assert (await connections.post(service.url, b"{}")).content == b"hi"  # its place is free
+        assert (await connections.send(service.url, b"{}")).content == b"hi"  # its place is free
 
 
 async def test_no_more_connections_than_were_allowed():
@@ -265,7 +265,7 @@ async def test_no_more_connections_than_were_allowed():
             await peer.say(OK)
 
     async with opened(serve, max_connections=2) as (service, connections):
-        calls = [asyncio.create_task(connections.post(service.url, b"{}")) for _ in range(5)]
+        calls = [asyncio.create_task(connections.send(service.url, b"{}")) for _ in range(5)]
         for _ in range(2):
             await num_heard.acquire()
         let_go.set()
@@ -275,9 +275,9 @@ async def test_no_more_connections_than_were_allowed():
 
 async def test_what_is_unused_for_long_is_closed():
     async with opened(always, keep_alive_s=0.01) as (service, connections):
-        await connections.post(service.url, b"{}")
+        await connections.send(service.url, b"{}")
         await service.num_gone.acquire()
-        assert (await connections.post(service.url, b"{}")).content == b"hi"
+        assert (await connections.send(service.url, b"{}")).content == b"hi"
     assert service.num_connections == 2
 
 
@@ -290,7 +290,7 @@ async def test_closing_ends_what_is_under_way():
         await peer.until_gone()
 
     async with opened(serve) as (service, connections):
-        call = asyncio.create_task(connections.post(service.url, b"{}"))
+        call = asyncio.create_task(connections.send(service.url, b"{}"))
         await heard.wait()
         await connections.aclose()
         with breaks_off():
@@ -306,8 +306,8 @@ async def test_what_is_asked_of_one_service_is_cut_and_no_other():
         await peer.until_gone()
 
     async with opened(silent) as (lost, connections), opened(silent) as (other, _):
-        calls = [asyncio.create_task(connections.post(lost.url, b"{}")) for _ in range(3)]
-        stays = asyncio.create_task(connections.post(other.url, b"{}"))
+        calls = [asyncio.create_task(connections.send(lost.url, b"{}")) for _ in range(3)]
+        stays = asyncio.create_task(connections.send(other.url, b"{}"))
         for _ in range(4):
             await heard.acquire()
         connections.drop("http://[::1", "it never was")
@@ -328,7 +328,7 @@ async def test_what_is_still_connecting_is_cut_too():
 
     async with opened(shakes_no_hand, connect_timeout_s=10 * DEADLINE_S) as (lost, connections):
         url = lost.url.replace("http", "https")
-        calls = [asyncio.create_task(connections.post(url, b"{}")) for _ in range(2)]
+        calls = [asyncio.create_task(connections.send(url, b"{}")) for _ in range(2)]
         for _ in calls:
             await reached.acquire()
         connections.drop("https://127.0.0.1:1", "it was another one")
@@ -362,7 +362,7 @@ async def test_an_answer_without_end_is_read_up_to_the_bound(begin: bytes, more:
 
     async with opened(serve) as (service, connections):
         with pytest.raises(NoResponse, match="more than 100000 bytes"):
-            await connections.post(service.url, b"{}", 100_000)
+            await connections.send(service.url, b"{}", 100_000)
         await service.num_gone.acquire()
 
 
@@ -376,7 +376,7 @@ async def test_an_answer_that_comes_in_drops_is_not_waited_for():
 
     async with opened(serve, answer_timeout_s=0.1) as (service, connections):
         with pytest.raises(NoResponse, match=r"did not end within 0\.1 s"):
-            await connections.post(service.url, b"{}")
+            await connections.send(service.url, b"{}")
         await service.num_gone.acquire()
 
 
@@ -391,5 +391,5 @@ async def test_an_answer_that_has_come_in_parts_leaves_no_clock_behind():
     async with opened(serve, answer_timeout_s=0.3) as (service, connections):
         began = asyncio.get_running_loop().time()
         while asyncio.get_running_loop().time() < began + 0.5:
-            assert (await connections.post(service.url, b"{}")).content == b"hi"
+            assert (await connections.send(service.url, b"{}")).content == b"hi"
         assert service.num_connections == 1

@@ -41,8 +41,8 @@ class Answering:
     def __init__(self, answer: dict[str, Any]) -> None:
         self._content = to_json(answer)
 
-    async def post(
-        self, target: str, body: bytes, max_bytes: int, on_piece: None = None
+    async def send(
+        self, target: str, body: bytes, max_bytes: int, on_piece: None, method: bytes
     ) -> SimpleNamespace:
         assert len(self._content) <= max_bytes
         return SimpleNamespace(status=200, content=self._content, headers={})

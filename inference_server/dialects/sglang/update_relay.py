@@ -1,6 +1,6 @@
 """What a trainer broadcasts to this server for the whole fleet: put together here, and offered.
 
-See `headway.dialects.sglang.collect`.
+See `headway.dialects.sglang.relay`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
-from headway.contracts.errors import DataError, SyncError
+from headway.contracts.errors import ConfigError, DataError, SyncError
 from headway.contracts.http import paths
 from headway.contracts.types import PolicyVersion
-from headway.dialects.sglang.collect import (
+from headway.dialects.sglang.relay import (
     BODIES,
-    CollectRequest,
-    CollectResponse,
     KeptBack,
     OfferedVersion,
+    RelayRequest,
+    RelayResponse,
     Step,
 )
 from headway.dialects.sglang.types import (
@@ -51,18 +51,21 @@ from weight_sync.transports.process_group import WeightsSource
 router = APIRouter(route_class=JsonRoute)
 
 
-class CollectedUpdates:
+class UpdateRelay:
     """The updates that this server receives for its gateway; used on one event loop."""
 
-    def __init__(self, backend: GenerationBackend, gate: VersionGate, timeout_s: float) -> None:
+    def __init__(
+        self, backend: GenerationBackend, gate: VersionGate, timeout_s: float, has_peers: bool
+    ) -> None:
         self._backend = backend
+        self._has_peers = has_peers
         self._gate = gate
-        self._groups: GroupUpdates[CollectResponse] = GroupUpdates(
+        self._groups: GroupUpdates[RelayResponse] = GroupUpdates(
             backend, timeout_s, self._offer, self._rename
         )
         self._version = self._head = 0
 
-    async def take(self, order: CollectRequest) -> CollectResponse:
+    async def take(self, order: RelayRequest) -> RelayResponse:
         """Take one step.
 
         Raises:
@@ -76,22 +79,27 @@ class CollectedUpdates:
         self._version, self._head = order.version, order.head
         answer = await self._step(order.step, body)
         if isinstance(answer, KeptBack):
-            return CollectResponse(kept=answer)
-        return answer or CollectResponse()
+            return RelayResponse(kept=answer)
+        return answer or RelayResponse()
 
     async def aclose(self) -> None:
         """Leave all groups."""
         await self._groups.aclose()
 
-    async def _step(self, step: Step, body: SGLangBody) -> CollectResponse | KeptBack | None:
+    async def _step(self, step: Step, body: SGLangBody) -> RelayResponse | KeptBack | None:
         groups = self._groups
         match step:
             case "join":
+                if not self._has_peers:
+                    raise ConfigError(
+                        "weights.peers is false here, so the other servers could not read what is "
+                        "received; set it to true"
+                    )
                 await groups.join(address_of(cast("JoinGroupBody", body)))
                 return None
             case "leave":
                 dropped = await groups.leave(cast("LeaveGroupBody", body).group_name)
-                return CollectResponse(dropped=dropped)
+                return RelayResponse(dropped=dropped)
             case "begin":
                 await groups.begin()
                 return None
@@ -108,7 +116,7 @@ class CollectedUpdates:
 
     async def _offer(
         self, tensors: Mapping[str, torch.Tensor], options: UpdateOptions
-    ) -> CollectResponse:
+    ) -> RelayResponse:
         if self._gate.version != self._version:
             raise SyncError(
                 f"this server has version {self._gate.version} and the fleet {self._version}; send the "
@@ -121,10 +129,10 @@ class CollectedUpdates:
         shown = OfferedVersion(
             version=version, digest=offered.digest, label=options.label, aborts=options.aborts
         )
-        return CollectResponse(offered=shown)
+        return RelayResponse(offered=shown)
 
-    async def _rename(self, label: str) -> CollectResponse:
-        return CollectResponse(renamed=label)
+    async def _rename(self, label: str) -> RelayResponse:
+        return RelayResponse(renamed=label)
 
 
 def _whole(
@@ -142,7 +150,7 @@ def _whole(
     return StagedWeights(version, manifest.digest, tensors, manifest.tensors)
 
 
-@router.post(paths.WEIGHTS_COLLECT)
-async def collect(body: CollectRequest, request: Request) -> CollectResponse:
-    updates: CollectedUpdates = request.app.state.collected_updates
+@router.post(paths.WEIGHTS_RELAY)
+async def relay(body: RelayRequest, request: Request) -> RelayResponse:
+    updates: UpdateRelay = request.app.state.update_relay
     return await updates.take(body)

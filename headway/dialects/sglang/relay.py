@@ -35,8 +35,8 @@ BODIES: Mapping[Step, type[SGLangBody]] = {
 }
 
 
-class CollectRequest(Config):
-    """`POST /v1/weights/collect`."""
+class RelayRequest(Config):
+    """`POST /v1/weights/relay`."""
 
     step: Step
     """`complete` offers the buckets that are there, as they are."""
@@ -77,7 +77,7 @@ class KeptBack(Config):
         return f"{kept}; {self.num_missing} parameters are missing, such as {self.missing[0]}."
 
 
-class CollectResponse(Config):
+class RelayResponse(Config):
     """What a step led to: at most one of these."""
 
     offered: OfferedVersion | None = None

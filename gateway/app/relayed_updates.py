@@ -12,16 +12,16 @@ from gateway.app.foreign_weights import ForeignWeights
 from gateway.fleet.member import Member
 from gateway.publishing.updates import WeightUpdates
 from headway.contracts.errors import BackendError, Conflict, NotFound, SyncError
-from headway.contracts.http.paths import WEIGHTS_COLLECT
+from headway.contracts.http.paths import WEIGHTS_RELAY
 from headway.contracts.http.weights import held_root
 from headway.contracts.types import WeightUpdateMeta
-from headway.dialects.sglang.collect import CollectRequest, CollectResponse, Step
+from headway.dialects.sglang.relay import RelayRequest, RelayResponse, Step
 from headway.dialects.sglang.types import EmptyBody, SGLangBody
 
 NOTHING = EmptyBody()
 
 
-class CollectedWeights:
+class RelayedUpdates:
     """The server that takes part in the groups, and what became of each step; used on one event loop."""
 
     def __init__(
@@ -40,7 +40,7 @@ class CollectedWeights:
         self.is_under_way = False
         """True in a session, and while the server keeps back what the fleet is to serve."""
 
-    async def join(self, body: SGLangBody) -> CollectResponse:
+    async def join(self, body: SGLangBody) -> RelayResponse:
         """Let a server join a group: the one that is in the others, if there are any.
 
         Raises:
@@ -52,7 +52,7 @@ class CollectedWeights:
             self._server = self._pick()
         return await self.take("join", body)
 
-    async def take(self, step: Step, body: SGLangBody = NOTHING) -> CollectResponse:
+    async def take(self, step: Step, body: SGLangBody = NOTHING) -> RelayResponse:
         """Take a step of an update, and publish the update if it is complete then.
 
         Raises:
@@ -60,27 +60,16 @@ class CollectedWeights:
             SyncError: the one that was is gone.
             ServiceError: it failed; nothing changed.
         """
-        server = self._present()
-        if self._fleet.weights.status().pinned is not None:
-            raise Conflict(
-                "a version is pinned, and nobody would hold this one; release the pin first"
-            )
-        order = CollectRequest(
+        server = self._server
+        if server is None:
+            raise NotFound("no server is in a group; call init_weights_update_group first")
+        order = RelayRequest(
             step=step,
             body=body.model_dump(mode="json", exclude_unset=True),
             version=self._fleet.version,
             head=self._fleet.head,
         )
-        try:
-            content = await self._fleet.members.order(
-                server, WEIGHTS_COLLECT, order, self._timeout_s
-            )
-        except BackendError as error:
-            self._present()
-            raise SyncError(
-                f"server {server.name}, which takes part in the group: {error}"
-            ) from error
-        answer = CollectResponse.from_response(content)
+        answer = await self._told(server, order)
         offered = answer.offered
         if step == "begin" or answer.kept is not None:
             self.is_under_way = True
@@ -103,17 +92,24 @@ class CollectedWeights:
         if self.is_under_way:
             await self.take("complete")
 
-    def _present(self) -> Member:
-        server = self._server
-        if server is None:
-            raise NotFound("no server is in a group; call init_weights_update_group first")
-        if server.state == "lost":
+    async def _told(self, server: Member, order: RelayRequest) -> RelayResponse:
+        try:
+            if server.state == "lost":
+                raise BackendError(server.reason)
+            return await self._fleet.members.ask(
+                server, WEIGHTS_RELAY, order, RelayResponse, self._timeout_s
+            )
+        except BackendError as error:
+            if server.state != "lost":
+                raise SyncError(
+                    f"server {server.name}, which takes part in the group: {error}"
+                ) from error
             self._server, self.is_under_way = None, False
             raise SyncError(
-                f"server {server.name}, which took part in the group, is gone, and what it received with "
-                "it; nothing changed. Call init_weights_update_group again, and send the update again"
-            )
-        return server
+                f"server {server.name}, which took part in the group, is gone ({error}), and what it "
+                "received with it; nothing changed. Call init_weights_update_group again, and send the "
+                "update again"
+            ) from error
 
     def _pick(self) -> Member:
         ready = self._fleet.members.ready()
