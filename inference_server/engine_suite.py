@@ -20,6 +20,7 @@ from inference_server.backends.base import GenerationBackend
 from inference_server.backends.sglang.backend import SGLangBackend
 from inference_server.backends.vllm.backend import VLLMBackend
 from inference_server.testing import GenerationBackendContract
+from weight_sync.model_dir import MAKING_MODELS
 
 FACTOR = 0.9
 """Of the weights of a version that samples differently."""
@@ -94,7 +95,8 @@ class TestEngine(GenerationBackendContract):
 
 def load_scaled(folder: Path, factor: float) -> tuple[torch.nn.Module, torch.dtype]:
     """Return a model's weights times a factor, in float32, and the type that they are stored in."""
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
+    with MAKING_MODELS:
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
     stored: torch.dtype = model.dtype
     with torch.no_grad():
         for parameter in model.parameters():

@@ -59,6 +59,16 @@ def the_process_group_of_a_file_goes_with_it() -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def transformers_is_whole_after_a_file() -> Iterator[None]:
+    """What it replaces in its classes while it makes a model is back: else no later model is whole."""
+    yield
+    module = sys.modules.get("transformers.modeling_utils")
+    assert module is None or module.PreTrainedModel.tie_weights.__name__ == "tie_weights", (
+        "two threads of a test made models at once without MAKING_MODELS (`weight_sync/model_dir.py`)"
+    )
+
+
 def _registries() -> list[Registry]:
     from gateway.filters.base import FILTERS
     from gateway.rewards.base import REWARDS

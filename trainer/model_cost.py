@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headway.contracts.config.model import TrainedModelConfig
 from weight_sync.checkpoint import expert_counts
+from weight_sync.model_dir import MAKING_MODELS
 
 PEAK_TFLOPS = {
     "GB200": 2500.0,
@@ -68,7 +69,7 @@ def model_cost(config: TrainedModelConfig) -> ModelCost | None:
     text = whole.get_text_config()
     if expert_counts(config.path) is not None:
         return None
-    with torch.device("meta"):
+    with MAKING_MODELS, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(whole)
     head = model.get_output_embeddings().weight
     tables = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)} - {

@@ -32,6 +32,7 @@ from trainer.batching.sequences import SequenceBatch, shift_left
 from trainer.topology import Topology
 from weight_sync.channel import WeightPublisher
 from weight_sync.deadline import Deadline
+from weight_sync.model_dir import MAKING_MODELS
 from weight_sync.receiver import make_receiver
 from weight_sync.testing import VOCAB_SIZE, save_tiny_model
 from weight_sync.transports.disk import make_local_publisher
@@ -137,7 +138,9 @@ class TrainEngineContract:
 
     def reference(self, path: Path | None = None) -> Any:
         """Return the same model as transformers loads it."""
-        return AutoModelForCausalLM.from_pretrained(path or self.model_path, local_files_only=True)
+        folder = path or self.model_path
+        with MAKING_MODELS:
+            return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
 
     def slow_logprobs(self, model: Any, batch: SequenceBatch) -> Tensor:
         """[T] log-probability of the labels, one sequence at a time."""

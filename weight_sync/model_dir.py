@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,10 @@ MAX_PACKED = 16
 """Elements of a model in one of its weights' files, at most: some formats pack them."""
 SLACK_ELEMENTS = 1 << 24
 """Most elements of a model that its files do not contain: heads that are new, for example."""
+MAKING_MODELS = threading.RLock()
+"""Held by a thread while it makes a model. Meanwhile, transformers replaces functions of its classes, for
+example the one that ties embeddings. If two threads do so at once, one puts back what the other had put
+there: from then on, the process makes no whole models."""
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 transformers_logging.disable_progress_bar()  # logs are lines; a bar rewrites them
@@ -53,7 +58,7 @@ def model_without_weights(config: ModelConfig) -> Any:
         ConfigError: the directory is missing, or describes no such model.
     """
     unread = config.model_copy(update={"init_from_scratch": True})
-    with torch.random.fork_rng([]), parameters_on_meta():
+    with MAKING_MODELS, torch.random.fork_rng([]), parameters_on_meta():
         model, _ = read_model(unread, AutoModelForCausalLM)
     if (Path(config.path) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(
@@ -81,11 +86,11 @@ def read_model(config: ModelConfig, kind: Any, **settings: Any) -> tuple[Any, se
     }
     try:
         if config.init_from_scratch:
-            torch.manual_seed(config.seed)
             found = AutoConfig.from_pretrained(folder, **_LOCAL, **settings)
-            with _limited(MAX_ELEMENTS):
+            with MAKING_MODELS, _limited(MAX_ELEMENTS):
+                torch.manual_seed(config.seed)
                 return kind.from_config(found, **options, trust_remote_code=False), set()
-        with _limited(_most_elements(config.path)):
+        with MAKING_MODELS, _limited(_most_elements(config.path)):
             model, report = kind.from_pretrained(
                 folder, **options, **_LOCAL, **settings, output_loading_info=True
             )

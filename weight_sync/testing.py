@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from weight_sync.checkpoint_names import CheckpointNames
+from weight_sync.model_dir import MAKING_MODELS
 
 VOCAB_SIZE = 61
 """Tokens of the model; 0 begins a sequence and 1 ends it."""
@@ -38,6 +39,7 @@ def save_tiny_model(folder: Path, seed: int = 0) -> Path:
 
 def other_weights(folder: Path, factor: float) -> Iterator[tuple[str, Tensor]]:
     """Yield a model directory's weights times `factor`, for a version that samples differently."""
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    with MAKING_MODELS:
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     for name, weight in CheckpointNames(model).split(model.named_parameters()):
         yield name, weight.detach() * factor

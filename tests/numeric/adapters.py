@@ -40,7 +40,6 @@ def merged_reference(model_dir: Path, adapter: Path | None) -> nn.Module:
 def merged(model: nn.Module, adapter: Path | None) -> nn.Module:
     """Likewise, of a model that is at hand; it is changed."""
     model = model.double()
-    model.tie_weights()  # `peft` warns of embeddings that are two tensors
     if adapter is not None:
         with _deprecations_of_peft():
             model = PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False)

@@ -23,6 +23,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from weight_sync.model_dir import MAKING_MODELS
+
 VOCAB_SIZE = 61
 EOS = 1
 CONTEXT = 256
@@ -116,7 +118,8 @@ def write_char_tokenizer(folder: Path) -> None:
 
 def load_reference(folder: Path) -> torch.nn.Module:
     """The model as transformers loads it, in evaluation mode."""
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    with MAKING_MODELS:
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
     if hasattr(model.config, "num_experts_per_tok"):
         model.set_experts_implementation("eager")  # an expert at a time, in any type
     return model

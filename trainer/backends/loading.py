@@ -20,7 +20,13 @@ from headway.contracts.config.model import TrainedModelConfig
 from headway.contracts.errors import ConfigError
 from trainer.backends.stored_weights import find_weights, list_tensors
 from trainer.topology import Topology
-from weight_sync.model_dir import load_model, model_without_weights, parameters_on_meta, read_model
+from weight_sync.model_dir import (
+    MAKING_MODELS,
+    load_model,
+    model_without_weights,
+    parameters_on_meta,
+    read_model,
+)
 
 SCORE = "score"
 """The head of a sequence classification model; with one label, its weight is [1, H]."""
@@ -63,7 +69,7 @@ def build_without_parameters(config: TrainedModelConfig) -> Any:
     if config.head == "lm":
         return model_without_weights(config)
     unread = config.model_copy(update={"init_from_scratch": True})
-    with torch.random.fork_rng([]), parameters_on_meta():
+    with MAKING_MODELS, torch.random.fork_rng([]), parameters_on_meta():
         model, _ = read_model(unread, AutoModelForSequenceClassification, num_labels=1)
         _score(model)
     return model
