@@ -19,7 +19,7 @@ from gateway.publishing.orders import WeightOrders, group_ranks
 from gateway.versions.publication_state import PublicationState
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.config.server import UpdatePolicy
-from headway.contracts.errors import ServiceError, SyncError
+from headway.contracts.errors import Draining, ServiceError, SyncError
 from headway.contracts.http.weights import GroupRankBody, WeightRecord, is_group
 from headway.contracts.types import PolicyVersion
 from headway.runtime.clock import monotonic
@@ -74,7 +74,7 @@ class QuorumStaging:
         """
         await self._members.until_back(self._state.num_expected)
         deadline = monotonic() + self._config.update_timeout_s
-        members = await self._announce(change, deadline)
+        announced = members = await self._announce(change, deadline)
         quorum = self._quorum_of(members)
         refusals: dict[Member, ServiceError] = {}
         while True:
@@ -92,13 +92,16 @@ class QuorumStaging:
             if monotonic() > deadline or not change.in_group:
                 raise self._failure(votes, refusals)
             if is_nobody_here:
-                members = await self._announce(change, deadline)
+                announced = members = await self._announce(change, deadline)
                 quorum = self._quorum_of(members)
                 continue
-            # A group ends for all when one leaves it: those who only say so are asked again.
-            leaving = [member for member in members if member.is_leaving]
-            out = leaving or votes.refusals
-            members = [member for member in members if member not in out]
+            # A group ends for all when one leaves it: those who only say so are asked again, also if they
+            # were heard before the one that left.
+            staying = [member for member in announced if not votes.has_left(member)]
+            if len(staying) < len(announced):
+                announced = members = staying
+            else:
+                members = [member for member in members if member not in votes.refusals]
             if len(members) < quorum or not votes.refusals:
                 raise self._failure(votes, refusals)
             for member in members:
@@ -210,6 +213,10 @@ class _Votes:
         self.refusals: dict[Member, ServiceError] = {}
         self._members = members
         self._quorum = quorum
+
+    def has_left(self, member: Member) -> bool:
+        """Return whether it is gone, or shuts down."""
+        return member.is_leaving or isinstance(self.refusals.get(member), Draining)
 
     @property
     def is_lost(self) -> bool:

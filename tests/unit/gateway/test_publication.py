@@ -10,7 +10,7 @@ import pytest
 from gateway.ledger.sqlite import SqliteLedger
 from gateway.publishing import orders
 from gateway.versions.publication_state import PublicationState
-from headway.contracts.errors import BackendError, StaleVersion, SyncError
+from headway.contracts.errors import BackendError, Draining, StaleVersion, SyncError
 from headway.contracts.http.paths import WEIGHTS_COMMIT, WEIGHTS_PREPARE
 from headway.contracts.types import WeightUpdateMeta
 from tests.unit.gateway.weight_server import DEADLINE_S, Gateway, WeightServer, opened_gateway
@@ -391,6 +391,27 @@ async def test_who_only_says_that_another_left_the_group_is_asked_again():
         servers[1].on_prepare = hears_of_it
         assert await gateway.fleet.weights.update_weights(meta(1, "gloo://trainer:1/")) == 1
         assert [len(server.prepares) for server in servers] == [1, 2, 2]
+        assert (servers[1].version, servers[2].version) == (1, 1)
+
+
+async def test_who_hears_of_it_before_the_gateway_does_is_asked_again():
+    servers = servers_of(3)
+    servers[0].waits_for_others_in_a_group_of(4)
+    wait = servers[0].on_prepare
+
+    async def leaves(order) -> None:
+        await wait(order)
+        raise Draining("this server shuts down")
+
+    async def hears_of_it(order) -> None:
+        if order.group_rank.world_size == 4:
+            raise SyncError("rank 1 left")
+
+    servers[0].on_prepare, servers[1].on_prepare = leaves, hears_of_it
+    async with opened_gateway(*servers) as gateway:
+        assert await gateway.fleet.weights.update_weights(meta(1, "gloo://trainer:1/")) == 1
+        asked = [[order.group_rank.world_size for order in one.prepares] for one in servers]
+        assert asked == [[4, 3], [4, 3], [4, 3, 3]]
         assert (servers[1].version, servers[2].version) == (1, 1)
 
 
