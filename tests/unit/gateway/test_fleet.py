@@ -82,8 +82,9 @@ class Server:
             raise
 
     async def answer(self, req: LLMRequest) -> web.Response:
+        is_stuck = self.is_stuck  # at its arrival: a test may change it once it sees the request
         await asyncio.sleep(self.latency_s)
-        if self.is_stuck:
+        if is_stuck:
             await self._abort.wait()
             response = make_response(req, [5, 6]).model_copy(update={"stop_reason": "interrupt"})
             return web.Response(text=response.model_dump_json())
