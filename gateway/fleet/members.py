@@ -30,8 +30,12 @@ from headway.contracts.http.servers import ServerReport, ServerStatus
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
 from headway.runtime.clock import monotonic
 from headway.runtime.connections import Connections, NoResponse
-from headway.runtime.secret import authorization
-from headway.runtime.server_calls import InvalidGeneration, post_generate, send_order
+from headway.runtime.server_calls import (
+    InvalidGeneration,
+    generation_headers,
+    post_generate,
+    send_order,
+)
 from headway.runtime.tasks import Signal, cancel_and_wait
 from headway.runtime.tls import client_context
 from headway.text.vocabulary import ANY, Vocabulary
@@ -82,7 +86,7 @@ class Members:
         self._opened_at = monotonic()
         self._connections = Connections(
             client_context(),
-            authorization(self._token),
+            generation_headers(self._token),
             MAX_CONNECTIONS,
             CONNECT_TIMEOUT_S,
             CLIENT_KEEP_ALIVE_S,

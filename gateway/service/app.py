@@ -13,6 +13,12 @@ from gateway.consumers.consumers import Publisher
 from gateway.service.routes import rollouts, service_of, status_of
 from gateway.service.service import RolloutService
 from headway import __version__
+from headway.contracts.generation_codec import (
+    MANY_VALUES,
+    MEDIA_TYPE,
+    encode_response,
+    num_values,
+)
 from headway.contracts.http import paths
 from headway.contracts.http.consumers import (
     ConsumerRequest,
@@ -35,6 +41,7 @@ from headway.runtime.disconnect import unless_disconnected
 from headway.runtime.http_service import create_service
 from headway.runtime.json_route import JsonRoute
 from headway.runtime.metrics import METRICS_TYPE, render_metrics
+from headway.runtime.offload import offload
 from headway.runtime.stalls import StallWatch
 
 log = logging.getLogger(__name__)
@@ -85,9 +92,15 @@ def create_app(
 common = APIRouter(route_class=JsonRoute)
 
 
-@common.post(paths.GENERATE, response_model=LLMResponse)
+@common.post(
+    paths.GENERATE, response_model=LLMResponse, responses={200: {"content": {MEDIA_TYPE: {}}}}
+)
 async def generate(body: LLMRequest, request: Request) -> Response:
     response = await unless_disconnected(request, service_of(request).generator.agenerate(body))
+    size = num_values(response)
+    if size > MANY_VALUES and MEDIA_TYPE in request.headers.get("accept", ""):
+        content = await offload(size, encode_response, response)
+        return Response(content, media_type=MEDIA_TYPE)
     return Response(response.model_dump_json(), media_type="application/json")
 
 

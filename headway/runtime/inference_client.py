@@ -72,8 +72,7 @@ from headway.contracts.types import (
 )
 from headway.runtime.connections import Connections
 from headway.runtime.scores import chunks_of, settle_score
-from headway.runtime.secret import authorization
-from headway.runtime.server_calls import post_generate
+from headway.runtime.server_calls import generation_headers, post_generate
 from headway.runtime.service_calls import CONNECT_S, KEEP_ALIVE_S, ServiceCalls
 from headway.runtime.tls import client_context
 
@@ -114,7 +113,7 @@ class RemoteInferenceEngine:
         if self._connections is None:
             self._connections = Connections(
                 client_context(),
-                authorization(self._token),
+                generation_headers(self._token),
                 MAX_CONNECTIONS,
                 CONNECT_S,
                 KEEP_ALIVE_S,

@@ -10,11 +10,14 @@ from pydantic_core import to_json
 
 from headway.contracts.engines import OnDelta
 from headway.contracts.errors import BackendError, ErrorBody, NotFound, ServiceError
+from headway.contracts.generation_codec import MEDIA_TYPE, decode_response
 from headway.contracts.http import paths
 from headway.contracts.routed_experts import MAX_EXPERT_BYTES
 from headway.contracts.sampling_mask import MAX_MASK_TOKENS, SamplingMask
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse, PolicyVersion
-from headway.runtime.connections import MAX_RESPONSE_BYTES, Connections, OnPiece
+from headway.runtime.connections import MAX_RESPONSE_BYTES, Connections, HttpResponse, OnPiece
+from headway.runtime.offload import offload
+from headway.runtime.secret import authorization
 
 MAX_TOKEN_ID = 2**31
 MAX_MESSAGE = 4096
@@ -39,6 +42,14 @@ _KINDS: Mapping[int, type[ServiceError]] = {
 }
 """Error codes for answers without an `ErrorBody`: not of ours, or a path that this process does not
 serve."""
+
+
+_COLUMNS_TYPE = MEDIA_TYPE.encode()
+
+
+def generation_headers(token: str | None) -> dict[str, str]:
+    """Header fields of who asks for generations: large ones may come as columns."""
+    return {**authorization(token), "accept": f"application/json, {MEDIA_TYPE}"}
 
 
 class InvalidGeneration(ValueError):
@@ -75,14 +86,18 @@ async def post_generate(
     max_bytes = _most_bytes(req)
     if events is not None:
         max_bytes += req.gconfig.max_new_tokens * (DELTA_BYTES + req.top_logprobs * TOP_BYTES)
-    content = await _send(
+    answer = await _send(
         connections, target, body, timeout_s, max_bytes, None if events is None else events.feed
     )
-    if events is not None:
-        content = events.response(target)
     try:
-        response = _ServerResponse.from_response(content)
-    except ValidationError as error:
+        if events is not None:
+            response = _ServerResponse.from_response(events.response(target))
+        elif answer.headers.get(b"content-type") == _COLUMNS_TYPE:
+            content = answer.content
+            response = await offload(len(content), decode_response, content, _ServerResponse)
+        else:
+            response = _ServerResponse.from_response(answer.content)
+    except ValueError as error:
         told = f"{target} answered with no generation: {error}"
         raise BackendError(told[:MAX_MESSAGE]) from InvalidGeneration()
     problem = _problem(response, req, req.rid if rid is None else rid, vocab_size)
@@ -229,7 +244,8 @@ async def send_order(
         ServiceError: whatever the server raised.
     """
     content = b"" if body is None else to_json(body)
-    return await _send(connections, target, content, timeout_s, method=method.encode())
+    answer = await _send(connections, target, content, timeout_s, method=method.encode())
+    return answer.content
 
 
 async def _send(
@@ -240,7 +256,7 @@ async def _send(
     max_bytes: int = MAX_RESPONSE_BYTES,
     on_piece: OnPiece | None = None,
     method: bytes = b"POST",
-) -> bytes:
+) -> HttpResponse:
     call = connections.send(target, body, max_bytes, on_piece, method)
     try:
         answer = await (call if timeout_s is None else asyncio.wait_for(call, timeout_s))
@@ -251,7 +267,7 @@ async def _send(
     if answer.status >= 300:
         retry_after = answer.headers.get(b"retry-after", b"").decode("latin-1")
         raise _shortened(error_of(answer.status, answer.content, target, retry_after))
-    return answer.content
+    return answer
 
 
 def _shortened(error: ServiceError) -> ServiceError:
