@@ -22,6 +22,7 @@ from gateway.fleet.registry.base import ServerRegistry
 from gateway.fleet.registry.memory import MemoryRegistry
 from gateway.fleet.response_validator import ResponseValidator
 from gateway.fleet.scale import Scaler
+from gateway.fleet.shared_aborts import SharedAborts
 from gateway.publishing.membership_sync import INTERVAL_S, MembershipSync
 from gateway.publishing.publication import Publications
 from gateway.versions.publication_state import PublicationState
@@ -76,17 +77,19 @@ class Fleet:
         """The table of servers."""
         self.weights = Publications(config, members, state, metrics, place)
         """Versions that serve, are published, pinned and reserved."""
+        self.pause = FleetPause(members, state.notes)
+        self.aborts = SharedAborts(state.notes)
         self._roll_call = MembershipSync(
             registry or MemoryRegistry(),
             members,
             self.weights,
+            (self.pause.follow, self.aborts.follow),
             config.lease_s,
             state.notes.is_shared,
         )
         self._dispatch = Dispatcher(
             config, members, state, self.weights.has, self.weights.adapters.check, ends
         )
-        self.pause = FleetPause(members)
         self._scaler = Scaler(config, metrics)
         # What `Generator` asks for is the parts' own.
         self.agenerate = self._dispatch.agenerate
@@ -102,6 +105,7 @@ class Fleet:
             StateError: the registry or the ledger cannot be reached.
         """
         await self.weights.start()
+        await self.pause.follow()
         await self.members.start()
         await self._roll_call.start()
 

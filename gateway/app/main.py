@@ -106,6 +106,7 @@ def _open_dialects(app: FastAPI, config: GatewayConfig, service: RolloutService)
         fleet, weights, service.updates, config.fleet.update_timeout_s
     )
     ids = app.state.request_ids = RequestIds(served)
+    fleet.aborts.end = lambda rid: [served.end(each) for each in ids.sequences(rid)]
     app.state.sglang = SGLangDialect(
         served, ids, weights.label, config.tokenizer, config.served_model_name
     )

@@ -88,9 +88,16 @@ class ServedFleet:
             del self._aborts[req.rid]
 
     async def abort(self, rid: str | None) -> None:
-        for each in [rid] if rid is not None else list(self._aborts):
+        if not self.end(rid):
+            await self._fleet.aborts.ask(rid)
+
+    def end(self, rid: str | None) -> bool:
+        """End a request of this gateway, or all; false if another one may have it, too."""
+        ended = list(self._aborts) if rid is None else [rid]
+        for each in ended:
             if each in self._aborts:
                 self._aborts[each].set()
+        return rid in self._aborts
 
     async def pause(self, mode: PauseMode) -> None:
         if mode == "abort":

@@ -1,4 +1,7 @@
-"""A pause of the whole fleet: servers that join it meanwhile are paused, too."""
+"""A pause of the whole fleet: servers that join it meanwhile are paused, too.
+
+It is a note in the ledger: it holds for all gateways that share it, and for those that start later.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ import logging
 import math
 from collections.abc import Iterable
 
+from pydantic import TypeAdapter
+
 from gateway.fleet.member import Member
 from gateway.fleet.members import Members
+from gateway.ledger.base import KeyValueStore
 from headway.contracts.config.base import Config
 from headway.contracts.errors import BackendError, ServiceError
 from headway.contracts.http.generation import GenerationPauseRequest, PauseMode
@@ -17,18 +23,22 @@ from headway.contracts.http.paths import GENERATION_PAUSE, GENERATION_RESUME
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 30.0
+NOTE = "pause"
+_NOTE: TypeAdapter[PauseMode | None] = TypeAdapter(PauseMode | None)
 
 
 class FleetPause:
     """Pauses and resumes the servers; who was not reached is told again when it reports."""
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: Members, notes: KeyValueStore) -> None:
         self._members = members
+        self._notes = notes
         self._mode: PauseMode | None = None
         self._paused: dict[Member, float] = {}
         """Servers that were paused, and how long they had been up then."""
+        self._setting = asyncio.Lock()
         self._lock = asyncio.Lock()
-        self._reviews: dict[Member, asyncio.Task[list[str]]] = {}
+        self._reviews: dict[Member, asyncio.Task[None]] = {}
 
     @property
     def is_on(self) -> bool:
@@ -39,8 +49,9 @@ class FleetPause:
 
         Raises:
             BackendError: one was not reached; it is told again when it reports.
+            StateError: the ledger cannot be reached.
         """
-        self._mode = mode
+        await self._set(mode)
         await self._tell_all(self._members.present())
 
     async def end(self) -> None:
@@ -49,15 +60,40 @@ class FleetPause:
         Raises:
             BackendError: as `begin`.
         """
-        self._mode = None
+        await self._set(None)
         await self._tell_all(self._paused)
+
+    async def follow(self) -> None:
+        """Learn what a former process or another gateway has paused, and do it here.
+
+        Raises:
+            StateError: the ledger cannot be reached.
+        """
+        async with self._setting:
+            text = await self._notes.get_value(NOTE)
+            mode = None if text is None else _NOTE.validate_json(text)
+            has_changed, self._mode = mode != self._mode, mode
+        if has_changed:
+            for member in self._members.present():
+                self.review(member)
+
+    async def _set(self, mode: PauseMode | None) -> None:
+        async with self._setting:
+            await self._notes.set_value(NOTE, _NOTE.dump_json(mode).decode())
+            self._mode = mode
 
     def review(self, member: Member) -> None:
         """It reported: see that it does what all do."""
         if member not in self._reviews and self._is_paused(member) != self.is_on:
-            task = asyncio.create_task(self._settle([member]), name=f"pause {member.name}")
+            task = asyncio.create_task(self._bring(member), name=f"pause {member.name}")
             self._reviews[member] = task
             task.add_done_callback(lambda _: self._reviews.pop(member))
+
+    async def _bring(self, member: Member) -> None:
+        """Tell it until it does what all do; if it cannot be told, until it reports again."""
+        while member.state != "lost" and self._is_paused(member) != self.is_on:
+            if await self._settle([member]):
+                return
 
     def _is_paused(self, member: Member) -> bool:
         """Return whether it was paused and was not started again since then."""

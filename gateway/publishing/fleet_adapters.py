@@ -14,6 +14,7 @@ from urllib.parse import quote
 from gateway.fleet.member import Member
 from gateway.fleet.members import Members
 from gateway.versions.adapter_state import AdapterRecord, AdapterState
+from gateway.versions.shared_lock import SharedLock
 from headway.contracts.adapters import next_adapter_version, not_loaded
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.errors import Conflict, ServiceError, SyncError
@@ -27,15 +28,16 @@ log = logging.getLogger(__name__)
 class FleetAdapters:
     """`AdapterHost` over the servers; used on one event loop."""
 
-    def __init__(self, config: FleetConfig, members: Members, state: AdapterState) -> None:
-        """
-        Args:
-            state: refreshed.
+    def __init__(
+        self, config: FleetConfig, members: Members, state: AdapterState, lock: SharedLock
+    ) -> None:
+        """Args:
+        state: refreshed.
         """
         self._timeout_s = config.update_timeout_s
         self._members = members
         self._state = state
-        self._lock = asyncio.Lock()
+        self._lock = lock
 
     @property
     def versions(self) -> Mapping[str, PolicyVersion]:
@@ -60,7 +62,7 @@ class FleetAdapters:
         self, name: str, path: str, version: PolicyVersion | None = None
     ) -> PolicyVersion:
         """See `AdapterHost`; every server reads the directory itself."""
-        async with self._lock:
+        async with self._lock.held():
             await self._state.refresh()
             before = self._state.records.get(name)
             version = next_adapter_version(name, 0 if before is None else before.version, version)
@@ -82,7 +84,7 @@ class FleetAdapters:
 
     async def unload(self, name: str) -> None:
         """See `AdapterHost`."""
-        async with self._lock:
+        async with self._lock.held():
             await self._state.refresh()
             self.check(name)
             await self._state.remove(name)
@@ -90,17 +92,18 @@ class FleetAdapters:
             await asyncio.gather(*(self._undo(one, name, None) for one in holders))
 
     async def refresh(self) -> None:
-        """Read what other gateways loaded.
+        """Read what other gateways loaded, and whether one is loading.
 
         Raises:
             StateError: the ledger cannot be reached.
         """
+        await self._lock.look()
         await self._state.refresh()
 
     @property
     def is_changing(self) -> bool:
-        """Servers are loading or unloading one right now."""
-        return self._lock.locked()
+        """Servers are loading or unloading one right now, by whichever gateway."""
+        return self._lock.is_held
 
     def is_current(self, member: Member) -> bool:
         """True if it holds these adapters and no others."""

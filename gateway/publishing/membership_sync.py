@@ -1,5 +1,5 @@
-"""Exchange between gateways: servers that reported to them, servers to drain, and what was
-published.
+"""Exchange between gateways: servers that reported to them, servers to drain, what was published,
+pauses and aborts.
 
 Every `INTERVAL_S` a gateway announces the reports that it was given, reads those of the others, and
 then checks the servers that reported since: against the newest publication state, so that none is
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections.abc import Awaitable, Callable, Sequence
 
 from gateway.fleet.member import Member
 from gateway.fleet.members import Members
@@ -33,16 +34,19 @@ class MembershipSync:
         registry: ServerRegistry,
         members: Members,
         publications: Publications,
+        followed: Sequence[Callable[[], Awaitable[None]]],
         lease_s: float,
         has_others: bool,
     ) -> None:
         """Args:
+        followed: learn what else other gateways did, with each sync.
         has_others: other gateways may publish too: servers that report here are checked with the
             next sync.
         """
         self._registry = registry
         self._members = members
         self._publications = publications
+        self._followed = (publications.follow, *followed)
         self._lease_s = lease_s
         self._has_others = has_others
         self._gateway = uuid.uuid4().hex
@@ -97,7 +101,9 @@ class MembershipSync:
                 self._heard = heard | self._heard
                 raise
             shared_reports = await self._registry.members()
-            await self._publications.follow()
+            if self._has_others:
+                for follow in self._followed:
+                    await follow()
             for shared in shared_reports:
                 member = self._take(shared)
                 if member is not None:

@@ -30,8 +30,8 @@ from gateway.publishing.orders import WeightOrders
 from gateway.publishing.reservation import Reservation
 from gateway.publishing.staging import QuorumStaging, StagedChange, VersionChange
 from gateway.versions.adapter_state import AdapterState
-from gateway.versions.publication_lock import PublicationLock
 from gateway.versions.publication_state import PublicationState
+from gateway.versions.shared_lock import ADAPTERS, SharedLock
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.config.server import UpdatePolicy
 from headway.contracts.errors import Conflict, ServiceError, StaleVersion
@@ -60,7 +60,11 @@ class Publications:
         metrics: CollectorRegistry,
         place: str = "",
     ) -> None:
-        self.adapters = FleetAdapters(config, members, AdapterState(state.notes))
+        self._lock = SharedLock(state.notes, config.lease_s, place)
+        self._adapter_lock = SharedLock(state.notes, config.lease_s, place, ADAPTERS)
+        self.adapters = FleetAdapters(
+            config, members, AdapterState(state.notes), self._adapter_lock
+        )
         """Adapters that all servers hold."""
         self.updates_in_flight = 0
         self._is_rolling = config.commit_order == "rolling"
@@ -70,7 +74,6 @@ class Publications:
         self._staging = QuorumStaging(config, members, state, self._orders)
         self._reservation = Reservation(members, state)
         self._catch_up = CatchUp(members, state, self._orders, self._reservation, self.adapters)
-        self._lock = PublicationLock(state.notes, config.lease_s, place)
         self._publishing: PolicyVersion | None = None
         self._is_committing = False
         self._metrics = PublicationMetrics(metrics, self.status)
@@ -82,6 +85,7 @@ class Publications:
             StateError: the ledger cannot be reached.
         """
         await self._lock.inherit()
+        await self._adapter_lock.inherit()
         await self.adapters.refresh()
 
     def status(self) -> WeightStatus:
@@ -219,8 +223,6 @@ class Publications:
         A server that was not to swap to it takes no traffic from here on; the others are checked
         when that gateway has released the lock.
         """
-        if not self._state.notes.is_shared:
-            return
         await self._lock.look()
         await self.adapters.refresh()
         before, seats = self._state.committed, self._state.reserved_servers

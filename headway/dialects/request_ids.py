@@ -39,8 +39,12 @@ class RequestIds:
 
     async def abort(self, given: str | None) -> None:
         """End one request of a client, with all of its sequences, or all requests."""
-        for each in [None] if given is None else self._claimed.get(given, [given]):
+        for each in self.sequences(given):
             await self._model.abort(each)
+
+    def sequences(self, given: str | None) -> Sequence[str | None]:
+        """Return the ids of a client's request as the model has them; None is all requests."""
+        return [None] if given is None else self._claimed.get(given, [given])
 
 
 def request_ids(request: Request) -> RequestIds:

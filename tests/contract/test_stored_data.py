@@ -24,8 +24,8 @@ from gateway.consumers.consumers import Consumers
 from gateway.ledger.base import Ledger
 from gateway.ledger.make import make_ledger
 from gateway.sessions.session_directory import SessionDirectory
-from gateway.versions.publication_lock import PublicationLock
 from gateway.versions.publication_state import PublicationState
+from gateway.versions.shared_lock import SharedLock
 from headway.contracts.codec import decode_groups
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.recovery import RecoveryConfig
@@ -146,7 +146,7 @@ async def test_an_old_ledger_knows_what_was_published(address: str):
         assert (state.reserved.name, state.reserved_servers) == ("evaluator", ("server-2",))
         epoch = state.epoch
         assert await state.next_epoch() > epoch
-        async with asyncio.timeout(10.0), PublicationLock(ledger, 1.0).held():
+        async with asyncio.timeout(10.0), SharedLock(ledger, 1.0).held():
             pass
 
 

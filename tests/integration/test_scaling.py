@@ -13,9 +13,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from gateway.fleet.resume import generate_whole
@@ -304,6 +306,39 @@ def test_a_gateway_dies_and_another_ends_its_rollouts(
     audit = survivor.audit()
     assert (audit.lost, audit.duplicated, audit.counts.failed) == (0, 0, 0)
     assert audit.counts.delivered == audit.counts.submitted == 2 * len(names)
+
+
+def test_an_abort_and_a_pause_reach_the_gateway_that_has_the_request(
+    site: Callable[[str], Site], redis_address: str
+) -> None:
+    here = site(redis_address)
+    one, other = (here.start_gateway(name) for name in ("one", "other"))
+    here.start_server("s0", one, other)
+    for url in (one, other):
+        until_states(here.connect(url), "ready")
+    with ThreadPoolExecutor(1) as background, httpx.Client(timeout=LIMIT_S) as http:
+
+        def post(url: str, path: str, **body: Any) -> httpx.Response:
+            answer = http.post(url + path, json=body)
+            assert answer.status_code == 200, answer.text
+            return answer
+
+        def is_running() -> bool:
+            return here.connect(other).status().servers[0].running > 0
+
+        sampled = {"max_new_tokens": 5000, "ignore_eos": True}
+        asked = background.submit(
+            post, one, "/generate", rid="mine", input_ids=[3, 4], sampling_params=sampled
+        )
+        eventually(is_running, LIMIT_S, "the request runs")
+        post(other, "/pause_generation", mode="in_place")
+        eventually(lambda: http.get(one + "/health_generate").status_code == 503, LIMIT_S, "paused")
+        assert not asked.done()
+        post(one, "/continue_generation")
+        eventually(lambda: http.get(other + "/health_generate").is_success, LIMIT_S, "goes on")
+        post(other, "/abort_request", rid="mine")
+        meta = asked.result(LIMIT_S).json()["meta_info"]
+        assert meta["finish_reason"]["type"] == "abort" and meta["completion_tokens"] < 5000
 
 
 def submit_to_both(clients: list[RemoteInferenceEngine], requests: list[RolloutRequest]) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from aiohttp import web
 
 from gateway.app.fleet import Fleet
 from gateway.ledger.sqlite import SqliteLedger
+from gateway.publishing.fleet_adapters import FleetAdapters
+from gateway.versions import shared_lock
+from gateway.versions.adapter_state import AdapterState
 from gateway.versions.publication_state import PublicationState
+from gateway.versions.shared_lock import SharedLock
+from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.errors import DataError, StaleVersion, SyncError
 from headway.contracts.http import paths
 from headway.contracts.http.adapters import AdapterRequest, adapter_views
 from headway.contracts.types import LLMRequest
+from tests.unit.gateway.shared_notes import SharedNotes
 from tests.unit.gateway.test_fleet import Server, opened, report, states
 from tests.waiting import until
 
@@ -136,3 +144,35 @@ async def test_a_gateway_that_comes_back_knows_them(tmp_path) -> None:
         assert dict(fleet.weights.adapters.versions) == {"a": 1}
         await fleet.agenerate(REQUEST)
     await ledger.close()
+
+
+async def test_gateways_of_one_ledger_load_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared_lock, "LOOK_S", 0.01)
+    notes, server = SharedNotes(), AdapterServer()
+    async with opened(server) as one, opened(server) as other:
+        gateways = [
+            FleetAdapters(
+                FleetConfig(), fleet.members, AdapterState(notes), SharedLock(notes, 30.0, note="a")
+            )
+            for fleet in (one, other)
+        ]
+        loads = [each.load(name, f"/{name}") for name in ("a", "b", "a") for each in gateways]
+        versions = await asyncio.gather(*loads)
+        assert sorted(versions) == [1, 1, 2, 2, 3, 4], "each its own"
+        for each in gateways:
+            await each.refresh()
+            assert each.versions == server.adapters == {"a": 4, "b": 2}
+            assert not each.is_changing
+        loading = asyncio.create_task(gateways[0].load("c", "/c"))
+        await until(lambda: gateways[0].is_changing)
+        await until_refreshed(gateways[1], is_changing=True)
+        await loading
+        await until_refreshed(gateways[1], is_changing=False)
+
+
+async def until_refreshed(adapters: FleetAdapters, is_changing: bool) -> None:
+    async with asyncio.timeout(10.0):
+        while adapters.is_changing != is_changing:
+            await adapters.refresh()

@@ -13,6 +13,8 @@ from aiohttp import web
 from gateway.app import served_fleet
 from gateway.app.fleet import Fleet
 from gateway.app.served_fleet import ServedFleet
+from gateway.fleet.pause import FleetPause
+from gateway.fleet.shared_aborts import MAX_KEPT, SharedAborts
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.engines import OnDelta
@@ -22,6 +24,7 @@ from headway.contracts.http.generation import GenerationPauseRequest
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse
 from headway.dialects.error_shapes import InvalidField
 from headway.text.tokenizer import TextTokenizer
+from tests.unit.gateway.shared_notes import SharedNotes
 from tests.unit.gateway.test_fleet import Server, opened, report
 from tests.waiting import until
 
@@ -185,3 +188,44 @@ async def test_a_server_that_restarts_while_others_are_told_is_told_again(tokeni
         await pausing
         await until(lambda: first.told == ["in_place"] * 2)
         await model.resume()
+
+
+async def test_a_pause_is_that_of_every_gateway_and_outlives_them():
+    notes, server = SharedNotes(), PausingServer()
+    async with opened(server) as fleet, opened(server) as other:
+        first, second = FleetPause(fleet.members, notes), FleetPause(other.members, notes)
+        await first.begin("retract")
+        await second.follow()
+        assert second.is_on
+        await until(lambda: server.told == ["retract"] * 2)  # once by each
+        await second.end()
+        await first.follow()
+        assert not first.is_on
+        await until(lambda: server.told[2:] == ["resume"] * 2)
+        await first.begin("in_place")
+        third = FleetPause(other.members, notes)  # of a process that starts now
+        await third.follow()
+        assert third.is_on
+
+
+async def test_an_abort_is_heard_by_the_gateway_that_has_the_request():
+    notes, ended = SharedNotes(), []
+    one, other = SharedAborts(notes), SharedAborts(notes)
+    other.end = ended.append
+    await one.ask("of a former time")
+    await other.follow()
+    assert ended == [], "what was asked before it came is not its concern"
+    await asyncio.gather(one.ask("a"), one.ask("b"))
+    await one.ask(None)
+    await other.follow()
+    await other.follow()
+    assert ended == ["a", "b", None]
+    for number in range(MAX_KEPT + 5):
+        await one.ask(str(number))
+    ended.clear()
+    await other.follow()
+    assert ended == [str(number) for number in range(5, MAX_KEPT + 5)]
+    notes.is_shared = False
+    await one.ask("nobody else is there")
+    await other.follow()
+    assert len(ended) == MAX_KEPT

@@ -11,42 +11,16 @@ import pytest
 from gateway.app.fleet import Fleet
 from gateway.fleet.registry.memory import MemoryRegistry
 from gateway.publishing import membership_sync
-from gateway.versions import publication_lock
-from gateway.versions.publication_lock import PublicationLock
+from gateway.versions import shared_lock
 from gateway.versions.publication_state import PublicationState
+from gateway.versions.shared_lock import SharedLock
 from headway.contracts.config.gateway import FleetConfig
-from headway.contracts.errors import Fenced, StateError, SyncError
+from headway.contracts.errors import Fenced, SyncError
 from headway.contracts.http.weights import WeightRecord, WeightReservation
 from headway.contracts.types import WeightUpdateMeta
+from tests.unit.gateway.shared_notes import SharedNotes
 from tests.unit.gateway.weight_server import Gateway, WeightServer
 from tests.waiting import until
-
-
-class SharedNotes:
-    """Notes that others write, too."""
-
-    is_shared = True
-
-    def __init__(self) -> None:
-        self.notes: dict[str, str] = {}
-        self.is_away = False
-
-    async def get_value(self, key: str) -> str | None:
-        await asyncio.sleep(0)
-        self._check()
-        return self.notes.get(key)
-
-    async def compare_and_set(self, key: str, old: str | None, new: str) -> bool:
-        await asyncio.sleep(0)
-        self._check()
-        if self.notes.get(key) != old:
-            return False
-        self.notes[key] = new
-        return True
-
-    def _check(self) -> None:
-        if self.is_away:
-            raise StateError("away")
 
 
 class Store:
@@ -77,7 +51,7 @@ class Store:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     monkeypatch.setattr(membership_sync, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(publication_lock, "LOOK_S", 0.01)
+    monkeypatch.setattr(shared_lock, "LOOK_S", 0.01)
     return Store()
 
 
@@ -251,38 +225,38 @@ async def test_epochs_are_unique_over_gateways(store: Store):
 
 
 async def test_the_turn_is_one_s_only(store: Store):
-    turns = [PublicationLock(store.notes, 30.0) for _ in range(3)]
+    turns = [SharedLock(store.notes, 30.0) for _ in range(3)]
     holders = most = 0
 
-    async def work(publication_lock: PublicationLock) -> None:
+    async def work(shared_lock: SharedLock) -> None:
         nonlocal holders, most
-        async with publication_lock.held():
+        async with shared_lock.held():
             holders += 1
             most = max(most, holders)
             await asyncio.sleep(0.01)
             holders -= 1
 
-    await asyncio.gather(*(work(publication_lock) for publication_lock in turns for _ in range(3)))
+    await asyncio.gather(*(work(shared_lock) for shared_lock in turns for _ in range(3)))
     assert most == 1
 
 
 async def test_the_turn_of_a_former_process_at_the_same_place_is_not_waited_for(store: Store):
-    former, heir = (PublicationLock(store.notes, 30.0, "here") for _ in range(2))
+    former, heir = (SharedLock(store.notes, 30.0, "here") for _ in range(2))
     async with asyncio.timeout(10.0), former.held(), heir.held():
         await former.look()
         assert not former.is_elsewhere
-        other = PublicationLock(store.notes, 30.0, "there")
+        other = SharedLock(store.notes, 30.0, "there")
         await other.look()
         assert other.is_elsewhere
 
 
 async def test_who_starts_again_gives_back_the_turn_that_it_held(store: Store):
-    former, other = (PublicationLock(store.notes, 30.0, place) for place in ("here", "there"))
+    former, other = (SharedLock(store.notes, 30.0, place) for place in ("here", "there"))
     async with asyncio.timeout(10.0), former.held():
         await other.inherit()
         await other.look()
         assert other.is_elsewhere
-        await PublicationLock(store.notes, 30.0, "here").inherit()
+        await SharedLock(store.notes, 30.0, "here").inherit()
         async with other.held():
             pass
 

@@ -1,4 +1,4 @@
-"""One transaction at a time, over all gateways that share a ledger.
+"""A lock of all gateways that share a ledger: one of them at a time changes what servers hold.
 
 The holder of the lock changes a note again and again. One whose note has not changed for `lease_s`,
 by the clock of the waiting gateway, is dead; no clocks are compared. A holder that was only slow is
@@ -24,24 +24,36 @@ from headway.runtime.tasks import cancel_and_wait
 
 log = logging.getLogger(__name__)
 
-NOTE = "publication turn"
+PUBLICATIONS = "publication turn"
+ADAPTERS = "adapter turn"
 LOOK_S = 0.1
 NOBODY = ""
 
 
-class PublicationLock:
+class SharedLock:
     """A lock in a ledger; without others who write to it, a lock in this process."""
 
-    def __init__(self, notes: KeyValueStore, lease_s: float, place: str = "") -> None:
+    def __init__(
+        self, notes: KeyValueStore, lease_s: float, place: str = "", note: str = PUBLICATIONS
+    ) -> None:
+        """Args:
+        note: key of the lock in the ledger.
+        """
         self.is_elsewhere = False
         """Another gateway held it when this one last looked."""
         self._notes = notes
         self._lease_s = lease_s
         self._place = place
+        self._note = note
         self._name = new_owner(place)
         self._lock = asyncio.Lock()
         self._text: str | None = None
         self._changed_at = 0.0
+
+    @property
+    def is_held(self) -> bool:
+        """Someone held it when this gateway last looked."""
+        return self.is_elsewhere or self._lock.locked()
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
@@ -51,7 +63,7 @@ class PublicationLock:
                 yield
                 return
             await self._take()
-            beating = asyncio.create_task(self._beat(), name="hold the publication turn")
+            beating = asyncio.create_task(self._beat(), name=f"hold the {self._note}")
             try:
                 yield
             finally:
@@ -68,7 +80,7 @@ class PublicationLock:
 
     async def look(self) -> None:
         """See who holds it."""
-        text = await self._notes.get_value(NOTE)
+        text = await self._notes.get_value(self._note)
         if text != self._text:
             self._text, self._changed_at = text, monotonic()
         is_alive = monotonic() - self._changed_at < self._lease_s
@@ -95,7 +107,7 @@ class PublicationLock:
             await asyncio.sleep(self._lease_s / 4)
             with suppress(ServiceError):
                 if not await self._write(self._name):
-                    log.warning("another gateway has taken over the publication")
+                    log.warning("another gateway has taken over", extra={"lock": self._note})
                     return
 
     async def _give_back(self) -> None:
@@ -105,7 +117,7 @@ class PublicationLock:
 
     async def _write(self, holder: str) -> bool:
         text = json.dumps({"holder": holder, "beat": uuid.uuid4().hex})
-        if not await self._notes.compare_and_set(NOTE, self._text, text):
+        if not await self._notes.compare_and_set(self._note, self._text, text):
             return False
         self._text, self._changed_at = text, monotonic()
         return True
