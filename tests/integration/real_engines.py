@@ -28,16 +28,26 @@ ModelOf = Callable[[int], torch.nn.Module]
 
 
 def engine_python(engine: str) -> Path:
-    """Interpreter of the environment with an engine, `sglang` or `vllm`; it may not be there."""
-    default = Path.home() / ".cache" / "headway" / f"{engine}-cpu"
+    """Interpreter of the environment with an engine, `sglang` or `vllm`, or with `clients`; it may not be
+    there."""
+    default = Path.home() / ".cache" / "headway" / environment_name(engine)
     return Path(os.environ.get(f"HEADWAY_{engine.upper()}_VENV", default)) / "bin" / "python"
 
 
+def environment_name(engine: str) -> str:
+    """Name of an environment, which is its target in the Makefile, too."""
+    return engine if engine == "clients" else f"{engine}-cpu"
+
+
 def needs(engine: str) -> list[pytest.MarkDecorator]:
-    """Marks of a module whose tests run on an engine."""
+    """Marks of a module whose tests run on an engine, or with `clients`."""
     venv = engine_python(engine).parents[1]
-    is_there = any(venv.glob(f"lib/python*/site-packages/{engine}"))
-    reason = f"no {engine} in {venv}; run `make {engine}-cpu`, or set HEADWAY_{engine.upper()}_VENV"
+    package = "sglang_router" if engine == "clients" else engine
+    is_there = any(venv.glob(f"lib/python*/site-packages/{package}"))
+    reason = (
+        f"no {package} in {venv}; run `make {environment_name(engine)}`, or set "
+        f"HEADWAY_{engine.upper()}_VENV"
+    )
     return [
         pytest.mark.extended,
         pytest.mark.timeout(400),
