@@ -29,6 +29,16 @@ FLAGS = (
 )
 
 
+SHOWN = """
+const [selector, text] = arguments;
+return [...document.querySelectorAll(selector)].filter((one) => {
+  const box = one.closest("select") ?? one;
+  return box.checkVisibility({ visibilityProperty: true }) && one.innerText.includes(text);
+});
+"""
+"""What is shown of a selector and holds a text, in one question: the page may change between two."""
+
+
 class Browser:
     """What a person does with a page, and sees."""
 
@@ -38,20 +48,14 @@ class Browser:
     def find(self, selector: str, text: str = "") -> WebElement:
         """The first shown element of a selector that holds a text, once it is there."""
 
-        def look(_: object) -> WebElement | None:
-            for element in self.all(selector):
-                if element.is_displayed() and text in element.text:
-                    return element
-            return None
-
-        element: WebElement = self._until(look, f"{selector} with {text!r}")
-        return element
+        found: list[WebElement] = self._until(
+            lambda: self._shown(selector, text), f"{selector} with {text!r}"
+        )
+        return found[0]
 
     def gone(self, selector: str) -> None:
         """Wait until nothing of a selector is shown."""
-        self._until(
-            lambda _: not [one for one in self.all(selector) if one.is_displayed()], selector
-        )
+        self._until(lambda: not self._shown(selector), f"no {selector}")
 
     def all(self, selector: str) -> list[WebElement]:
         """The elements of a selector."""
@@ -70,12 +74,15 @@ class Browser:
             if entry["level"] == "SEVERE" and "401 (Unauthorized)" not in entry["message"]
         ]
 
-    def _until(self, look: Callable[[object], Any], what: str) -> Any:
+    def _shown(self, selector: str, text: str = "") -> list[WebElement]:
+        return list(self.driver.execute_script(SHOWN, selector, text))
+
+    def _until(self, look: Callable[[], Any], what: str) -> Any:
         # An element may be replaced while it is looked at.
         wait = WebDriverWait(
             self.driver, WAIT_S, 0.05, ignored_exceptions=[StaleElementReferenceException]
         )
-        return wait.until(look, f"not within {WAIT_S:g} s: {what}")
+        return wait.until(lambda _: look(), f"not within {WAIT_S:g} s: {what}")
 
 
 @contextmanager
