@@ -16,7 +16,7 @@ from pydantic_core import from_json
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from headway.contracts.routed_experts import PackedExperts, RoutedExperts
+from headway.contracts.routed_experts import RoutedExperts
 from headway.contracts.sampling_mask import SamplingMask
 from headway.contracts.types import LLMResponse
 
@@ -48,10 +48,7 @@ def encode_response(response: LLMResponse) -> bytes:
         columns["mask_counts"] = mask.counts.astype(np.int32, copy=False)
         columns["mask_tokens"] = mask.tokens.astype(np.int32, copy=False)
     if (experts := response.routed_experts) is not None:
-        packed = experts.pack()
-        kind = np.uint8 if packed.width == 1 else np.uint16
-        ids = np.frombuffer(packed.experts, kind)
-        columns["experts"] = ids.reshape(-1, packed.num_layers, packed.top_k)
+        columns["experts"] = experts.narrow()
     content: bytes = save(columns, {_FIELDS: response.model_dump_json(exclude=_COLUMNS)})
     return content
 
@@ -93,14 +90,9 @@ def _column(columns: dict[str, NDArray[Any]], name: str, dtype: str) -> NDArray[
 
 
 def _experts(ids: NDArray[Any]) -> RoutedExperts:
-    if ids.ndim != 3 or ids.dtype not in (np.uint8, np.uint16):
+    if ids.ndim != 3 or 0 in ids.shape[1:] or ids.dtype not in (np.uint8, np.uint16):
         raise ValueError(
             f"column 'experts' is {ids.dtype}{list(ids.shape)}, not uint8 or uint16 "
             "[tokens, layers, experts]"
         )
-    _, num_layers, top_k = ids.shape
-    return RoutedExperts.unpack(
-        PackedExperts(
-            num_layers=num_layers, top_k=top_k, width=ids.dtype.itemsize, experts=ids.tobytes()
-        )
-    )
+    return RoutedExperts.widen(ids)

@@ -22,6 +22,8 @@ UNKNOWN = -1
 MAX_EXPERT_BYTES = 1 << 28
 """Maximum size of the experts of one response."""
 
+_ID: dict[int, np.dtype[np.unsignedinteger[Any]]] = {1: np.dtype("u1"), 2: np.dtype("<u2")}
+
 
 class PackedExperts(BaseModel):
     """Routed experts in JSON: the ids in base64 (URL-safe), token by token, layer by layer."""
@@ -80,16 +82,24 @@ class RoutedExperts:
             )
         return RoutedExperts(np.concatenate([self.experts, later.experts[len(self) :]]))
 
+    def narrow(self) -> NDArray[np.unsignedinteger[Any]]:
+        """Return the ids [n, L, K], of one byte where that is enough; `UNKNOWN` has all bits set."""
+        return self.experts.astype(_ID[1 if self.experts.max(initial=0) < 0xFF else 2])
+
+    @staticmethod
+    def widen(ids: NDArray[np.unsignedinteger[Any]]) -> RoutedExperts:
+        """Return what `narrow` narrowed."""
+        experts = ids.astype(np.int16)
+        if ids.itemsize == 1:
+            experts[ids == 0xFF] = UNKNOWN
+        return RoutedExperts(experts)
+
     def pack(self) -> PackedExperts:
-        """Return them in the form of JSON; one byte for each id where that is enough."""
-        num_layers, top_k = self.shape
-        width = 1 if self.experts.max(initial=0) < 0xFF else 2
-        kind = np.uint8 if width == 1 else np.dtype("<i2")
+        """Return them in the form of JSON."""
+        ids = self.narrow()
+        _, num_layers, top_k = ids.shape
         return PackedExperts(
-            num_layers=num_layers,
-            top_k=top_k,
-            width=width,
-            experts=self.experts.astype(kind).tobytes(),
+            num_layers=num_layers, top_k=top_k, width=ids.itemsize, experts=ids.tobytes()
         )
 
     @staticmethod
@@ -105,11 +115,8 @@ class RoutedExperts:
                 f"{len(packed.experts)} bytes of routed experts are not of whole tokens: each has "
                 f"{packed.num_layers} layers x {packed.top_k} experts x {packed.width} bytes"
             )
-        kind = np.uint8 if packed.width == 1 else np.dtype("<i2")
-        ids = np.frombuffer(packed.experts, kind).astype(np.int16)
-        if packed.width == 1:
-            ids[ids == 0xFF] = UNKNOWN
-        return RoutedExperts(ids.reshape(-1, packed.num_layers, packed.top_k))
+        ids = np.frombuffer(packed.experts, _ID[packed.width])
+        return RoutedExperts.widen(ids.reshape(-1, packed.num_layers, packed.top_k))
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

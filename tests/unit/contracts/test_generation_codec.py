@@ -109,7 +109,7 @@ def columns(**changes: Any) -> bytes:
         (columns(mask_counts=np.zeros(3, np.uint8)), r"'mask_counts' is uint8\[3\]"),
         (columns(experts=np.zeros((3, 1), np.uint8)), r"'experts' is uint8\[3, 1\]"),
         (columns(experts=np.zeros((3, 1, 1), np.int8)), r"'experts' is int8\[3, 1, 1\]"),
-        (columns(experts=np.zeros((3, 0, 1), np.uint8)), "num_layers"),
+        (columns(experts=np.zeros((3, 0, 1), np.uint8)), r"'experts' is uint8\[3, 0, 1\]"),
     ],
 )
 def test_what_is_none_is_an_error_that_says_why(content, told):
