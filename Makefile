@@ -28,7 +28,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist lo
 
 .PHONY: help lock quickstart test test-all test-rest test-gpu wheel-test gpu-day coverage docs check check-schemas \
         check-newest check-lowest format install system-packages sglang-cpu vllm-cpu \
-        clients test-sglang test-vllm test-clients test-engines engines-table clean
+        clients helm test-sglang test-vllm test-clients test-chart test-engines engines-table clean
 
 help:
 	@echo "make quickstart   set up and train a tiny policy, end to end (ARGS='--steps 50 --sync')"
@@ -67,9 +67,9 @@ test-gpu: $(VENV)/.installed
 gpu-day: system-packages $(VENV)/.installed
 	$(BIN)/python benchmarks/gpu_day.py $(ARGS)
 
-# Real engines, and other people's clients, in environments of their own: $$HEADWAY_SGLANG_VENV, $$HEADWAY_VLLM_VENV,
-# $$HEADWAY_CLIENTS_VENV, or in ~/.cache/headway.
-sglang-cpu vllm-cpu clients: $(VENV)/.installed
+# Real engines, other people's clients and Helm in environments of their own: $$HEADWAY_SGLANG_VENV and so on, or in
+# ~/.cache/headway.
+sglang-cpu vllm-cpu clients helm: $(VENV)/.installed
 	PYTHON="$(PYTHON)" UV="$(CURDIR)/$(BIN)/uv" bash tests/engines_cpu/install.sh $@
 
 test-sglang test-vllm: test-%: %-cpu
@@ -78,6 +78,9 @@ test-sglang test-vllm: test-%: %-cpu
 
 test-clients: clients
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/integration/test_real_clients.py $(ARGS)
+
+test-chart: helm
+	$(BIN)/python -m pytest tests/contract/test_chart.py $(ARGS)
 
 test-engines: test-sglang test-vllm
 

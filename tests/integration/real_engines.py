@@ -27,22 +27,26 @@ ModelOf = Callable[[int], torch.nn.Module]
 """Returns the weights of a version."""
 
 
+PACKAGES = {"clients": "sglang_router", "helm": "helm_python"}
+"""What an environment that is no engine's has."""
+
+
 def engine_python(engine: str) -> Path:
-    """Interpreter of the environment with an engine, `sglang` or `vllm`, or with `clients`; it may not be
-    there."""
+    """Interpreter of the environment with an engine, `sglang` or `vllm`, with `clients` or `helm`; it may
+    not be there."""
     default = Path.home() / ".cache" / "headway" / environment_name(engine)
     return Path(os.environ.get(f"HEADWAY_{engine.upper()}_VENV", default)) / "bin" / "python"
 
 
 def environment_name(engine: str) -> str:
     """Name of an environment, which is its target in the Makefile, too."""
-    return engine if engine == "clients" else f"{engine}-cpu"
+    return engine if engine in PACKAGES else f"{engine}-cpu"
 
 
 def needs(engine: str) -> list[pytest.MarkDecorator]:
-    """Marks of a module whose tests run on an engine, or with `clients`."""
+    """Marks of a module whose tests run on an engine, or with `clients` or `helm`."""
     venv = engine_python(engine).parents[1]
-    package = "sglang_router" if engine == "clients" else engine
+    package = PACKAGES.get(engine, engine)
     is_there = any(venv.glob(f"lib/python*/site-packages/{package}"))
     reason = (
         f"no {package} in {venv}; run `make {environment_name(engine)}`, or set "

@@ -1,0 +1,293 @@
+"""The chart, rendered by Helm itself; its manifests fit the schemas of Kubernetes, and its files load."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.ledger.make import make_ledger
+from gateway.ledger.redis import RedisLedger
+from headway.contracts.config.experiment import GRPOExperiment
+from headway.contracts.config.gateway import GatewayConfig
+from headway.contracts.config.server import ServerConfig
+from headway.contracts.http.servers import ScaleResponse
+from headway.runtime.command import EXIT_USAGE
+from headway.runtime.config import load_config
+from headway.runtime.listener import check_exposure
+from tests.contract.test_docker import CONFIG_OF_TARGET, DOCKERFILE, arguments, stages
+from tests.integration.real_engines import engine_python, needs
+
+pytestmark = needs("helm")
+ROOT = Path(__file__).parents[2]
+VERSIONS = ("1.29", "1.33", "1.37")
+"""Of Kubernetes: the oldest that the chart takes, one between, the newest that has schemas."""
+WITHOUT_SCHEMA = {
+    (group, "no schema") for group in ("keda.sh/v1alpha1", "monitoring.coreos.com/v1")
+}
+"""Of operators, which bring their own."""
+NODES = {"trainer": {"nodes": 2, "gpusPerNode": 8, "runs": {"accessMode": "ReadWriteMany"}}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "gpus": {"server": {"gpus": 1}, "trainer": {"gpusPerNode": 4}},
+    "nodes": NODES,
+    "another Redis": {"redis": {"enabled": False, "url": "redis://elsewhere:6379/1?prefix=a"}},
+    "no trainer": {"trainer": {"enabled": False}},
+    "volumes": {
+        "redis": {"storageClass": "fast", "storage": "1Gi"},
+        "trainer": {"runs": {"storageClass": "fast"}},
+    },
+    "own volume": {"trainer": {"runs": {"claim": "ours"}, "nodes": 4}},
+    "keda": {"keda": {"enabled": True}},
+    "prometheus": {"prometheus": {"enabled": True, "labels": {"release": "prometheus"}}},
+    "grafana": {"grafana": {"enabled": True}},
+    "open network": {"networkPolicy": {"enabled": False}},
+    "another registry": {
+        "image": {
+            "registry": "registry.example.com/",
+            "tag": "1.2.3",
+            "pullSecrets": [{"name": "k"}],
+        }
+    },
+    "placed": {
+        role: {
+            "nodeSelector": {"pool": "a100"},
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+            "env": [{"name": "NCCL_DEBUG", "value": "WARN"}],
+        }
+        for role in ("gateway", "server", "trainer")
+    },
+    "own files": {
+        "gateway": {"config": {"fleet": {"server_wait_s": 10.0}}},
+        "server": {"config": {"backend": {"max_context": 4096}}},
+        "trainer": {"config": {"optimizer": {"lr": 2e-6}, "data": {"batch_size": 16}}},
+    },
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a misspelt role": ({"sever": {}}, "sever"),
+    "a misspelt value": ({"server": {"replica": 3}}, "replica"),
+    "a number in words": ({"server": {"replicas": "two"}}, "replicas"),
+    "a quantity": ({"gateway": {"resources": {"limits": {"memory": "8 GB"}}}}, "memory"),
+    "no Redis": ({"redis": {"enabled": False}}, "redis.url is to name another one"),
+    "a volume for one": ({"trainer": {"nodes": 2}}, "trainer.runs.accessMode"),
+    "a registry without a slash": ({"image": {"registry": "example.com"}}, "registry"),
+}
+TARGETS = {"gateway": "control", "server": "inference", "trainer": "trainer"}
+Manifests = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def rendered() -> dict[str, Any]:
+    """What Helm and the schemas say of every option, and of every refused one."""
+    releases = [("headway", values) for values in OPTIONS.values()]
+    releases += [("headway", values) for values, _ in REFUSED.values()]
+    releases += [("other", {})]
+    ended = subprocess.run(
+        [
+            engine_python("helm"),
+            Path(__file__).with_name("render_chart.py"),
+            ROOT / "docker" / "chart",
+            *VERSIONS,
+        ],
+        input=json.dumps(releases),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    told = json.loads(ended.stdout)
+    return told | dict(zip([*OPTIONS, *REFUSED, "other"], told["rendered"], strict=True))
+
+
+def find(manifests: Manifests, kind: str, name: str) -> dict[str, Any]:
+    (found,) = [m for m in manifests if (m["kind"], m["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def pods(manifests: Manifests) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Component and template of all that makes pods."""
+    for manifest in manifests:
+        if template := manifest.get("spec", {}).get("template"):
+            yield template["metadata"]["labels"]["app.kubernetes.io/component"], template
+
+
+def config_of(manifests: Manifests, role: str, folder: Path) -> Any:
+    """A role's file, loaded as its process loads it."""
+    ((name, text),) = find(manifests, "ConfigMap", f"headway-{role}")["data"].items()
+    (folder / name).write_text(text)
+    template = dict(pods(manifests))[role]
+    words = template["spec"]["containers"][0]["args"]
+    assert words[:2] == ["--config", f"/etc/headway/{name}"]
+    words = [word.replace("$(POD_IP)", "10.1.2.3") for word in words[2:]]
+    return load_config(CONFIG_OF_TARGET[TARGETS[role]], ["--config", str(folder / name), *words])
+
+
+def test_helm_has_nothing_to_say(rendered: dict[str, Any]) -> None:
+    assert [message["error"] for message in rendered["lint"]["messages"]] == ["icon is recommended"]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_is_valid_and_its_files_load(
+    rendered: dict[str, Any], option: str, tmp_path: Path
+) -> None:
+    told = rendered[option]
+    problems = [p for p in told["problems"] if (p[1], p[3]) not in WITHOUT_SCHEMA]
+    assert problems == []
+    for role, template in pods(told["manifests"]):
+        spec = template["spec"]
+        assert not spec["automountServiceAccountToken"]
+        assert spec["securityContext"]["runAsNonRoot"]
+        for container in spec["containers"]:
+            context = container["securityContext"]
+            assert context["readOnlyRootFilesystem"] and not context["allowPrivilegeEscalation"]
+            assert {mount["name"] for mount in container["volumeMounts"]} <= {
+                volume["name"]
+                for volume in [*spec.get("volumes", []), {"name": "data"}]  # Redis's own
+            }
+        if role != "redis":
+            config_of(told["manifests"], role, tmp_path)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_values_are_refused_by_name(rendered: dict[str, Any], case: str) -> None:
+    assert REFUSED[case][1] in rendered[case]["refused"]
+
+
+def test_options_change_what_they_name(rendered: dict[str, Any], tmp_path: Path) -> None:
+    def template(option: str, role: str) -> dict[str, Any]:
+        return dict(pods(rendered[option]["manifests"]))[role]["spec"]
+
+    limits = template("gpus", "trainer")["containers"][0]["resources"]["limits"]
+    assert limits == {"memory": "64Gi", "nvidia.com/gpu": 4}
+    assert config_of(rendered["gpus"]["manifests"], "server", tmp_path).backend.device == "cuda"
+    assert config_of(rendered["gpus"]["manifests"], "trainer", tmp_path).trainer.device == "cuda"
+    ranks = {
+        each["name"]: each.get("value")
+        for each in template("nodes", "trainer")["containers"][0]["env"]
+    }
+    assert (ranks["PET_NNODES"], ranks["PET_NPROC_PER_NODE"]) == ("2", "8")
+    job = find(rendered["nodes"]["manifests"], "Job", "headway-trainer")["spec"]
+    assert job["completions"] == job["parallelism"] == 2
+    elsewhere = config_of(rendered["another Redis"]["manifests"], "gateway", tmp_path)
+    assert elsewhere.ledger == OPTIONS["another Redis"]["redis"]["url"]
+    assert "headway-redis" not in json.dumps(rendered["another Redis"]["manifests"])
+    assert "trainer" not in dict(pods(rendered["no trainer"]["manifests"]))
+    assert config_of(rendered["no trainer"]["manifests"], "server", tmp_path).weights.allow == ()
+    assert "headway-runs" not in json.dumps(rendered["own volume"]["manifests"])
+    image = template("another registry", "server")["containers"][0]["image"]
+    assert image == "registry.example.com/headway-inference:1.2.3"
+    own = rendered["own files"]["manifests"]
+    assert config_of(own, "gateway", tmp_path).fleet.server_wait_s == 10.0
+    trainer = config_of(own, "trainer", tmp_path)
+    assert (trainer.optimizer.lr, trainer.data.batch_size) == (2e-6, 16)
+    assert trainer.data.prompt_template  # ours, beside theirs
+
+
+def test_processes_find_one_another(rendered: dict[str, Any], tmp_path: Path) -> None:
+    manifests = rendered["defaults"]["manifests"]
+    gateway, server, trainer = (config_of(manifests, role, tmp_path) for role in TARGETS)
+    assert isinstance(gateway, GatewayConfig)
+    assert isinstance(server, ServerConfig)
+    assert isinstance(trainer, GRPOExperiment)
+    for config in (gateway, server):
+        check_exposure(config.service)
+    (port,) = find(manifests, "Service", "headway-gateway")["spec"]["ports"]
+    assert trainer.rollout.url == server.gateway == f"http://headway-gateway:{port['port']}"
+    assert server.weights.allow == (trainer.weight_sync.advertise_url,)
+    # A pod of an indexed job is named by its number, below the job's Service.
+    assert trainer.weight_sync.advertise_url == "http://headway-trainer-0.headway-trainer:29600"
+    job = dict(pods(manifests))["trainer"]["spec"]
+    assert job["subdomain"] == find(manifests, "Service", "headway-trainer")["metadata"]["name"]
+    assert isinstance(make_ledger(gateway.ledger), RedisLedger)
+    assert (
+        f"redis://{find(manifests, 'Service', 'headway-redis')['metadata']['name']}:"
+        in gateway.ledger
+    )
+
+
+def test_every_token_that_a_file_names_is_in_its_pod(rendered: dict[str, Any]) -> None:
+    manifests = rendered["defaults"]["manifests"]
+    for role, template in pods(manifests):
+        if role == "redis":
+            continue
+        text = json.dumps(find(manifests, "ConfigMap", f"headway-{role}")["data"])
+        env = {each["name"] for each in template["spec"]["containers"][0]["env"]}
+        assert set(re.findall(r"HEADWAY_\w+_TOKEN", text)) == {n for n in env if "TOKEN" in n}
+
+
+def test_what_selects_pods_selects_those_of_this_release(rendered: dict[str, Any]) -> None:
+    def selectors(manifests: Manifests) -> Iterator[tuple[str, dict[str, str]]]:
+        for manifest in manifests:
+            spec = manifest.get("spec", {})
+            selector = spec.get("selector") or spec.get("podSelector")
+            if selector and manifest["kind"] != "PodMonitor":
+                yield manifest["metadata"]["name"], selector.get("matchLabels", selector)
+
+    ours = [t["metadata"]["labels"] for _, t in pods(rendered["defaults"]["manifests"])]
+    others = [t["metadata"]["labels"] for _, t in pods(rendered["other"]["manifests"])]
+    for name, wanted in selectors(rendered["defaults"]["manifests"]):
+        found = [labels for labels in ours if wanted.items() <= labels.items()]
+        assert len(found) == (4 if name == "headway" else 1)
+        assert not [labels for labels in others if wanted.items() <= labels.items()]
+
+
+@pytest.mark.parametrize(("role", "path"), [("gateway", "/health"), ("server", "/ready")])
+def test_probes_and_grace(rendered: dict[str, Any], role: str, path: str, tmp_path: Path) -> None:
+    manifests = rendered["defaults"]["manifests"]
+    spec = dict(pods(manifests))[role]["spec"]
+    (container,) = spec["containers"]
+    config = config_of(manifests, role, tmp_path)
+    assert container["ports"] == [{"name": "http", "containerPort": config.service.port}]
+    assert container["readinessProbe"]["httpGet"] == {"path": path, "port": "http"}
+    assert container["livenessProbe"]["httpGet"]["path"] == "/health"
+    if isinstance(config, ServerConfig):
+        assert spec["terminationGracePeriodSeconds"] > config.service.drain_timeout_s + 20
+
+
+@pytest.mark.parametrize("role", TARGETS)
+def test_pods_run_what_the_images_hold(rendered: dict[str, Any], role: str) -> None:
+    spec = dict(pods(rendered["defaults"]["manifests"]))[role]["spec"]
+    assert spec["containers"][0]["image"] == f"headway-{TARGETS[role]}:latest"
+    assert arguments(TARGETS[role], "CMD")[0] == spec["containers"][0]["args"][0] == "--config"
+    assert f"--uid {spec['securityContext']['runAsUser']} headway" in DOCKERFILE
+    assert TARGETS[role] in stages()
+
+
+def test_a_wrong_file_ends_the_job_and_an_eviction_does_not(rendered: dict[str, Any]) -> None:
+    job = find(rendered["defaults"]["manifests"], "Job", "headway-trainer")["spec"]
+    evicted, wrong = job["podFailurePolicy"]["rules"]
+    assert (evicted["action"], wrong["action"]) == ("Ignore", "FailJob")
+    (check,) = job["template"]["spec"]["initContainers"]
+    assert wrong["onExitCodes"] == {
+        "containerName": check["name"],
+        "operator": "In",
+        "values": [EXIT_USAGE],
+    }
+    assert check["command"] == ["headway", "config", "check", "/etc/headway/trainer.yaml"]
+
+
+def test_the_scaler_reads_what_the_gateway_says(rendered: dict[str, Any]) -> None:
+    manifests = rendered["keda"]["manifests"]
+    assert "replicas" not in find(manifests, "Deployment", "headway-server")["spec"]
+    (trigger,) = find(manifests, "ScaledObject", "headway-server")["spec"]["triggers"]
+    assert trigger["metadata"]["valueLocation"] in ScaleResponse.model_fields
+    # KEDA is of another namespace.
+    assert trigger["metadata"]["url"] == "http://headway-gateway.rl:8000/v1/scale"
+
+
+def test_alerts_and_dashboard_are_ours(rendered: dict[str, Any]) -> None:
+    rules = find(rendered["prometheus"]["manifests"], "PrometheusRule", "headway")
+    assert rules["spec"] == yaml.safe_load((ROOT / "docker/prometheus/rules.yaml").read_text())
+    assert rules["metadata"]["labels"]["release"] == "prometheus"
+    policy = find(rendered["prometheus"]["manifests"], "NetworkPolicy", "headway")["spec"]
+    assert "namespaceSelector" in json.dumps(policy)
+    dashboard = find(rendered["grafana"]["manifests"], "ConfigMap", "headway-dashboard")
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+    shown = json.loads(dashboard["data"]["headway.json"])
+    assert shown == json.loads((ROOT / "docker/grafana/dashboard.json").read_text())
