@@ -103,6 +103,6 @@ class Adapters:
         if isinstance(self._backend, AdapterBackend):
             return self._backend
         raise DataError(
-            "this server's backend serves no adapters beside its base; use embedded_torch or vllm, or "
-            "publish the adapter as a version"
+            "this server's backend serves no adapters beside its base; use embedded_torch, sglang or "
+            "vllm, or publish the adapter as a version"
         )

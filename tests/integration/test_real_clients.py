@@ -112,7 +112,7 @@ def error_of(row: Trajectory, folders: dict[int, Path]) -> float:
             load_reference(folders[version]), ids[: turn.start], ids[turn.start : turn.end], 1.0
         )
         sampled = row.logprobs[turn.start : turn.end]
-        worst = max(worst, float(np.abs(expected.numpy() - sampled).max()))
+        worst = max(worst, float(np.abs(expected.detach().numpy() - sampled).max()))
     return worst
 
 

@@ -53,13 +53,15 @@ from tests.integration.real_engines import (
     shaped_logprobs,
     show,
 )
+from tests.numeric.adapters import merged, save_adapter
 from tests.numeric.models import (
+    CONTEXT,
     EOS,
     VOCAB_SIZE,
     load_reference,
     reference_logits,
     reference_logprobs,
-    save_model,
+    save_wide_llama,
     write_char_tokenizer,
 )
 from weight_sync.checkpoint_names import CheckpointNames
@@ -84,6 +86,7 @@ ENV = {
 ARGS = {
     "--device": "cpu",
     "--attention-backend": "torch_native",
+    "--lora-backend": "torch_native",
     "--max-total-tokens": 16384,
     "--max-running-requests": NUM_SLOTS,
     "--skip-server-warmup": True,
@@ -91,7 +94,7 @@ ARGS = {
 
 
 def save_llama(folder: Path, seed: int) -> None:
-    save_model(folder, "llama", seed=seed)
+    save_wide_llama(folder, seed, context=CONTEXT)
 
 
 class Policies:
@@ -143,7 +146,13 @@ def policies(tmp_path_factory: pytest.TempPathFactory):
 async def backend(policies: Policies, tmp_path_factory: pytest.TempPathFactory):
     log = tmp_path_factory.mktemp("log") / "sglang.log"
     config = SGLangConfig(
-        python=str(PYTHON), args=ARGS, env=ENV, log_file=str(log), receive="group"
+        python=str(PYTHON),
+        args=ARGS,
+        env=ENV,
+        log_file=str(log),
+        receive="group",
+        max_adapters=2,
+        max_adapter_rank=8,
     )
     folder = str(policies.folders[0])
     engine = SGLangBackend(
@@ -638,6 +647,38 @@ async def test_a_version_flows_into_the_live_weights(backend, policies, trainer,
     await assert_serves(backend, policies, version)
 
 
+async def test_adapters_change_the_base_that_serves(backend, policies, trainer, tmp_path):
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+    folders = {
+        name: save_adapter(tmp_path / name, policies.folders[0], seed, **lora)
+        for seed, name in enumerate("ab", 1)
+    }
+    errors = []
+    for version in (50, 51):
+        for name, folder in folders.items():
+            await backend.load_adapter(name, folder, version)
+        if version == 50:
+            await as_a_file(backend, policies)
+        else:
+            await as_a_broadcast(backend, policies, trainer)
+        asked = [
+            request(500 + i, 30).model_copy(update={"adapter": name})
+            for i, name in enumerate(["a", "b", None] * 3)
+        ]
+        responses = await asyncio.gather(*map(backend.generate, asked))
+        for one, response in zip(asked, responses, strict=True):
+            base = load_reference(policies.folders[backend.version % 2])
+            model = merged(base, one.adapter and folders[one.adapter])
+            expected = reference_logprobs(model, list(one.input_ids), response.output_tokens)
+            errors.append(error_of(response, expected))
+            assert response.version_runs == [(version if one.adapter else backend.version, 0, 30)]
+    show(f"max error of 18 x 30 logprobs: {max(errors):.1e}")
+    assert max(errors) < TOLERANCE
+    for name in folders:
+        await backend.unload_adapter(name)
+    assert dict(backend.adapters) == {}
+
+
 @pytest.mark.usefixtures("slowly")
 async def test_an_abort_in_the_middle_of_a_broadcast_brings_the_old_version_back(
     backend, policies, trainer
@@ -714,6 +755,17 @@ async def as_a_file(backend, policies) -> None:
     policies.newest = backend.version
     meta = policies.publish()
     await backend.swap(backend.stage(meta, policies.reader()), "keep")
+
+
+async def as_a_broadcast(backend, policies, trainer) -> None:
+    """A version that flows into the live weights, and serves."""
+    gate = gate_of(backend, policies)
+    policies.newest = version = backend.version + 1
+    order = await trainer.announce(version)
+    trainer.tell(f"publish {version}")
+    digest = await gate.prepare(order)
+    assert await trainer.heard() == digest
+    await gate.commit(WeightCommitRequest(epoch=order.epoch, version=version, policy="keep"))
 
 
 def times_asked(backend, path: str) -> int:

@@ -18,7 +18,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import UpdatePolicy, VLLMConfig
@@ -47,6 +46,7 @@ from tests.numeric.models import (
     load_reference,
     reference_logits,
     reference_logprobs,
+    save_wide_llama,
     write_char_tokenizer,
 )
 
@@ -71,24 +71,6 @@ ARGS = {
     "--enforce-eager": True,
     "--worker-cls": "vllm_paced.PacedWorker",
 }
-
-
-def save_wide_llama(folder: Path, seed: int = 0, num_layers: int = 2) -> None:
-    """Heads are as wide as vLLM wants them; each of two ranks has one of those with keys and values."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-        bos_token_id=0,
-        eos_token_id=EOS,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 class TestVLLM(GenerationBackendContract):

@@ -22,6 +22,7 @@ from inference_server.testing import Running
 from tests.integration import test_sglang_real, test_vllm_real
 from tests.integration.real_engines import check_logprobs, error_of, needs, show
 from tests.integration.test_sglang_real import Policies, assert_serves, gate_of, request
+from tests.numeric.models import save_wide_llama
 
 pytestmark = [*needs("vllm"), pytest.mark.asyncio(loop_scope="module")]
 DEADLINE_S = 180.0
@@ -35,7 +36,7 @@ FOREVER = 2000
 
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory: pytest.TempPathFactory):
-    policies = Policies(tmp_path_factory.mktemp("vllm"), test_vllm_real.save_wide_llama)
+    policies = Policies(tmp_path_factory.mktemp("vllm"), save_wide_llama)
     yield policies
     policies.publisher.close()
 

@@ -77,6 +77,25 @@ def save_model(
     return folder
 
 
+def save_wide_llama(folder: Path, seed: int = 0, num_layers: int = 2, context: int = 2048) -> None:
+    """Write a random model that engines take as it is: heads are as wide as vLLM wants them, sizes are
+    multiples of SGLang's blocks. Each of two ranks has one of the heads with keys and values."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=context,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=EOS,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
 def write_char_tokenizer(folder: Path) -> None:
     """A tokenizer with one token per character: 0 `<s>`, 1 `</s>`, then printable characters."""
     characters = [chr(code) for code in range(ord(" "), ord(" ") + VOCAB_SIZE - 2)]

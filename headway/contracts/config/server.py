@@ -97,6 +97,12 @@ class SGLangConfig(EngineProcessConfig):
     from GPU to GPU into the live weights; nothing is generated from the first bucket until the
     commit, and the server holds nothing that others could fetch. Versions that do not flow come as
     files either way."""
+    max_adapters: int = Field(0, ge=0)
+    """Maximum number of LoRA adapters that are served beside the base. An engine at a `url` needs
+    `--enable-lora`, `--max-lora-rank`, `--lora-target-modules`, and `--max-loras-per-batch` of at least
+    this and 2."""
+    max_adapter_rank: int = Field(64, ge=1, le=1024)
+    """Highest rank of an adapter."""
 
 
 class VLLMConfig(EngineProcessConfig):

@@ -18,6 +18,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -37,8 +38,10 @@ from headway.contracts.types import (
 from headway.runtime.tasks import run_to_end
 from headway.text.tokenizer import TextTokenizer
 from inference_server.backends.base import Limits, Load, StagedVersion
+from inference_server.backends.engine_adapters import EngineAdapters
 from inference_server.backends.engine_process import EngineProcess
 from inference_server.backends.sglang import updates, wire
+from inference_server.backends.sglang.adapters import SGLangAdapters
 from inference_server.backends.sglang.call import EngineCall
 from inference_server.backends.sglang.control import EngineControl, HaltedState
 from inference_server.backends.sglang.engine_requests import ABORT_AGAIN_S, EngineRequests
@@ -71,11 +74,14 @@ class SGLangBackend:
         self._model = model
         self._engine = EngineProcess(
             config,
-            sglang_command(model, version, tokenizer is not None),
+            sglang_command(config, model, version, tokenizer is not None),
             progress=lambda: self._requests.num_tokens,
             live_path=lambda: "/ping",
         )
         self._requests = EngineRequests(self._engine, version)
+        self._adapters = EngineAdapters(
+            SGLangAdapters(self._engine), config.max_adapters, self._requests.until_unused
+        )
         self._control = EngineControl(self._engine, self._requests)
         self._group = EngineGroup(self._engine)
         self._serving: FolderUpdate | None = None
@@ -130,12 +136,32 @@ class SGLangBackend:
         self._requests.spawn(self._watch_memory())
 
     async def generate(self, req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
-        return await self._requests.serve(req, on_delta)
+        return await self._requests.serve(req, on_delta, self._adapters.find)
 
     async def abort(self, rid: str | None) -> None:
-        ending = self._requests.interrupt(rid)
+        ending = self._requests.interrupt(lambda req: rid is None or req.rid == rid)
         if self._control.paused != "in_place":  # else it surfaces once the engine goes on
             await self._engine.guard(asyncio.wait((ending,), timeout=2 * ABORT_AGAIN_S))
+
+    @property
+    def adapters(self) -> Mapping[str, PolicyVersion]:
+        """Version of each loaded adapter, by name."""
+        return self._adapters.versions
+
+    @property
+    def max_adapters(self) -> int:
+        """See `AdapterBackend`."""
+        return self._config.max_adapters
+
+    async def load_adapter(self, name: str, folder: Path, version: PolicyVersion) -> None:
+        """See `AdapterBackend`; requests that run end with the version that they began with."""
+        await self._adapters.load(name, folder, version)
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `AdapterBackend`."""
+        self._adapters.find(name)
+        await self._requests.interrupt(lambda req: req.adapter == name)
+        await self._adapters.unload(name)
 
     async def pause(self, mode: PauseMode) -> None:
         await self._control.pause(mode)
@@ -202,6 +228,8 @@ class SGLangBackend:
     async def aclose(self) -> None:
         if self._engine.is_managed:
             self._engine.fail("the backend was closed")  # nothing is put in order in what ends
+        elif self._engine.failure is None:
+            await self._adapters.aclose()
         await self._requests.aclose()
         await self._engine.aclose()
 

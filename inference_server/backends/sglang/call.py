@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from headway.contracts.engines import OnDelta
 from headway.contracts.types import LLMDelta, LLMRequest, PolicyVersion
+from inference_server.backends.engine_adapters import EngineAdapter
 from inference_server.backends.sglang import wire
 from inference_server.backends.sglang.wire import EngineOutput
 
@@ -25,6 +27,10 @@ class EngineCall:
     arrival: float
     boundaries: list[tuple[PolicyVersion, int]]
     """Versions, each with its first position."""
+    find_adapter: Callable[[str], EngineAdapter]
+    """Returns what serves under a name."""
+    adapter: EngineAdapter | None = None
+    """What the current attempt is sampled with beside the base."""
     rid: str = ""
     """The engine's name of the current attempt; empty while it waits outside of the engine."""
     num_tokens: int = 0
@@ -36,6 +42,15 @@ class EngineCall:
     is_sent_back: bool = False
     num_retracts: int = 0
     """Orders of ours that retracted it."""
+
+    def begin(self, rid: str) -> None:
+        """Go to the engine, under this name and with the adapter that serves now.
+
+        Raises:
+            DataError: its adapter is not loaded any more.
+        """
+        self.adapter = None if self.req.adapter is None else self.find_adapter(self.req.adapter)
+        self.rid = rid
 
     @property
     def interval(self) -> int:
@@ -51,6 +66,8 @@ class EngineCall:
 
     def runs(self) -> wire.Runs:
         """Versions as far as known; the last has no end."""
+        if self.adapter is not None:
+            return [(self.adapter.version, 0, NO_END)]
         ends = [*(start for _, start in self.boundaries[1:]), NO_END]
         return [(v, start, end) for (v, start), end in zip(self.boundaries, ends, strict=True)]
 

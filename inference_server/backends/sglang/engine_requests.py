@@ -19,6 +19,7 @@ from headway.contracts.errors import BackendError, DataError
 from headway.contracts.types import LLMRequest, LLMResponse, PolicyVersion
 from headway.runtime.tasks import Signal, cancel_and_wait
 from inference_server.backends.base import Limits, check_request, refuse_mask
+from inference_server.backends.engine_adapters import EngineAdapter
 from inference_server.backends.engine_process import EngineProcess, EngineResponse
 from inference_server.backends.sglang import wire
 from inference_server.backends.sglang.call import EngineCall
@@ -71,9 +72,20 @@ class EngineRequests:
         since = self._busy_since
         return self._busy_s + (0.0 if since is None else time.monotonic() - since)
 
-    async def serve(self, req: LLMRequest, on_delta: OnDelta | None) -> LLMResponse:
-        """See `GenerationBackend.generate`."""
+    async def serve(
+        self,
+        req: LLMRequest,
+        on_delta: OnDelta | None,
+        find_adapter: Callable[[str], EngineAdapter],
+    ) -> LLMResponse:
+        """See `GenerationBackend.generate`.
+
+        Args:
+            find_adapter: returns what serves under a name.
+        """
         check_request(req, self.features.limits)
+        if req.adapter is not None:
+            find_adapter(req.adapter)
         refuse_mask(req, "sglang")
         self.features.experts.are_wanted(req)
         if req.gconfig.has_grammar and not self.features.has_grammars:
@@ -84,20 +96,24 @@ class EngineRequests:
         wire.check_supported(
             req.gconfig, self.features.is_deterministic, self.features.is_pipelined
         )
-        call = EngineCall(req, on_delta, time.monotonic(), [(self.version, 0)])
+        call = EngineCall(req, on_delta, time.monotonic(), [(self.version, 0)], find_adapter)
         self._calls.add(call)
         try:
             return await self._engine.guard(self._serve(call))
         finally:
             self._calls.discard(call)
 
-    def interrupt(self, rid: str | None) -> asyncio.Task[None]:
-        """Answer the call of this id, or all, with the tokens so far; done when they have ended."""
-        to_abort = [call for call in self._calls if rid is None or call.req.rid == rid]
+    def interrupt(self, are_meant: Callable[[LLMRequest], bool]) -> asyncio.Task[None]:
+        """Answer these calls with the tokens so far; done when they have ended."""
+        to_abort = [call for call in self._calls if are_meant(call.req)]
         for call in to_abort:
             call.is_interrupted = True
         self._changed.notify()
         return self.spawn(self.end(to_abort))
+
+    async def until_unused(self, adapter: EngineAdapter) -> None:
+        """Wait until no call in the engine uses a version of an adapter."""
+        await self.until(lambda: all(call.adapter is not adapter for call in self.in_engine()))
 
     def note_retract(self) -> None:
         """Whatever is in the engine is about to be retracted by our own order."""
@@ -198,7 +214,7 @@ class EngineRequests:
         await self.until(lambda: self.is_open or call.is_interrupted)
         if call.is_interrupted:
             return False
-        call.rid = f"{call.req.rid}~{uuid.uuid4().hex[:12]}"
+        call.begin(f"{call.req.rid}~{uuid.uuid4().hex[:12]}")
         call.boundaries = [(self.version, 0)]
         if self._busy_since is None:
             self._busy_since = time.monotonic()
@@ -224,6 +240,8 @@ class EngineRequests:
         body = wire.generate_body(call.req, call.rid, self.features.limits.vocab_size)
         # Prefixes are shared within a version: after a `keep` swap old ones are still in the cache.
         body["extra_key"] = str(self.version)
+        if call.adapter is not None:
+            body["lora_path"] = call.adapter.engine_name
         if self.features.experts.are_wanted(call.req):
             body["return_routed_experts"] = True
         if not self.features.can_thin_streams and call.on_delta is None:
@@ -263,6 +281,9 @@ class EngineRequests:
 
     def _runs(self, call: EngineCall, output: EngineOutput) -> wire.Runs:
         """The versions of a finished call."""
+        if call.adapter is not None:
+            count = call.num_kept(output)
+            return [(call.adapter.version, 0, count)] if count else []
         # Without spans no request crosses a swap: one version sampled it all.
         label = output.meta.get("weight_version")
         default = call.boundaries[0][0] if label is None else wire.parse_label(label)

@@ -9,15 +9,21 @@ from typing import Any
 from pydantic import JsonValue
 
 from headway.contracts.config.model import ModelConfig
+from headway.contracts.config.server import SGLangConfig
 from headway.contracts.errors import ConfigError
 from headway.contracts.types import PolicyVersion
 from inference_server.backends.base import Limits
 from inference_server.backends.engine_experts import EngineExperts
 from inference_server.backends.engine_process import EngineCommand, EngineProcess
 from inference_server.backends.sglang import wire
+from inference_server.backends.sglang.adapters import TARGETS
 from inference_server.backends.sglang.call import NO_EVENTS
 from inference_server.backends.sglang.responses import read_page
 from weight_sync.checkpoint import read_model_config
+
+SPARE_ADAPTERS = 2
+"""Places beside those of the adapters that serve: the base takes one, and one is for a version that is
+replaced while its requests end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,7 @@ class Features:
 
 
 def sglang_command(
-    model: ModelConfig, version: PolicyVersion, has_tokenizer: bool
+    config: SGLangConfig, model: ModelConfig, version: PolicyVersion, has_tokenizer: bool
 ) -> EngineCommand:
     """Return the command that starts an engine with this model.
 
@@ -68,11 +74,23 @@ def sglang_command(
         "--weight-version": str(version),
         "--skip-tokenizer-init": not has_tokenizer,
     }
+    if config.max_adapters:
+        args |= {
+            "--enable-lora": True,
+            "--max-lora-rank": config.max_adapter_rank,
+            "--max-loras-per-batch": config.max_adapters + SPARE_ADAPTERS,
+            "--max-loaded-loras": config.max_adapters + SPARE_ADAPTERS,
+            "--lora-target-modules": list(TARGETS),
+        }
     owned = {
         "--model-path": "model.path",
         "--model": "model.path",
         "--dtype": "model.dtype",
         "--weight-version": "initial_version",
+        "--enable-lora": "backend.max_adapters",
+        "--max-loras-per-batch": "backend.max_adapters",
+        "--max-loaded-loras": "backend.max_adapters",
+        "--max-lora-rank": "backend.max_adapter_rank",
     }
     return EngineCommand(
         name="SGLang",

@@ -54,7 +54,7 @@ from inference_server.backends.base import (
     check_request,
     refuse_mask,
 )
-from inference_server.backends.vllm.adapters import EngineAdapter, VLLMAdapters
+from inference_server.backends.engine_adapters import EngineAdapter, EngineAdapters
 from inference_server.backends.vllm.call import VLLMCall
 from inference_server.backends.vllm.engine import (
     CONTROL_TIMEOUT_S,
@@ -117,7 +117,7 @@ class VLLMBackend:
         self._admits = False
         self._opened = Signal()
         self._answered = Signal()
-        self._adapters = VLLMAdapters(self._engine, config.max_adapters, self._until_unused)
+        self._adapters = EngineAdapters(self._engine, config.max_adapters, self._until_unused)
         self._lock = asyncio.Lock()
         self._is_paused = False
         self._failure: str | None = None

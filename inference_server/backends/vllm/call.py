@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from headway.contracts.engines import OnDelta
 from headway.contracts.errors import BackendError
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse, PolicyVersion
+from inference_server.backends.engine_adapters import EngineAdapter
 from inference_server.backends.engine_experts import EngineExperts
-from inference_server.backends.vllm.adapters import EngineAdapter
 from inference_server.backends.vllm.wire import OutputChunk, Runs, prompt_scores
 
 log = logging.getLogger(__name__)

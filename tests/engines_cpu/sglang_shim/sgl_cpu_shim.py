@@ -1,8 +1,8 @@
 """Lets SGLang import torchvision and triton on a machine that has neither in a usable form, and have
-memory of a host without a GPU.
+memory of a host without a GPU, also for adapters.
 
 Imported by `sgl_cpu_shim.pth` at the start of every interpreter, so it does nothing until one of the
-three is asked for.
+four is asked for.
 """
 
 import importlib.abc
@@ -18,6 +18,9 @@ TORCHVISION_OPERATORS = ("nms", "qnms")
 HOST_MEMORY = "sglang.srt.mem_cache.pool_host.common"
 """Has a function for each type of device, and CUDA's for those that it does not know, a CPU among them.
 """
+
+ADAPTERS = "sglang.srt.lora.layers"
+"""Pins memory of the host, which PyTorch refuses where there is no accelerator."""
 
 
 class _Ready(importlib.abc.Loader):
@@ -48,6 +51,21 @@ def _plain_memory(dims, dtype, device, **ignored):
     return torch.empty(dims, dtype=dtype, device=device)
 
 
+def _pin_nothing():
+    """Nothing is copied to another device."""
+    import torch
+
+    if torch.accelerator.is_available():
+        return
+
+    def unpinned(make):
+        return lambda *args, pin_memory=False, **options: make(*args, **options)
+
+    for name in ("tensor", "zeros", "empty"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, device=None: self
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self):
         self._is_asking = False
@@ -65,6 +83,8 @@ class _Finder(importlib.abc.MetaPathFinder):
             return self._spec(name, self._stubs._MockModule(name))
         elif name == HOST_MEMORY:
             return self._host_memory(name)
+        elif name == ADAPTERS:
+            _pin_nothing()
         return None
 
     def _declare_operators(self):

@@ -1,7 +1,7 @@
-"""LoRA adapters on a vLLM engine (`--enable-lora`), beside the base that it serves.
+"""LoRA adapters on an engine of SGLang or vLLM, beside the base that it serves.
 
-Each version has a name of its own there: vLLM keeps shared prefixes by name, and a request ends with the
-version that it began with. A version that was replaced is unloaded once its requests have ended.
+Each version has a name of its own there: engines keep shared prefixes by name, and a request ends with
+the version that it began with. A version that was replaced is unloaded once its requests have ended.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Protocol
 
 from headway.contracts.adapters import not_loaded
 from headway.contracts.errors import BackendError, Conflict
 from headway.contracts.types import PolicyVersion
 from headway.runtime.tasks import cancel_and_wait
-from inference_server.backends.vllm.engine import VLLMEngine
 from weight_sync.adapter_dir import read_adapter
 
 log = logging.getLogger(__name__)
@@ -33,12 +33,30 @@ class EngineAdapter:
     version: PolicyVersion
 
 
-class VLLMAdapters:
+class AdapterLoader(Protocol):
+    """How an engine loads adapters."""
+
+    async def load_adapter(self, name: str, folder: Path) -> int:
+        """Load an adapter; returns a number that `unload_adapter` takes.
+
+        Raises:
+            SyncError: the engine refused it.
+        """
+
+    async def unload_adapter(self, name: str, number: int) -> None:
+        """Forget an adapter that no request uses.
+
+        Raises:
+            BackendError: the engine does not answer.
+        """
+
+
+class EngineAdapters:
     """What is loaded on one engine; used on one event loop."""
 
     def __init__(
         self,
-        engine: VLLMEngine,
+        engine: AdapterLoader,
         max_adapters: int,
         until_unused: Callable[[EngineAdapter], Awaitable[None]],
     ) -> None:
