@@ -39,6 +39,7 @@ COMMANDS = {
     "pin": ("headway.launch.pin", "hold a version while others are published"),
     "rollback": ("headway.launch.rollback", "serve an earlier version until the next one"),
     "drain": ("headway.launch.drain", "take a generation server out of traffic"),
+    "scale": ("headway.launch.scale", "keep a Deployment at the size that the work wants"),
     "detach": ("headway.launch.detach", "end a consumer that will not come back"),
     "completion": ("headway.launch.completion", "a script for bash, zsh or fish"),
 }

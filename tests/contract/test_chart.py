@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -18,6 +19,7 @@ from headway.contracts.config.experiment import GRPOExperiment
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.server import ServerConfig
 from headway.contracts.http.servers import ScaleResponse
+from headway.launch.cli import COMMANDS
 from headway.runtime.command import EXIT_USAGE
 from headway.runtime.config import load_config
 from headway.runtime.listener import check_exposure
@@ -44,7 +46,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "trainer": {"runs": {"storageClass": "fast"}},
     },
     "own volume": {"trainer": {"runs": {"claim": "ours"}, "nodes": 4}},
-    "keda": {"keda": {"enabled": True}},
+    "keda": {"scaling": {"by": "keda"}},
+    "scaler": {"scaling": {"by": "headway", "minServers": 2, "maxServers": 9}},
     "prometheus": {"prometheus": {"enabled": True, "labels": {"release": "prometheus"}}},
     "grafana": {"grafana": {"enabled": True}},
     "open network": {"networkPolicy": {"enabled": False}},
@@ -76,6 +79,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a quantity": ({"gateway": {"resources": {"limits": {"memory": "8 GB"}}}}, "memory"),
     "no Redis": ({"redis": {"enabled": False}}, "redis.url is to name another one"),
     "a volume for one": ({"trainer": {"nodes": 2}}, "trainer.runs.accessMode"),
+    "a scaler that is none": ({"scaling": {"by": "hpa"}}, "scaling"),
     "a registry without a slash": ({"image": {"registry": "example.com"}}, "registry"),
 }
 TARGETS = {"gateway": "control", "server": "inference", "trainer": "trainer"}
@@ -141,16 +145,16 @@ def test_every_option_is_valid_and_its_files_load(
     assert problems == []
     for role, template in pods(told["manifests"]):
         spec = template["spec"]
-        assert not spec["automountServiceAccountToken"]
+        assert spec["automountServiceAccountToken"] == (role == "scaler")
         assert spec["securityContext"]["runAsNonRoot"]
         for container in spec["containers"]:
             context = container["securityContext"]
             assert context["readOnlyRootFilesystem"] and not context["allowPrivilegeEscalation"]
-            assert {mount["name"] for mount in container["volumeMounts"]} <= {
+            assert {mount["name"] for mount in container.get("volumeMounts", [])} <= {
                 volume["name"]
                 for volume in [*spec.get("volumes", []), {"name": "data"}]  # Redis's own
             }
-        if role != "redis":
+        if role in TARGETS:
             config_of(told["manifests"], role, tmp_path)
 
 
@@ -214,7 +218,7 @@ def test_processes_find_one_another(rendered: dict[str, Any], tmp_path: Path) ->
 def test_every_token_that_a_file_names_is_in_its_pod(rendered: dict[str, Any]) -> None:
     manifests = rendered["defaults"]["manifests"]
     for role, template in pods(manifests):
-        if role == "redis":
+        if role not in TARGETS:
             continue
         text = json.dumps(find(manifests, "ConfigMap", f"headway-{role}")["data"])
         env = {each["name"] for each in template["spec"]["containers"][0]["env"]}
@@ -272,13 +276,39 @@ def test_a_wrong_file_ends_the_job_and_an_eviction_does_not(rendered: dict[str, 
     assert check["command"] == ["headway", "config", "check", "/etc/headway/trainer.yaml"]
 
 
-def test_the_scaler_reads_what_the_gateway_says(rendered: dict[str, Any]) -> None:
+def test_keda_reads_what_the_gateway_says(rendered: dict[str, Any]) -> None:
     manifests = rendered["keda"]["manifests"]
     assert "replicas" not in find(manifests, "Deployment", "headway-server")["spec"]
     (trigger,) = find(manifests, "ScaledObject", "headway-server")["spec"]["triggers"]
     assert trigger["metadata"]["valueLocation"] in ScaleResponse.model_fields
     # KEDA is of another namespace.
     assert trigger["metadata"]["url"] == "http://headway-gateway.rl:8000/v1/scale"
+
+
+def test_the_scaler_may_do_what_it_does_and_no_more(rendered: dict[str, Any]) -> None:
+    manifests = rendered["scaler"]["manifests"]
+    assert "replicas" not in find(manifests, "Deployment", "headway-server")["spec"]
+    (rule,) = find(manifests, "Role", "headway-scaler")["rules"]
+    assert rule == {
+        "apiGroups": ["apps"],
+        "resources": ["deployments/scale"],
+        "resourceNames": ["headway-server"],
+        "verbs": ["get", "patch"],
+    }
+    spec = dict(pods(manifests))["scaler"]["spec"]
+    (account,) = find(manifests, "RoleBinding", "headway-scaler")["subjects"]
+    assert spec["serviceAccountName"] == account["name"]
+    (container,) = spec["containers"]
+    program, name, *words = [*container["command"], *container["args"]]
+    assert program == "headway"
+    command = importlib.import_module(COMMANDS[name][0]).command
+    given = command.make_context(name, words).params
+    assert (given["deployment"], given["min_servers"], given["max_servers"]) == (
+        "headway-server",
+        2,
+        9,
+    )
+    assert given["token_env"] == container["env"][0]["name"]
 
 
 def test_alerts_and_dashboard_are_ours(rendered: dict[str, Any]) -> None:

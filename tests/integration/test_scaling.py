@@ -31,6 +31,7 @@ from headway.runtime.config import dump_yaml, validate_config
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.process import Process, ProcessSpec
 from tests.integration.builders import generation, rollout
+from tests.kubernetes_api import KubernetesApi, serving
 from tests.processes import start_process
 from tests.unit.gateway.ledger_suite import RedisServer
 from tests.waiting import eventually
@@ -103,12 +104,20 @@ class Site:
     def _service(self, name: str) -> dict[str, Any]:
         return {"port": 0, "ready_file": str(self._folder / f"{name}.ready.json")}
 
+    def start_scaler(self, gateway: str, api: str) -> None:
+        words = {"deployment": "headway-server", "namespace": "rl", "api": api, "every-s": "0.2"}
+        flags = [part for name, word in words.items() for part in (f"--{name}", word)]
+        self._run("scaler", ["headway.launch.cli", "scale", gateway, *flags])
+
     def _start(self, name: str, module: list[str], config: GatewayConfig | ServerConfig) -> None:
         file = self._folder / f"{name}.yaml"
         file.write_text(dump_yaml(config))
+        self._run(name, [*module, "--config", str(file)])
+
+    def _run(self, name: str, words: list[str]) -> None:
         spec = ProcessSpec(
             name=name,
-            argv=[sys.executable, "-m", *module, "--config", str(file)],
+            argv=[sys.executable, "-m", *words],
             log=self._folder / f"{name}.log",
             env=child_environment(1),
             ready_file=self._folder / f"{name}.ready.json",
@@ -268,6 +277,26 @@ def test_one_server_becomes_four_and_one_again_under_load(
     audit = client.audit()
     assert (audit.lost, audit.duplicated, audit.counts.failed) == (0, 0, 0)
     assert audit.counts.delivered == audit.counts.submitted == 2 * traffic.num_groups
+
+
+def test_a_deployment_grows_from_nothing_for_the_work_that_waits(
+    site: Callable[[str], Site],
+) -> None:
+    here = site(":memory:")
+    gateway = here.start_gateway("gateway")
+    client = here.connect(gateway)
+
+    def resized(count: int) -> None:
+        for number in range(count):
+            here.start_server(f"pod-{number}", gateway)
+
+    client.submit([rollout(f"r{n}", max_new_tokens=TOKENS) for n in range(8)])
+    cluster = KubernetesApi(0, resized)
+    with serving(cluster) as api:
+        here.start_scaler(gateway, api)
+        assert len(client.wait(8, LIMIT_S).groups) == 8
+        here.kill("scaler", signal.SIGTERM)
+    assert cluster.sizes == [1]
 
 
 def test_a_faster_server_does_more(site: Callable[[str], Site]) -> None:

@@ -23,7 +23,6 @@ app.kubernetes.io/component: {{ . }}
 {{/* What every pod has: (list . UID) */}}
 {{- define "headway.pod" -}}
 {{- $top := index . 0 -}}
-automountServiceAccountToken: false
 securityContext:
   runAsNonRoot: true
   runAsUser: {{ index . 1 }}

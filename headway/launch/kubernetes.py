@@ -1,0 +1,152 @@
+"""A Deployment by Kubernetes' API, and the loop that keeps it at the size that a gateway asks for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+
+from headway.contracts.errors import BackendError, ConfigError, NotFound, ServiceError
+from headway.contracts.http.servers import ScaleResponse
+
+log = logging.getLogger(__name__)
+
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where Kubernetes puts a pod's token, its namespace, and the cluster's certificate."""
+TIMEOUT_S = 10.0
+
+
+class Scales(Protocol):
+    """Who says how many servers are wanted: a client of a gateway."""
+
+    def scale(self) -> ScaleResponse:
+        """Return what is wanted now."""
+
+
+class Deployment:
+    """The number of pods of a Deployment."""
+
+    def __init__(self, client: httpx.Client, namespace: str, name: str, token: Path | None) -> None:
+        """
+        Args:
+            token: file with the bearer token, which Kubernetes changes every hour; None sends none.
+        """
+        self._client = client
+        self._path = f"/apis/apps/v1/namespaces/{namespace}/deployments/{name}/scale"
+        self._token = token
+        self.name = f"{namespace}/{name}"
+
+    def replicas(self) -> int:
+        """Return how many pods it is to have.
+
+        Raises:
+            NotFound: there is no such Deployment.
+            BackendError: the API does not answer, or does not let us.
+        """
+        return self._size(self._call("GET", None))
+
+    def resize(self, replicas: int) -> None:
+        """Set how many pods it is to have.
+
+        Raises:
+            NotFound, BackendError: as `replicas`.
+        """
+        self._call("PATCH", {"spec": {"replicas": replicas}})
+
+    def _call(self, method: str, body: dict[str, Any] | None) -> Any:
+        headers = {"accept": "application/json"}
+        if self._token is not None:
+            headers["authorization"] = f"Bearer {self._token.read_text().strip()}"
+        if body is not None:
+            headers["content-type"] = "application/merge-patch+json"
+        try:
+            answer = self._client.request(method, self._path, json=body, headers=headers)
+            told = answer.json()
+        except (httpx.HTTPError, ValueError, OSError) as error:
+            raise BackendError(f"Kubernetes gave no answer: {error!r}") from error
+        if answer.status_code == 404:
+            raise NotFound(f"there is no Deployment {self.name}")
+        if not answer.is_success:
+            why = told.get("message") if isinstance(told, dict) else None
+            raise BackendError(
+                f"Kubernetes answered {answer.status_code} to {method} {self._path}: {why}; the service "
+                "account needs a Role with the verbs get and patch on deployments/scale"
+            )
+        return told
+
+    def _size(self, told: Any) -> int:
+        try:
+            # Kubernetes leaves out a 0.
+            return int(told["spec"].get("replicas", 0))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise BackendError(f"Kubernetes told no scale of {self.name}: {told!r:.200}") from error
+
+
+@contextmanager
+def find_deployment(name: str, namespace: str | None, api: str | None) -> Iterator[Deployment]:
+    """Yield a Deployment of this pod's cluster, or of the one behind an address that asks for no token.
+
+    Raises:
+        ConfigError: this is no pod, or its namespace is not known.
+    """
+    token = ACCOUNT / "token" if api is None else None
+    verify: ssl.SSLContext | bool = True
+    if api is None:
+        host, port = (os.environ.get(f"KUBERNETES_SERVICE_{word}") for word in ("HOST", "PORT"))
+        if not host or not port or not ACCOUNT.is_dir():
+            raise ConfigError(
+                "this is no pod with a service account; give --api http://127.0.0.1:8001 and "
+                "--namespace, beside `kubectl proxy`"
+            )
+        api = f"https://{f'[{host}]' if ':' in host else host}:{port}"
+        verify = ssl.create_default_context(cafile=str(ACCOUNT / "ca.crt"))
+        namespace = namespace or (ACCOUNT / "namespace").read_text().strip()
+    if not namespace:
+        raise ConfigError(f"give --namespace, in which {name} is")
+    with httpx.Client(base_url=api, verify=verify, timeout=TIMEOUT_S, trust_env=False) as client:
+        yield Deployment(client, namespace, name, token)
+
+
+def follow(gateway: Scales, deployment: Deployment, least: int, most: int, every_s: float) -> None:
+    """Look again and again. What does not answer is asked again at the next look."""
+    failure = ""
+    while True:
+        try:
+            look(gateway, deployment, least, most)
+            failure = ""
+        except NotFound:
+            raise
+        except ServiceError as error:
+            if str(error) != failure:  # said once
+                log.warning("not scaled", extra={"why": str(error)})
+            failure = str(error)
+        time.sleep(every_s)
+
+
+def look(gateway: Scales, deployment: Deployment, least: int, most: int) -> None:
+    """Bring a Deployment to the size that is wanted, within these bounds.
+
+    Raises:
+        ServiceError: the gateway or Kubernetes did not answer.
+    """
+    wish = gateway.scale()
+    wanted = min(max(wish.wanted, least), most)
+    there = deployment.replicas()
+    if there != wanted:
+        deployment.resize(wanted)
+        log.info(
+            "scaled",
+            extra={
+                "deployment": deployment.name,
+                "before": there,
+                "now": wanted,
+                "why": wish.reason,
+            },
+        )
