@@ -90,7 +90,8 @@ class ModelOutput(Protocol):
     def logprobs(
         self, labels: Tensor, temperature: float = 1.0, mask: Tensor | None = None
     ) -> Tensor:
-        """[T] float32 log-probability of `labels` [T] under the temperature-scaled distribution.
+        """[T] float32 log-probability of `labels` [T] under the temperature-scaled distribution, or
+        [T, K] of labels [T, K].
 
         Differentiable, and computed without logits for all positions at a time. With a `mask` [T] bool
         only its positions are computed; others are 0. Where the micro-batch has a sampling mask,
@@ -101,6 +102,12 @@ class ModelOutput(Protocol):
         self, labels: Tensor, temperature: float = 1.0, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The same, and [T] float32 entropy of each position's distribution; both differentiable."""
+
+    def top(
+        self, count: int, temperature: float = 1.0, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Ids [T, K] int64 of the likeliest tokens of each position, and their log-probabilities [T, K];
+        0 off the mask. Not differentiable."""
 
     def logits(self) -> Tensor:
         """[T, V], whole: for tests and small models."""

@@ -29,11 +29,13 @@ EMBEDDED = {"type": "embedded_torch", "num_threads": 1, "kv_cache_bytes": 1 << 2
 EXACT = {"rtol": 1e-4, "atol": 5e-5}
 """Both compute in float32: a server one sequence in blocks, the ranks several packed ones."""
 BATCH = batch_of_trajectories(batch_of(0))
+TOP_K = 5
 
 
 @pytest.fixture(scope="module")
-def teachers(tmp_path_factory) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The URL of each of two servers, and the batch's logprobs under its model."""
+def teachers(tmp_path_factory) -> Iterator[list[tuple[str, torch.Tensor, torch.Tensor]]]:
+    """The URL of each of two servers, and what its model says of the batch on the ranks: logprobs, and
+    ids and logprobs of the likeliest tokens."""
     found = []
     with ExitStack() as stack:
         for seed in (1, 2):
@@ -42,11 +44,13 @@ def teachers(tmp_path_factory) -> Iterator[list[tuple[str, torch.Tensor]]]:
             engine = open_engine(folder)
             frozen = FrozenModel(engine, ALONE, MicroBatchSpec(100), 1.0, "teacher_logprobs")
             expected = frozen.inference(BATCH)["teacher_logprobs"]
+            top = FrozenModel(engine, ALONE, MicroBatchSpec(100), 1.0, "teacher_top", top_k=TOP_K)
             tree = {"model": {"path": str(folder)}, "backend": EMBEDDED}
             config = ServerConfig.model_validate(tree)
             app = make_app(config, make_generator(config), Access.of(None))
             port = stack.enter_context(served(ServiceConfig(), app))
-            found.append((f"http://127.0.0.1:{port}", expected))
+            expected_top = top.inference(BATCH)["teacher_top"]
+            found.append((f"http://127.0.0.1:{port}", expected, expected_top))
         yield found
 
 
@@ -57,14 +61,25 @@ def asked(*urls: str, **fields) -> torch.Tensor:
 
 
 def test_a_server_gives_the_logprobs_of_the_actions(teachers):
-    ((url, expected), _) = teachers
+    ((url, expected, _), _) = teachers
     got = asked(url)
     assert not got[~BATCH["action_mask"]].any()
     torch.testing.assert_close(got, expected, **EXACT)
 
 
+def test_a_server_gives_the_likeliest_tokens_at_the_actions(teachers):
+    ((url, _, expected), _) = teachers
+    with closing(TeacherServers(TeacherServersConfig(urls=(url,)), ALONE, TOP_K)) as server:
+        got = server.inference(BATCH)["teacher_top"]
+    assert got.shape == (BATCH.num_tokens, 2, TOP_K)
+    assert not got[~BATCH["action_mask"]].any()
+    torch.testing.assert_close(got[:, 1], expected[:, 1], **EXACT)
+    # Two that are equally likely may change places.
+    assert (got[:, 0] == expected[:, 0]).float().mean() > 0.99
+
+
 def test_several_teachers_are_averaged_by_weight(teachers):
-    (first, one), (second, other) = teachers
+    (first, one, _), (second, other, _) = teachers
     torch.testing.assert_close(asked(first, second), (one + other) / 2, **EXACT)
     got = asked(first, second, weights=(3.0, 1.0))
     torch.testing.assert_close(got, 0.75 * one + 0.25 * other, **EXACT)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.algorithms import logprobs
-from trainer.algorithms.logprobs import chunked_logprobs, token_logprobs
+from trainer.algorithms.logprobs import chunked_logprobs, chunked_top, token_logprobs
 
 T, V, H = 13, 29, 6
 
@@ -57,6 +57,44 @@ def test_values_and_gradients_equal_those_of_full_logits(chunk_tokens, temperatu
         grads = [torch.autograd.grad(loss, leaves, retain_graph=True) for loss in losses]
         torch.testing.assert_close(grads[0], grads[1])
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])
+def test_several_tokens_of_a_position_are_as_many_labels(with_entropy):
+    hidden, weight, bias, labels = head_inputs()
+    several = torch.stack([labels, (labels + 7) % V, (labels + 20) % V, labels], dim=1)
+    got = chunked_logprobs(hidden, weight, several, 0.6, 5, bias, with_entropy)
+    one_by_one = [
+        chunked_logprobs(hidden, weight, each, 0.6, 5, bias, with_entropy)
+        for each in several.unbind(1)
+    ]
+    expected = torch.stack([logprobs for logprobs, _ in one_by_one], dim=1)
+    torch.testing.assert_close(got[0], expected)
+    torch.testing.assert_close(
+        token_logprobs(hidden.float() @ weight.float().t() + bias, several, 0.6),
+        expected.float(),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+    mix = torch.randn(T, 4, dtype=torch.float64)
+    losses = [(mix * logprobs).sum() for logprobs in (got[0], expected)]
+    if with_entropy:
+        losses = [losses[0] + got[1].sum(), losses[1] + one_by_one[0][1].sum()]
+    grads = [torch.autograd.grad(loss, (hidden, weight, bias)) for loss in losses]
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("count", [1, 5, 11, V])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+def test_the_likeliest_tokens_are_found_over_tiles(count, has_bias, monkeypatch):
+    monkeypatch.setattr(logprobs, "CHUNK_TOKENS", 5)
+    hidden, weight, bias, _ = head_inputs()
+    given = bias if has_bias else None
+    logits = hidden @ weight.t() + (0.0 if given is None else given)
+    expected, ids = (logits / 0.6).log_softmax(1).topk(count)
+    found, got = chunked_top(hidden, weight, count, 0.6, given)
+    torch.testing.assert_close(got, expected)
+    assert found.tolist() == ids.tolist()
 
 
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])

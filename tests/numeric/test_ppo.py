@@ -16,6 +16,7 @@ from trainer.algorithms.kl import AdaptiveKL
 from trainer.models import CRITIC, POLICY, REFERENCE
 
 KL_COEF, GAMMA, LAMBDA = 0.3, 0.97, 0.8
+TOP_K = 5
 KL = {"kl_in": "reward", "kl_coef": KL_COEF, "kl_estimator": "k1"}
 
 
@@ -176,6 +177,50 @@ def test_a_teacher_alone_is_learned_from(llama_dir, other_dir):
     ]
     assert metrics[0]["teacher_kl"] == pytest.approx(math.fsum(gaps) / len(gaps), rel=1e-4)
     assert metrics[-1]["teacher_kl"] < metrics[0]["teacher_kl"] - 0.05
+
+
+@pytest.mark.parametrize("divergence", ["reverse", "forward"])
+def test_the_top_of_a_teacher_is_learned_from(llama_dir, other_dir, divergence):
+    algorithm = {
+        "distillation_coef": 1.0,
+        "distillation_top_k": TOP_K,
+        "distillation_divergence": divergence,
+        "reward_scaling": 0.0,
+    }
+    config = experiment(llama_dir, "grpo", algorithm=algorithm, teacher={"path": str(other_dir)})
+    models, rows = open_models(config), batch_of(0)
+    metrics = [models.learner.train_step(rows, version=0) for _ in range(8)]
+    policy, teacher = load_reference(llama_dir), load_reference(other_dir)
+    gaps = [
+        gap
+        for row in rows
+        for gap, is_in in zip(
+            top_gaps(policy, teacher, row, divergence), row.loss_mask[1:], strict=True
+        )
+        if is_in
+    ]
+    assert metrics[0]["teacher_kl"] == pytest.approx(math.fsum(gaps) / len(gaps), rel=1e-4)
+    assert metrics[-1]["teacher_kl"] < 0.9 * metrics[0]["teacher_kl"]
+
+
+@torch.no_grad()
+def top_gaps(policy, teacher, row, divergence) -> list[float]:
+    """Divergence at tokens 1.. of a row, over the likeliest tokens of the teacher and the rest."""
+    ids = row.input_ids.tolist()
+    tables = [
+        torch.softmax(reference_logits(model, ids).double() / TEMPERATURE, dim=-1)
+        for model in (policy, teacher)
+    ]
+    gaps = []
+    for t in range(len(ids) - 1):
+        ours, theirs = (table[t].tolist() for table in tables)
+        top = sorted(range(len(theirs)), key=lambda token: -theirs[token])[:TOP_K]
+        p, q = ([each[token] for token in top] for each in (ours, theirs))
+        p, q = ([*each, 1.0 - math.fsum(each)] for each in (p, q))
+        if divergence == "forward":
+            p, q = q, p
+        gaps.append(math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
+    return gaps
 
 
 @pytest.mark.parametrize("eta", [0.25, 1.0])

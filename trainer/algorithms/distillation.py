@@ -1,10 +1,15 @@
-"""On-policy distillation: learn from a teacher's logprobs of the policy's own samples."""
+"""On-policy distillation: learn from a teacher's logprobs along the policy's own samples."""
 
 from __future__ import annotations
 
+from typing import Literal
+
+import torch
 from torch import Tensor
 
-from trainer.algorithms.ratios import bounded_exp, log_ratios
+Divergence = Literal["reverse", "forward"]
+LEAST_REST = 1e-6
+"""Least probability of the tokens beyond the top, in float32: its logarithm stays finite."""
 
 
 def distillation_advantages(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
@@ -19,22 +24,29 @@ def distillation_advantages(logprobs: Tensor, teacher_logprobs: Tensor) -> Tenso
     return (teacher_logprobs - logprobs).detach()
 
 
-def distillation_losses(
-    logprobs: Tensor, behaviour_logprobs: Tensor, teacher_logprobs: Tensor, loss_mask: Tensor
+def top_divergence(
+    logprobs: Tensor, teacher_logprobs: Tensor, divergence: Divergence = "reverse"
 ) -> Tensor:
-    """Return `-(policy / behaviour) · (teacher - policy)` per token, the second factor without
-    gradient.
+    """KL between policy and teacher over K tokens and all others taken as one.
 
-    Its gradient is that of KL(policy || teacher). (AReaL, when it also learns from rewards, adds the mean
-    of `logprob - teacher`, whose gradient has expectation zero and only adds noise.)
+    It is at most the KL over the whole vocabulary, 0 where the two agree, and differentiable in
+    `logprobs` without sampling noise.
 
     Args:
-        logprobs: [T], differentiable.
-        behaviour_logprobs: [T], of the policy that sampled.
-        loss_mask: [T] bool.
+        logprobs, teacher_logprobs: [T, K] of the same K tokens of each position.
+        divergence: `reverse` is KL(policy || teacher), `forward` is KL(teacher || policy).
     Returns:
-        [T], 0 outside of the mask.
+        [T], in nats.
+    Source:
+        GKD (arXiv:2306.13649), over the top of a vocabulary.
     """
-    ratio = bounded_exp(log_ratios(logprobs, behaviour_logprobs, loss_mask))
-    gain = log_ratios(teacher_logprobs, logprobs, loss_mask).detach()
-    return -ratio * gain
+    policy = torch.cat([logprobs, _log_rest(logprobs)], dim=-1)
+    teacher = torch.cat([teacher_logprobs, _log_rest(teacher_logprobs)], dim=-1)
+    first, second = (policy, teacher) if divergence == "reverse" else (teacher, policy)
+    return (first.exp() * (first - second)).sum(-1)
+
+
+def _log_rest(logprobs: Tensor) -> Tensor:
+    """[T, 1] logarithm of the probability that K tokens leave."""
+    taken = logprobs.exp().sum(-1, keepdim=True)
+    return torch.log1p(-taken.clamp(max=1.0 - LEAST_REST))

@@ -35,14 +35,16 @@ def token_logprobs(
 
     Args:
         logits: [T, V].
-        labels: [T] int64.
+        labels: [T] int64, or [T, K]: several tokens at each position.
         temperature: the one that the tokens were sampled with; 0 (greedy) counts as 1, as the
             generation servers do.
         sampling_mask: of the T positions; None leaves every token.
     Returns:
-        [T] float32, differentiable.
+        float32 in the shape of `labels`, differentiable.
     """
     scaled = scaled_logits(logits, temperature, sampling_mask)
+    if labels.ndim == 2:
+        return scaled.log_softmax(-1).gather(1, labels)
     return -torch.nn.functional.cross_entropy(scaled, labels, reduction="none")
 
 
@@ -81,7 +83,8 @@ def chunked_logprobs(
     Args:
         hidden: [T, H], what the head would be applied to.
         weight: [V, H], whole, on the device of `hidden`; its storage must live until the backward pass.
-        labels: [T] int64. One outside the vocabulary gives NaN: an error would wait for the device.
+        labels: [T] int64, or [T, K]: several tokens at each position. One outside the vocabulary gives
+            NaN: an error would wait for the device.
         temperature: as in `token_logprobs`.
         chunk_tokens: rows of a tile; larger is faster up to some size and takes more memory. None
             takes `CHUNK_TOKENS` or `GPU_CHUNK_TOKENS`.
@@ -90,15 +93,20 @@ def chunked_logprobs(
         kept_bytes: logits that may stay in memory until the backward pass.
         sampling_mask: as in `token_logprobs`.
     Returns:
-        logprobs [T] and entropy [T] (or None) in float32 (float64 for float64 inputs), once
-        differentiable in `hidden`, `weight` and `bias`.
+        logprobs in the shape of `labels` and entropy [T] (or None) in float32 (float64 for float64
+        inputs), once differentiable in `hidden`, `weight` and `bias`.
     Raises:
         ValueError: shapes differ or `chunk_tokens` < 1.
     """
-    if hidden.ndim != 2 or weight.shape[1:] != hidden.shape[1:] or labels.shape != hidden.shape[:1]:
+    if (
+        hidden.ndim != 2
+        or weight.shape[1:] != hidden.shape[1:]
+        or labels.shape[:1] != hidden.shape[:1]
+        or labels.ndim > 2
+    ):
         raise ValueError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, labels {tuple(labels.shape)};"
-            " wanted [T, H], [V, H], [T]"
+            " wanted [T, H], [V, H], [T] or [T, K]"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {tuple(bias.shape)}, wanted [V] = ({weight.shape[0]},)")
@@ -108,9 +116,45 @@ def chunked_logprobs(
         raise ValueError(f"chunk_tokens={chunk_tokens}, wanted at least 1")
     scale = 1.0 if temperature == 0.0 else 1.0 / temperature
     room = kept_bytes if torch.is_grad_enabled() else 0
-    return _ChunkedLogprobs.apply(
-        hidden, weight, bias, labels, scale, chunk_tokens, with_entropy, room, sampling_mask
+    tokens = labels if labels.ndim == 2 else labels[:, None]
+    logprobs, entropy = _ChunkedLogprobs.apply(
+        hidden, weight, bias, tokens, scale, chunk_tokens, with_entropy, room, sampling_mask
     )
+    return logprobs.view(labels.shape), entropy
+
+
+@torch.no_grad()
+def chunked_top(
+    hidden: Tensor,
+    weight: Tensor,
+    count: int,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    sampling_mask: PackedSamplingMask | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the likeliest tokens of each position and their log-probabilities, without the logits.
+
+    Args:
+        hidden, weight, temperature, bias, sampling_mask: as in `chunked_logprobs`.
+        count: K, at most V.
+    Returns:
+        ids [T, K] int64 and logprobs [T, K], the likeliest first.
+    """
+    scale = 1.0 if temperature == 0.0 else 1.0 / temperature
+    rows = GPU_CHUNK_TOKENS if hidden.is_cuda else CHUNK_TOKENS
+    head = _Head(hidden, weight, bias, scale, rows, sampling_mask)
+    ids = torch.zeros(len(hidden), count, dtype=torch.long, device=hidden.device)
+    lowest = torch.finfo(head.sum_dtype).min
+    top = torch.full_like(ids, lowest, dtype=head.sum_dtype)
+    log_norms = torch.full_like(top[:, 0], lowest)
+    for columns, tile_weight in head.tiles():
+        for chunk in head.chunks():
+            logits = head.logits(chunk, columns, tile_weight)
+            log_norms[chunk] = torch.logaddexp(log_norms[chunk], logits.logsumexp(1))
+            found, at = logits.topk(min(count, logits.shape[1]), dim=1)
+            top[chunk], best = torch.cat([top[chunk], found], 1).topk(count, dim=1)
+            ids[chunk] = torch.cat([ids[chunk], at + columns.start], 1).gather(1, best)
+    return ids, top - log_norms[:, None]
 
 
 class _Head:
@@ -178,9 +222,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         head = _Head(hidden, weight, bias, scale, chunk_tokens, sampling_mask)
         # Of the distribution over the columns seen so far.
-        entropies = head.sums(labels)
+        entropies = head.sums(labels[:, 0])
         log_norms = torch.full_like(entropies, torch.finfo(entropies.dtype).min)
-        label_logits = torch.full_like(entropies, float("nan"))
+        label_logits = torch.full_like(labels, float("nan"), dtype=head.sum_dtype)
         kept: list[Tensor] = []
         for columns, tile_weight in head.tiles():
             for rows in head.chunks():
@@ -190,8 +234,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 if room >= 0:
                     kept.append(logits)
                 at, is_inside = _places(labels[rows], columns)
-                picked = torch.where(is_inside, logits.gather(1, at), label_logits[rows, None])
-                label_logits[rows] = picked.squeeze(1)
+                label_logits[rows] = torch.where(
+                    is_inside, logits.gather(1, at), label_logits[rows]
+                )
                 before = log_norms[rows]
                 after = torch.logaddexp(before, logits.logsumexp(1))
                 if with_entropy:
@@ -202,7 +247,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, labels, log_norms, entropies, *kept)
         ctx.scale, ctx.chunk_tokens, ctx.sampling_mask = scale, chunk_tokens, sampling_mask
         ctx.set_materialize_grads(False)
-        return label_logits - log_norms, entropies if with_entropy else None
+        return label_logits - log_norms[:, None], entropies if with_entropy else None
 
     @staticmethod
     @once_differentiable
@@ -211,9 +256,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, log_norms, entropies, *kept = ctx.saved_tensors
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
-        of_logprobs, of_entropies = (
-            None if of is None else (of * ctx.scale)[:, None] for of in (of_logprobs, of_entropies)
-        )
+        of_logprobs = None if of_logprobs is None else of_logprobs * ctx.scale
+        of_entropies = None if of_entropies is None else (of_entropies * ctx.scale)[:, None]
         head = _Head(hidden, weight, bias, ctx.scale, ctx.chunk_tokens, ctx.sampling_mask)
         known = iter(kept)
         hidden_grad = head.sums(hidden) if for_hidden else None
@@ -259,24 +303,31 @@ def _slopes(
     """[t, v] derivative of the loss by a tile of logits z.
 
     With p = softmax(z) and H its entropy: d logprob / d z = onehot - p and d H / d z = -p · (log p + H).
-    All other arguments are [t, 1], the last two the loss's derivatives by a token's logprob and entropy.
+
+    Args:
+        at, is_inside: [t, K], of `_places`.
+        log_norms, entropies: [t, 1].
+        of_logprobs, of_entropies: [t, K] and [t, 1], the loss's derivatives by logprobs and entropy.
     """
     log_p = logits - log_norms
+    of_all = of_logprobs
+    if of_all is not None and of_all.shape[1] > 1:
+        of_all = of_all.sum(1, keepdim=True)
     if of_entropies is None:
-        slopes = log_p.exp_().mul_(0.0 if of_logprobs is None else -of_logprobs)
+        slopes = log_p.exp_().mul_(0.0 if of_all is None else -of_all)
     else:
         slopes = log_p.exp().neg_()
         factor = log_p.add_(entropies).mul_(of_entropies)
-        slopes.mul_(factor if of_logprobs is None else factor.add_(of_logprobs))
+        slopes.mul_(factor if of_all is None else factor.add_(of_all))
     if of_logprobs is not None:
         slopes.scatter_add_(1, at, torch.where(is_inside, of_logprobs, 0.0))
     return slopes
 
 
 def _places(labels: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """[t, 1] column of each label within a tile (any, if outside), and whether it is inside."""
+    """[t, K] column of each label within a tile (any, if outside), and whether it is inside."""
     is_inside = (labels >= columns.start) & (labels < columns.stop)
-    return torch.where(is_inside, labels - columns.start, 0)[:, None], is_inside[:, None]
+    return torch.where(is_inside, labels - columns.start, 0), is_inside
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

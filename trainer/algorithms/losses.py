@@ -15,6 +15,7 @@ from trainer.algorithms.aggregation import (
     masked_mean,
     mean_mode,
 )
+from trainer.algorithms.distillation import top_divergence
 from trainer.algorithms.early_stop import is_too_far, mean_over_ranks
 from trainer.algorithms.importance_weights import (
     accepted,
@@ -50,9 +51,10 @@ def policy_loss(
     logprobs: Tensor,
     entropy: Tensor | None = None,
     over_ranks: Callable[[Tensor], Tensor] | None = None,
+    top_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a micro-batch's loss: the weighted loss of `policy_loss`, minus the entropy bonus, plus the
-    KL penalty.
+    KL penalty and the divergence from the teacher.
 
     With `policy_loss.type=clip` and `decoupled` it is AReaL (arXiv:2505.24298) eq. 5; with proximal =
     behaviour, PPO (arXiv:1707.06347).
@@ -63,19 +65,23 @@ def policy_loss(
             `proximal_shares` where `proximal` is interpolated;
             `reference_logprobs` where the KL is in the loss; `near` (of `within_second_moment` over the
             batch) where `m2_threshold` is set; `prepared` where the policy loss has a `prepare`;
-            `weight_factor` where `behaviour_weight_normalize` is set.
+            `weight_factor` where `behaviour_weight_normalize` is set; `teacher_top` [T, 2, K], ids and
+            logprobs, where `distillation_top_k` is set.
         logprobs: [T] under the current policy, differentiable.
         entropy: [T] of the current policy, differentiable; wanted where `entropy_coef` > 0, elsewhere
             only a metric.
         over_ranks: the sum over all ranks of a small tensor, which every rank asks for once per
             micro-batch: they stop early together. None decides alone.
+        top_logprobs: [T, K] of the tokens of `teacher_top`, differentiable; where `distillation_top_k` is
+            set.
     Returns:
         loss [] and means over the same tokens, in float64: `clip_fraction` (of these `clip_fraction_low`
         with a ratio below 1 and `clip_fraction_high` above), `behaviour_weight` (proximal / behaviour,
         unbounded), `capped_fraction` (tokens without weight, or with a bounded one), `behaviour_kl` (k3
         estimate of KL(behaviour || proximal)), `ratio` (policy / proximal, or its sequence's) and
         `update_kl` (k3 estimate of KL(proximal || policy)); `entropy` where it is given, and
-        `reference_kl` where it is in the loss; those of `_first_metrics` where `is_proximal_from_update`;
+        `reference_kl` and `teacher_kl` where they are in the loss; those of `_first_metrics` where
+        `is_proximal_from_update`;
         where one stops early, `stopped_fraction`, whose loss is 0 and has no gradient. Averaged by
         `policy_loss_weight` all are exact over micro-batches and ranks.
     """
@@ -91,6 +97,11 @@ def policy_loss(
     log_weight = log_ratios(batch["proximal_logprobs"], batch["behaviour_logprobs"], mask)
     weights, is_within = _weights(config, batch, log_weight, tokens)
     penalties, metrics = _penalties(config, batch, logprobs, entropy)
+    if top_logprobs is not None:
+        teacher = batch["teacher_top"][:, 1]
+        kl = top_divergence(top_logprobs, teacher, config.distillation_divergence)
+        metrics["teacher_kl"] = torch.where(mask, kl, 0.0)
+        penalties = penalties + config.distillation_coef * metrics["teacher_kl"]
     metrics |= _metrics(tokens, is_clipped, log_weight, is_within)
     losses = weights * token_losses + penalties
     total = aggregate(losses, mask, sequences, config.aggregation, config.aggregation_max_tokens)

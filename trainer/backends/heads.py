@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from headway.contracts.errors import ConfigError
-from trainer.algorithms.logprobs import chunked_logprobs, scaled_logits, token_logprobs
+from trainer.algorithms.logprobs import (
+    chunked_logprobs,
+    chunked_top,
+    scaled_logits,
+    token_logprobs,
+)
+from trainer.batching.sampling_mask import PackedSamplingMask
 from trainer.batching.sequences import SequenceBatch
 
 
@@ -36,6 +42,22 @@ class LanguageOutput:
         assert entropy is not None
         return logprobs, entropy
 
+    def top(
+        self, count: int, temperature: float = 1.0, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        hidden, rows, sampling_mask = self._rows(mask)
+        ids, logprobs = chunked_top(
+            hidden,
+            self.head.weight,  # type: ignore[arg-type] # a parameter
+            count,
+            temperature,
+            getattr(self.head, "bias", None),
+            sampling_mask,
+        )
+        if rows is not None:
+            ids, logprobs = self._spread(ids, rows), self._spread(logprobs, rows)
+        return ids, logprobs
+
     def logits(self) -> Tensor:
         logits: Tensor = self.head(self.hidden)
         return logits
@@ -46,15 +68,11 @@ class LanguageOutput:
     def _judge(
         self, labels: Tensor, temperature: float, mask: Tensor | None, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        hidden, rows, sampling_mask = self.hidden, None, self.batch.sampling_mask
-        if mask is not None:
-            rows = self.batch.positions(mask)
-            hidden, labels = hidden.index_select(0, rows), labels[rows]
-            sampling_mask = None if sampling_mask is None else sampling_mask.rows(rows)
+        hidden, rows, sampling_mask = self._rows(mask)
         logprobs, entropy = chunked_logprobs(
             hidden,
             self.head.weight,  # type: ignore[arg-type] # a parameter
-            labels,
+            labels if rows is None else labels[rows],
             temperature,
             bias=getattr(self.head, "bias", None),
             with_entropy=with_entropy,
@@ -66,9 +84,22 @@ class LanguageOutput:
             entropy = None if entropy is None else self._spread(entropy, rows)
         return logprobs, entropy
 
+    def _rows(self, mask: Tensor | None) -> tuple[Tensor, Tensor | None, PackedSamplingMask | None]:
+        """Hidden states and sampling mask of a mask's positions, and which these are; None are all."""
+        sampling_mask = self.batch.sampling_mask
+        if mask is None:
+            return self.hidden, None, sampling_mask
+        rows = self.batch.positions(mask)
+        return (
+            self.hidden.index_select(0, rows),
+            rows,
+            None if sampling_mask is None else sampling_mask.rows(rows),
+        )
+
     def _spread(self, values: Tensor, rows: Tensor) -> Tensor:
-        """[T] the values at their rows, 0 elsewhere."""
-        return values.new_zeros(len(self.hidden)).index_copy(0, rows, values)
+        """[T, ...] the values at their rows, 0 elsewhere."""
+        whole = values.new_zeros(len(self.hidden), *values.shape[1:])
+        return whole.index_copy(0, rows, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +123,13 @@ class LogitsOutput:
         table = torch.log_softmax(scaled, dim=-1)
         entropy = -(table.exp() * table).sum(-1)
         return self.logprobs(labels, temperature, mask), _masked(entropy, mask)
+
+    def top(
+        self, count: int, temperature: float = 1.0, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        scaled = scaled_logits(self.whole, temperature, self.batch.sampling_mask)
+        logprobs, ids = scaled.log_softmax(-1).topk(count)
+        return _masked(ids, mask), _masked(logprobs, mask)
 
     def logits(self) -> Tensor:
         return self.whole
@@ -118,6 +156,11 @@ class ValueOutput:
     ) -> tuple[Tensor, Tensor]:
         raise _no_tokens()
 
+    def top(
+        self, count: int, temperature: float = 1.0, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        raise _no_tokens()
+
     def logits(self) -> Tensor:
         raise _no_tokens()
 
@@ -132,7 +175,9 @@ class ValueOutput:
 
 
 def _masked(values: Tensor, mask: Tensor | None) -> Tensor:
-    return values if mask is None else torch.where(mask, values, 0.0)
+    if mask is None:
+        return values
+    return torch.where(mask if values.ndim == 1 else mask[:, None], values, 0)
 
 
 def _no_values() -> ConfigError:

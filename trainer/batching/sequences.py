@@ -27,7 +27,7 @@ class SequenceBatch:
     """Sequences packed end to end."""
 
     lengths: tuple[int, ...]
-    columns: Mapping[str, Tensor]  # each [T], T = sum(lengths)
+    columns: Mapping[str, Tensor]  # each [T, ...], T = sum(lengths)
     true_positions: Mapping[str, Tensor] = field(default_factory=dict)
     """Positions of the true elements of boolean columns on a GPU, computed by the host before the
     copy.
@@ -85,11 +85,11 @@ class SequenceBatch:
         return SequenceBatch(lengths, columns, sampling_mask=mask, routed_experts=experts)
 
     def with_columns(self, **columns: Tensor) -> SequenceBatch:
-        """A batch with more (or replaced) columns of length T."""
+        """A batch with more (or replaced) columns [T, ...]."""
         for name, column in columns.items():
-            if column.shape != (self.num_tokens,):
+            if column.shape[:1] != (self.num_tokens,):
                 raise ValueError(
-                    f"column {name} is {tuple(column.shape)}, wanted ({self.num_tokens},)"
+                    f"column {name} is {tuple(column.shape)}, wanted ({self.num_tokens}, ...)"
                 )
         known = {name: at for name, at in self.true_positions.items() if name not in columns}
         return replace(self, columns={**self.columns, **columns}, true_positions=known)

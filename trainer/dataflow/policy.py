@@ -55,11 +55,12 @@ def policy_calls(config: PolicyLearner) -> tuple[Call, ...]:
         asked = POLICY if config.has_base_reference else REFERENCE
         adds = ("reference_logprobs",)
         calls.append(Call("ref_inf", "inference", "reference", TOKENS, adds, asked))
+    told = "teacher_top" if algorithm.distillation_top_k else "teacher_logprobs"
     if config.teacher is not None:
-        adds = ("teacher_logprobs",)
+        adds = (told,)
         calls.append(Call("teacher_inf", "inference", "teacher", TOKENS, adds, TEACHER))
     if config.teacher_servers is not None:
-        adds, reads = ("teacher_logprobs",), ("input_ids", "action_mask")
+        adds, reads = (told,), ("input_ids", "action_mask")
         calls.append(Call("teacher_inf", "inference", "teacher_servers", reads, adds))
     if has_critic:
         adds = ("values", "normalized_values")
@@ -144,7 +145,7 @@ def _advantages(
         adds += _batch_corrections(algorithm)
     if algorithm.kl_in == "reward" and algorithm.kl_coef > 0:
         reads.append("reference_logprobs")
-    if config.has_teacher:
+    if config.has_teacher and not algorithm.distillation_top_k:
         reads.append("teacher_logprobs")
     if algorithm.dense_rewards != "none":
         reads.append("dense_scores")
@@ -177,4 +178,6 @@ def _actor_reads(algorithm: AlgorithmConfig, is_policy_asked: bool) -> tuple[str
         reads.append(PREPARED)
     if algorithm.kl_coef > 0 and algorithm.kl_in == "loss":
         reads.append("reference_logprobs")
+    if algorithm.distillation_top_k:
+        reads.append("teacher_top")
     return tuple(reads)

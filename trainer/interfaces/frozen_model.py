@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+import torch
 from torch import Tensor
 
 from headway.contracts.config.rollout_experiments import PolicyLearner
@@ -25,12 +26,14 @@ class FrozenModel:
         temperature: float,
         column: str,
         is_base: bool = False,
+        top_k: int = 0,
     ) -> None:
         """
         Args:
             temperature: that the policy samples with; distributions are compared at the same one.
             column: name of what `inference` gives.
             is_base: the model is `engine`'s without its adapters.
+            top_k: above 0 so many likeliest tokens are told, in place of the batch's.
         """
         self._engine = engine
         self._topology = topology
@@ -38,16 +41,20 @@ class FrozenModel:
         self._temperature = temperature
         self._column = column
         self._is_base = is_base
+        self._top_k = top_k
 
     def infer(self, share: SequenceBatch) -> Tensor:
         """[T] logprobs of `labels`, 0 outside of the mask, of what this rank has of a batch; collective.
 
+        With `top_k` it is [T, 2, top_k]: ids and logprobs of the likeliest tokens.
+
         Args:
             share: columns `input_ids`, `labels`, `action_mask`.
         """
+        hook = self._top if self._top_k else self._logprobs
         with self._engine.without_adapters() if self._is_base else nullcontext():
-            logprobs: Tensor = self._engine.forward(share, self._mb_spec, post_hook=self._logprobs)
-        return logprobs
+            told: Tensor = self._engine.forward(share, self._mb_spec, post_hook=hook)
+        return told
 
     def inference(self, batch: SequenceBatch) -> Columns:
         """The same of a whole batch, under the name that was given."""
@@ -55,6 +62,10 @@ class FrozenModel:
 
     def _logprobs(self, output: ModelOutput, batch: SequenceBatch) -> Tensor:
         return output.logprobs(batch["labels"], self._temperature, batch["action_mask"])
+
+    def _top(self, output: ModelOutput, batch: SequenceBatch) -> Tensor:
+        ids, logprobs = output.top(self._top_k, self._temperature, batch["action_mask"])
+        return torch.stack([ids.to(logprobs.dtype), logprobs], dim=1)  # whole up to 2^24
 
 
 def make_reference(context: InterfaceContext[PolicyLearner]) -> FrozenModel:
@@ -64,11 +75,14 @@ def make_reference(context: InterfaceContext[PolicyLearner]) -> FrozenModel:
 
 def make_teacher(context: InterfaceContext[PolicyLearner]) -> FrozenModel:
     """The model that the policy learns from."""
-    return _make(context, "teacher_logprobs", is_base=False)
+    top_k = context.config.algorithm.distillation_top_k
+    return _make(context, "teacher_top" if top_k else "teacher_logprobs", False, top_k)
 
 
-def _make(context: InterfaceContext[PolicyLearner], column: str, is_base: bool) -> FrozenModel:
+def _make(
+    context: InterfaceContext[PolicyLearner], column: str, is_base: bool, top_k: int = 0
+) -> FrozenModel:
     temperature = context.config.sampling.temperature
     return FrozenModel(
-        context.model, context.topology, context.mb_spec, temperature, column, is_base
+        context.model, context.topology, context.mb_spec, temperature, column, is_base, top_k
     )

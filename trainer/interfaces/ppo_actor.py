@@ -104,8 +104,11 @@ class PPOActor:
         return torch.stack(both, dim=-1)
 
     def _loss(self, output: ModelOutput, batch: SequenceBatch) -> LossOutput:
-        config, entropy = self._config, None
-        asked = (batch["labels"], self._temperature, batch["loss_mask"])
+        config, entropy, top_logprobs = self._config, None, None
+        labels = batch["labels"]
+        if config.distillation_top_k:
+            labels = torch.cat([labels[:, None], batch["teacher_top"][:, 0].long()], dim=1)
+        asked = (labels, self._temperature, batch["loss_mask"])
         if config.entropy_coef > 0:
             logprobs, entropy = output.logprobs_and_entropy(*asked)
         elif is_proximal_from_update(config, batch):
@@ -113,8 +116,10 @@ class PPOActor:
             entropy = undetached.detach()
         else:
             logprobs = output.logprobs(*asked)
+        if config.distillation_top_k:
+            logprobs, top_logprobs = logprobs[:, 0], logprobs[:, 1:]
         over_ranks = self._topology.sum_tensor if self._topology.world_size > 1 else None
-        return LossOutput(*policy_loss(config, batch, logprobs, entropy, over_ranks))
+        return LossOutput(*policy_loss(config, batch, logprobs, entropy, over_ranks, top_logprobs))
 
     def _weight(self, batch: SequenceBatch) -> float:
         return policy_loss_weight(self._config, batch)

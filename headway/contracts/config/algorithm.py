@@ -151,6 +151,12 @@ class AlgorithmConfig(Config):
     distillation_coef: float = Field(0.0, ge=0.0)
     """Weight of log(teacher / policy) in each token's advantage, in nats (on-policy distillation,
     arXiv:2306.08543); above 0 a `teacher` is needed. `reward_scaling: 0` learns from it alone."""
+    distillation_top_k: int = Field(0, ge=0, le=64)
+    """Add to the loss, in place of that advantage, `distillation_coef` times the KL between policy and
+    teacher over the teacher's so many likeliest tokens, with all others taken as one (GKD,
+    arXiv:2306.13649). 0 learns from the sampled token alone."""
+    distillation_divergence: Literal["reverse", "forward"] = "reverse"
+    """Of `distillation_top_k`: `reverse` is KL(policy || teacher), `forward` is KL(teacher || policy)."""
     advantage_norm: Literal["none", "batch", "group"] = "none"
     """Centre and scale the tokens' advantages once more, over the batch or over each group."""
     discount: float = Field(1.0, ge=0.0, le=1.0)

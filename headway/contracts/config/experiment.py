@@ -198,6 +198,20 @@ class PolicyExperiment(RolloutExperiment):
             raise ValueError("teacher and teacher_servers are two sources of one column; set one")
         sampling = self.sampling
         is_cut = sampling.top_k is not None or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        if self.algorithm.distillation_top_k:
+            if is_cut:
+                raise ValueError(
+                    f"sampling has top_k={sampling.top_k}, top_p={sampling.top_p} and "
+                    f"min_p={sampling.min_p}, and algorithm.distillation_top_k compares whole "
+                    "distributions; leave these at their defaults"
+                )
+            if self.teacher_servers is not None and len(self.teacher_servers.urls) > 1:
+                raise ValueError(
+                    "algorithm.distillation_top_k takes the likeliest tokens of one teacher, and "
+                    f"teacher_servers.urls has {len(self.teacher_servers.urls)}; give one"
+                )
+            if not self.has_teacher:
+                raise ValueError("algorithm.distillation_top_k wants a teacher; set one, or 0")
         if self.teacher_servers is not None and (is_cut or sampling.temperature != 1.0):
             raise ValueError(
                 f"sampling has temperature={sampling.temperature}, top_k={sampling.top_k}, "

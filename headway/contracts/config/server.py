@@ -86,6 +86,10 @@ class EngineProcessConfig(Config):
         return self
 
 
+AdapterRank = Literal[8, 16, 32, 64, 128, 256, 320, 512]
+"""Those that vLLM takes."""
+
+
 class SGLangConfig(EngineProcessConfig):
     """An SGLang server behind our contract."""
 
@@ -101,7 +105,7 @@ class SGLangConfig(EngineProcessConfig):
     """Maximum number of LoRA adapters that are served beside the base. An engine at a `url` needs
     `--enable-lora`, `--max-lora-rank`, `--lora-target-modules`, and `--max-loras-per-batch` of at least
     this and 2."""
-    max_adapter_rank: int = Field(64, ge=1, le=1024)
+    max_adapter_rank: AdapterRank = 64
     """Highest rank of an adapter."""
 
 
@@ -113,7 +117,7 @@ class VLLMConfig(EngineProcessConfig):
     """Maximum number of LoRA adapters that are served beside the base; the engine has two places more. An
     engine at a `url` needs `--enable-lora`, `--max-loras` of at least this and 2, and
     `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` in its environment."""
-    max_adapter_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64
+    max_adapter_rank: AdapterRank = 64
     """Highest rank of an adapter."""
 
 

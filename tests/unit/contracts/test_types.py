@@ -222,6 +222,24 @@ TEACHERS = {"urls": ["http://127.0.0.1:1"]}
         ),
         (
             GRPOExperiment,
+            {
+                "algorithm": {"distillation_coef": 1.0, "distillation_top_k": 8},
+                "teacher": {"path": "t"},
+                "sampling": {"min_p": 0.1},
+            },
+            r"min_p=0\.1, .* compares whole distributions",
+        ),
+        (
+            GRPOExperiment,
+            {
+                "algorithm": {"distillation_coef": 1.0, "distillation_top_k": 8},
+                "teacher_servers": {"urls": ["http://a:1", "http://b:1"]},
+            },
+            "tokens of one teacher, and .* has 2",
+        ),
+        (GRPOExperiment, {"algorithm": {"distillation_top_k": 8}}, "wants a teacher"),
+        (
+            GRPOExperiment,
             {"teacher_servers": TEACHERS | {"weights": [1.0, 2.0]}},
             "weights has 2 values for 1 urls",
         ),
