@@ -31,7 +31,7 @@ COMMANDS = {
         "headway.launch.conformance.command",
         "check what any service keeps of three APIs",
     ),
-    "slurm": ("headway.launch.slurm_command", "a batch script for a trainer's ranks on Slurm"),
+    "slurm": ("headway.launch.slurm_command", "batch scripts for a run, or a trainer, on Slurm"),
     "config": ("headway.launch.config_command", "what can be set; check a file; draw its calls"),
     "status": ("headway.launch.status", "what a gateway is doing"),
     "ledger": ("gateway.ledger.commands.main", "look into a ledger, requeue, export"),

@@ -36,6 +36,7 @@ KEYWORDS = {
     "!",
 }
 FOREIGN = {
+    "bash",
     "cd",
     "chmod",
     "cp",

@@ -1,4 +1,4 @@
-"""A whole run on one machine: gateway, generation servers and trainer."""
+"""A whole run: gateway, generation servers and trainer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from headway.contracts.config.base import Config
 from headway.contracts.config.experiment import ExperimentConfig
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.config.rollout_experiments import PolicyLearner, RolloutExperimentConfig
+from headway.contracts.config.scheduling import RunSchedulingConfig
 from headway.contracts.config.server import ServerConfig, SGLangConfig, VLLMConfig
 
 SHARED_MEMORY = "/dev/shm"
@@ -50,6 +51,8 @@ class LaunchConfig(Config):
     fit beside the others. Ranks never share. False refuses to start."""
     start_timeout_s: float = Field(300.0, gt=0.0)
     """Seconds until a process must be ready."""
+    scheduling: RunSchedulingConfig = RunSchedulingConfig()
+    """What `headway slurm` asks for the gateway and for each server."""
 
     @model_validator(mode="after")
     def _check_sampling_mask(self) -> LaunchConfig:

@@ -1,4 +1,4 @@
-"""Resources that a trainer asks of the launcher or scheduler that starts it."""
+"""Resources that a process asks of the scheduler that starts it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,13 @@ TimeLimit = Annotated[
 ]
 
 
-class SchedulingConfig(Config):
-    """Resources of one rank, unless stated otherwise; None leaves it to the scheduler."""
+class JobConfig(Config):
+    """Resources of a process; None leaves it to the scheduler."""
 
-    nodes: int = Field(1, ge=1)
-    """Machines."""
-    ranks_per_node: int = Field(1, ge=1)
-    """Trainer ranks on each machine."""
     cpu: int | None = Field(None, ge=1)
-    """Cores; None takes `trainer.num_threads`, or 1."""
-    gpu: int | None = Field(None, ge=0, le=1)
-    """Devices: a rank trains on one, or on the CPU. None is what the rank that is asked has; then
-    `headway slurm` asks for one if `trainer.device` is cuda, and else for none."""
+    """Cores; None takes as many as the process has threads by its own settings, or 1."""
+    gpu: int | None = Field(None, ge=0)
+    """Devices; None takes as many as the process needs by its own settings."""
     mem: int = Field(8192, ge=1)
     """Memory of the host, in MiB."""
     nodelist: Word | None = None
@@ -47,3 +42,23 @@ class SchedulingConfig(Config):
     """Earliest start (Slurm: `16:00`, `now+1hour`, `2030-01-20T12:34:00`)."""
     deadline: Word | None = None
     """Latest end: a job that cannot make it is not started."""
+
+
+class SchedulingConfig(JobConfig):
+    """Resources of one rank of a trainer, unless stated otherwise; None leaves it to the scheduler."""
+
+    nodes: int = Field(1, ge=1)
+    """Machines."""
+    ranks_per_node: int = Field(1, ge=1)
+    """Trainer ranks on each machine."""
+    gpu: int | None = Field(None, ge=0, le=1)
+    """Devices: a rank trains on one, or on the CPU. None is what the rank that is asked has; then
+    `headway slurm` asks for one if `trainer.device` is cuda, and else for none."""
+
+
+class RunSchedulingConfig(Config):
+    """Resources of the processes beside the trainer, whose own are in `trainer.trainer.scheduling`."""
+
+    gateway: JobConfig = JobConfig()
+    server: JobConfig = JobConfig()
+    """Of each generation server."""

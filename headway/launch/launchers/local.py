@@ -18,15 +18,15 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from pydantic import BaseModel
 
 from headway.contracts.config.launch import LaunchConfig
-from headway.contracts.config.weight_sync import HttpSync, ReceiverConfig
 from headway.contracts.errors import ServiceError
 from headway.launch.launchers.placement import place
 from headway.launch.launchers.preload import PRELOADED, child_environment
+from headway.launch.launchers.roles import gateway_config, server_config, trainer_config
 from headway.launch.launchers.version_store import discard_versions
 from headway.runtime.command import EXIT_USAGE
 from headway.runtime.config import dump_yaml
@@ -100,11 +100,7 @@ class LocalRun:
 
     def start_gateway(self) -> None:
         """Start the gateway and learn its URL."""
-        fleet = self._config.gateway.fleet.model_copy(
-            update={"token_env": self._config.server.service.env_for("admin")}
-        )
-        gateway = self._config.gateway.model_copy(update={"fleet": fleet})
-        service = _served(gateway, self._ready_file("gateway"))
+        service = gateway_config(self._config, self._ready_file("gateway"))
         self._launch("gateway", _module("headway.launch.cli", "gateway"), service)
         self.url = self._processes["gateway"].wait_ready(self._config.start_timeout_s)
         # A gateway that is started again must be found where it was.
@@ -121,13 +117,7 @@ class LocalRun:
 
     def _launch_servers(self) -> None:
         for name in self._servers():
-            server = _served(self._config.server, self._ready_file(name)).model_copy(
-                update={
-                    "gateway": self.url,
-                    "gateway_token_env": self._config.gateway.service.env_for("server"),
-                    "weights": self._receiver(),
-                }
-            )
+            server = server_config(self._config, self.url, self._ready_file(name))
             self._launch(name, _module("inference_server"), server)
 
     def _wait_for_servers(self) -> None:
@@ -144,20 +134,7 @@ class LocalRun:
             resumes: it goes on from its newest checkpoint, if there is one, whatever its configuration
                 says.
         """
-        given = self._config.trainer.rollout
-        rollout = given.model_copy(
-            update={
-                "url": self.url,
-                "token_env": self._config.gateway.service.env_for("consume"),
-                # It may be up before the first server is.
-                "connect_timeout_s": max(given.connect_timeout_s, self._config.start_timeout_s),
-            }
-        )
-        recovery = self._config.trainer.recovery
-        if resumes:
-            recovery = recovery.model_copy(update={"mode": "auto"})
-        changes = {"rollout": rollout, "recovery": recovery}
-        trainer = self._config.trainer.model_copy(update=changes)
+        trainer = trainer_config(self._config, self.url, resumes)
         ranks = self._config.num_trainer_ranks
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
         module = _module("trainer") if ranks == 1 else _module(*torchrun, "trainer")
@@ -231,16 +208,6 @@ class LocalRun:
         num_processes = self._config.num_servers + self._config.num_trainer_ranks
         return max(1, len(os.sched_getaffinity(0)) // num_processes)
 
-    def _receiver(self) -> ReceiverConfig:
-        """Return the places from which servers may take weights: our trainer, and whatever else
-        they were given."""
-        weights, sync = self._config.server.weights, self._config.trainer.weight_sync
-        allow = tuple(dict.fromkeys((*weights.allow, sync.origin)))
-        token_env = sync.token_env if isinstance(sync, HttpSync) else None
-        return weights.model_copy(
-            update={"allow": allow, "token_env": weights.token_env or token_env}
-        )
-
     def _launch(self, name: str, command: list[str], config: BaseModel) -> None:
         self._write_config(name, config)
         argv = [*command, "--config", str(self._config_file(name))]
@@ -288,9 +255,3 @@ def run_module(
 
 def _module(name: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", name, *arguments]
-
-
-def _served(config: Any, ready_file: Path) -> Any:
-    """The config with a ready file of this run."""
-    service = config.service.model_copy(update={"ready_file": str(ready_file)})
-    return config.model_copy(update={"service": service})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import shutil
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from headway.contracts.config.experiment import SFTExperiment
+from headway.contracts.config.experiment import GRPOExperiment, SFTExperiment
+from headway.contracts.config.server import ServerConfig
 from headway.contracts.errors import ConfigError
 from headway.launch import slurm
 from headway.runtime.config import load_config
@@ -73,7 +75,8 @@ def write_config(folder: Path, scheduling: dict, kind: str = "sft") -> list[str]
 
 def options_of(script: str) -> dict[str, str]:
     lines = [line for line in script.splitlines() if line.startswith("#SBATCH --")]
-    return dict(line.removeprefix("#SBATCH --").split("=", 1) for line in lines)
+    words = [line.removeprefix("#SBATCH --").partition("=") for line in lines]
+    return {name: value for name, _, value in words}
 
 
 def run_script(script: str, folder: Path, **environment: str) -> list[str]:
@@ -83,6 +86,7 @@ def run_script(script: str, folder: Path, **environment: str) -> list[str]:
     commands = {
         "scontrol": "echo node-1; echo node-2",
         "srun": 'printf "%s\\n" "$@" "NCCL_DEBUG=${NCCL_DEBUG:-}"',
+        "scancel": 'printf "%s\\n" scancel "$@"',
     }
     for name, body in commands.items():
         (tools / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -176,3 +180,117 @@ def test_ranks_that_train_on_gpus_ask_for_them(tmp_path, capsys):
     assert options_of(capsys.readouterr().out)["gres"] == "gpu:4"
     with pytest.raises(ConfigError, match=r"scheduling\.gpu=0 asks for none"):
         slurm.main([*argv, "--trainer.device", "cuda", "--trainer.scheduling.gpu", "0"])
+
+
+def write_run(folder: Path, **changes: dict) -> list[str]:
+    tree = {
+        "model": "model",
+        "num_servers": 3,
+        "gateway": {"service": {"allow_anonymous": True}},
+        "server": {
+            "service": {"allow_anonymous": True},
+            "backend": {"type": "sglang", "args": {"--tp-size": 2}},
+        },
+        "trainer": {
+            "run_dir": str(folder / "my run"),
+            "data": {"path": "rows.jsonl"},
+            "rollout": {"reward": {"name": "exact"}},
+            "recovery": {"mode": "auto", "retries": 4, "retry_after_s": 0},
+        },
+        **changes,
+    }
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return ["--config", str(file)]
+
+
+def scripts_of(folder: Path) -> dict[str, str]:
+    scripts = (folder / "my run" / "slurm").glob("*.sh")
+    return {file.stem: file.read_text() for file in scripts}
+
+
+def test_a_run_is_a_gateway_an_array_of_servers_and_a_trainer(tmp_path, capsys):
+    scheduling = {"server": {"cpu": 6, "partition": "gpus", "env_vars": {"A": "b c"}}}
+    slurm.main(write_run(tmp_path, scheduling=scheduling))
+    commands = capsys.readouterr().out.splitlines()
+    assert [line.count("--dependency=after:$gateway") for line in commands] == [0, 1, 1]
+    scripts = scripts_of(tmp_path)
+    gateway, server, trainer = (options_of(scripts[n]) for n in ("gateway", "server", "trainer"))
+    assert gateway["job-name"] == "headway-my_run-gateway" and "gres" not in gateway
+    assert server["job-name"] == "headway-my_run-server"
+    assert (server["array"], server["gres"], server["cpus-per-task"]) == ("0-2", "gpu:2", "6")
+    assert server["partition"] == "gpus"
+    assert "export A='b c'" in scripts["server"]
+    assert trainer["job-name"] == "headway-my_run"
+    configs = tmp_path / "my run" / "configs"
+    written = load_config(ServerConfig, ["--config", str(configs / "server.yaml")])
+    sync = load_config(GRPOExperiment, ["--config", str(configs / "trainer.yaml")]).weight_sync
+    assert sync.root == str(tmp_path / "my run" / "weights")
+    assert written.weights.allow == (sync.origin,)
+
+
+def test_jobs_of_a_run_wait_for_the_gateway_and_end_with_the_trainer(tmp_path):
+    slurm.main(write_run(tmp_path))
+    ready = tmp_path / "my run" / "configs" / "gateway.ready.json"
+    ready.write_text('{"url": "http://node-1:8000"}')
+    scripts, here = scripts_of(tmp_path), {"SLURMD_NODENAME": "node-2"}
+    words = run_script(scripts["server"], tmp_path, **here)
+    assert words[words.index("--gateway") + 1] == "http://node-1:8000"
+    assert words[words.index("--service.host") + 1] == "node-2"
+    words = run_script(scripts["trainer"], tmp_path, **here)
+    assert words[words.index("--rollout.url") + 1] == "http://node-1:8000"
+    assert words[-6:] == [
+        *("scancel", f"--user={getpass.getuser()}", "--name=headway-my_run-server"),
+        *("scancel", f"--user={getpass.getuser()}", "--name=headway-my_run-gateway"),
+    ]
+    words = run_script(scripts["gateway"], tmp_path, **here)
+    assert words[words.index("--service.host") + 1] == "node-2"
+    assert not ready.exists()
+
+
+@pytest.mark.parametrize(("status", "starts"), [(0, 1), (1, 5), (2, 1)])
+def test_a_trainer_that_fails_is_started_again_in_its_job(tmp_path, status, starts):
+    slurm.main(write_run(tmp_path))
+    (tmp_path / "my run" / "configs" / "gateway.ready.json").write_text('{"url": "http://a:1"}')
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    log = tmp_path / "starts"
+    bodies = {
+        "srun": f'echo "$@" >> {log}; exit {status}',
+        "scontrol": "echo node-1",
+        "scancel": f"echo over >> {log}",
+    }
+    for name, body in bodies.items():
+        (tools / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tools / name).chmod(0o755)
+    env = {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "node-1",
+    }
+    script = scripts_of(tmp_path)["trainer"]
+    done = subprocess.run(["bash"], input=script, env=env, text=True, check=False, timeout=60)
+    assert done.returncode == status
+    *lines, last, very_last = log.read_text().splitlines()
+    assert (last, very_last) == ("over", "over")
+    assert [("--recovery.mode auto" in line) for line in lines] == [False] + [True] * (starts - 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"gateway": {}}, r"gateway\.service is to be reached from other machines"),
+        ({"server": {"backend": {"type": "fake"}}}, r"server\.service is to be reached"),
+    ],
+)
+def test_a_run_that_cannot_be_spread_is_refused(tmp_path, changes, told):
+    with pytest.raises(ConfigError, match=told):
+        slurm.main(write_run(tmp_path, **changes))
+
+
+def test_weights_go_where_other_machines_reach_them(tmp_path):
+    argv = write_run(tmp_path)
+    with pytest.raises(ConfigError, match=r"type=http reaches no server on another machine"):
+        slurm.main([*argv, "--trainer.weight-sync.type", "http", "--trainer.weight-sync.root", "w"])
+    slurm.main([*argv, "--trainer.weight-sync.type", "collective"])
+    assert '--weight-sync.host "$first"' in scripts_of(tmp_path)["trainer"]
