@@ -62,11 +62,11 @@ class Deployment:
 
     def _call(self, method: str, body: dict[str, Any] | None) -> Any:
         headers = {"accept": "application/json"}
-        if self._token is not None:
-            headers["authorization"] = f"Bearer {self._token.read_text().strip()}"
         if body is not None:
             headers["content-type"] = "application/merge-patch+json"
         try:
+            if self._token is not None:
+                headers["authorization"] = f"Bearer {self._token.read_text().strip()}"
             answer = self._client.request(method, self._path, json=body, headers=headers)
             told = answer.json()
         except (httpx.HTTPError, ValueError, OSError) as error:
@@ -75,10 +75,10 @@ class Deployment:
             raise NotFound(f"there is no Deployment {self.name}")
         if not answer.is_success:
             why = told.get("message") if isinstance(told, dict) else None
-            raise BackendError(
-                f"Kubernetes answered {answer.status_code} to {method} {self._path}: {why}; the service "
-                "account needs a Role with the verbs get and patch on deployments/scale"
-            )
+            told = f"Kubernetes answered {answer.status_code} to {method} {self._path}: {why}"
+            if answer.status_code in (401, 403):
+                told += "; the service account needs a Role to get and patch deployments/scale"
+            raise BackendError(told)
         return told
 
     def _size(self, told: Any) -> int:

@@ -97,7 +97,12 @@ def _gateway(config: LaunchConfig, run_dir: Path, ready: Path) -> str:
 
 
 def _server(config: LaunchConfig, run_dir: Path, ready: Path) -> str:
-    file = write_config(run_dir, "server", server_config(config, None, None))
+    server, sync = server_config(config, None, None), config.trainer.weight_sync
+    if isinstance(sync, CollectiveSync):  # of whichever machine is the trainer's first
+        allow = (*config.server.weights.allow, f"{sync.backend}:")
+        weights = server.weights.model_copy(update={"allow": allow})
+        server = server.model_copy(update={"weights": weights})
+    file = write_config(run_dir, "server", server)
     backend = config.server.backend
     job = _job(
         "server",

@@ -122,6 +122,9 @@ def test_a_pod_knows_its_cluster_and_reads_its_token_each_time(
             look(Wish(3), found, 1, 8)
             (account / "token").write_text("second\n")
             assert found.replicas() == 3
+            (account / "token").unlink()
+            with pytest.raises(BackendError, match="FileNotFoundError"):
+                found.replicas()
     assert api.tokens == ["Bearer first", "Bearer first", "Bearer second"]
 
 

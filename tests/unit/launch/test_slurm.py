@@ -294,3 +294,5 @@ def test_weights_go_where_other_machines_reach_them(tmp_path):
         slurm.main([*argv, "--trainer.weight-sync.type", "http", "--trainer.weight-sync.root", "w"])
     slurm.main([*argv, "--trainer.weight-sync.type", "collective"])
     assert '--weight-sync.host "$first"' in scripts_of(tmp_path)["trainer"]
+    written = tmp_path / "my run" / "configs" / "server.yaml"
+    assert load_config(ServerConfig, ["--config", str(written)]).weights.allow == ("gloo:",)
