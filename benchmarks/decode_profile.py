@@ -127,17 +127,21 @@ def best_rate(work: Callable[[], Any], amount: float) -> float:
     return amount / min(times)
 
 
-def limits(dtype: torch.dtype) -> tuple[float, float]:
-    """(FLOP/s of a large packed product, bytes/s of reading memory)."""
+def product_limit(dtype: torch.dtype) -> float:
+    """FLOP/s of a large packed product."""
     rows, size = 512, 4096
     x, weight = torch.randn(rows, size).to(dtype), torch.randn(size, size).to(dtype)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
-    flops = best_rate(
+    return best_rate(
         lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""),
         2.0 * rows * size * size,
     )
-    memory = torch.ones(1 << 27)
-    return flops, best_rate(lambda: memory.sum(), memory.nbytes)
+
+
+def memory_limit(device: torch.device) -> float:
+    """Bytes/s of reading memory."""
+    memory = torch.ones(1 << (27 if device.type == "cpu" else 30), device=device)
+    return best_rate(lambda: memory.sum().item(), memory.nbytes)
 
 
 def main() -> None:
@@ -159,8 +163,16 @@ def main() -> None:
     token_bytes = backend._model.kv_shape.token_bytes
     instrument(backend, ledger)
     tokens, held = asyncio.run(decode(backend, options.in_flight, ledger, options.seconds))
-    peak_flops, peak_bytes = limits(getattr(torch, options.dtype))
+    peak_bytes = memory_limit(backend.device)
     total = ledger.seconds.pop("step")
+    products = {}
+    if ledger.flops:
+        peak_flops = product_limit(getattr(torch, options.dtype))
+        products = {
+            "linear_gflops": round(ledger.flops / ledger.seconds["linear"] / 1e9, 1),
+            "best_gflops": round(peak_flops / 1e9, 1),
+            "flop_limit_share": round(ledger.flops / peak_flops / total, 3),
+        }
     shares = {name: round(seconds / total, 3) for name, seconds in ledger.seconds.items()}
     steps = tokens / options.in_flight
     report(
@@ -170,9 +182,8 @@ def main() -> None:
         dtype=options.dtype,
         in_flight=options.in_flight,
         shares={**shares, "rest": round(1 - sum(shares.values()), 3)},
-        linear_gflops=round(ledger.flops / ledger.seconds["linear"] / 1e9, 1),
-        best_gflops=round(peak_flops / 1e9, 1),
-        flop_limit_share=round(ledger.flops / peak_flops / total, 3),
+        device=backend.device.type,
+        **products,
         read_gbytes_per_s=round(steps * (weight_bytes + held * token_bytes) / total / 1e9, 2),
         best_gbytes_per_s=round(peak_bytes / 1e9, 2),
     )

@@ -2,12 +2,13 @@
 
     python benchmarks/gateway_cost.py --in-flight 32 256
     python benchmarks/gateway_cost.py --stream
+    python benchmarks/gateway_cost.py --engine embedded_torch --size 1.5b   # a real engine
 
 One client asks the server itself and the gateway by turns, with the same bodies on the same route
-(SGLang's `/generate`) and as many requests in flight. The server (backend `fake`) takes as long for each
-as `--tokens` times `--token-ms`. `value` is what the gateway adds to the median latency; `p99_ms` what it
-adds there, `rate_share` its requests per second over the server's, `gateway_cpu_ms` the CPU time of the
-gateway per request.
+(SGLang's `/generate`) and as many requests in flight. The engine `fake` takes as long for each as
+`--tokens` times `--token-ms`; `embedded_torch` generates with a random model of `--size`. `value` is what
+the gateway adds to the median latency; `p99_ms` what it adds there, `rate_share` its requests per second
+over the server's, `gateway_cpu_ms` the CPU time of the gateway per request.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from typing import Any
 import aiohttp
 import psutil
 import uvloop
+from day.models import SHAPES
 from measure import report
 
 from headway.contracts.http.paths import SGLANG_GENERATE, SGLANG_READY
 from headway.launch.quickstart import task
 
-READY_S = 60.0
+READY_S = 120.0
 PROMPT = list(range(3, 11)) * 24
 
 
@@ -47,10 +49,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--token-ms", type=float, default=20.0)
     parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--engine", choices=["fake", "embedded_torch"], default="fake")
+    parser.add_argument("--size", choices=sorted(SHAPES), default="tiny", help="of a real model")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="headway-") as name, ExitStack() as stack:
         folder = Path(name)
-        task.write_model(folder / "model", {})
+        task.write_model(folder / "model", SHAPES[options.size])
         gateway, process = stack.enter_context(
             service(
                 folder,
@@ -63,17 +67,26 @@ def main() -> None:
             service(
                 folder,
                 "serve",
-                model={"path": str(folder / "model")},
-                backend={
-                    "type": "fake",
-                    "vocab_size": 14,
-                    "token_latency_s": options.token_ms / 1e3,
-                },
+                **engine(folder, options),
                 gateway=gateway,
                 max_in_flight=4096,
             )
         )
         uvloop.run(compare(server, gateway, process, options))
+
+
+def engine(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Settings of the server's model and backend."""
+    model: dict[str, Any] = {"path": str(folder / "model")}
+    if options.engine == "fake":
+        latency = options.token_ms / 1e3
+        backend = {"type": "fake", "vocab_size": 14, "token_latency_s": latency}
+        return {"model": model, "backend": backend}
+    size = {"max_sequences": max(options.in_flight), "max_context": len(PROMPT) + options.tokens}
+    return {
+        "model": {**model, "init_from_scratch": True, "dtype": "bfloat16"},
+        "backend": {"type": options.engine, **size},
+    }
 
 
 async def compare(
@@ -118,7 +131,8 @@ async def compare(
                 in_flight=in_flight,
                 requests=count,
                 tokens=options.tokens,
-                token_ms=options.token_ms,
+                engine=options.engine,
+                **({"token_ms": options.token_ms} if options.engine == "fake" else {}),
                 stream=options.stream,
                 **more,
             )

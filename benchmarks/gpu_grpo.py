@@ -40,6 +40,8 @@ METRICS = ("wait_s", "train_s", "publish_s", "train_tokens_per_s", "mfu", "peak_
 POLL_S = 0.02
 LOOK_S = 2.0
 """Seconds between calls of nvidia-smi."""
+SHARED_KV_BYTES = 4 << 30
+"""Keys and values of a server whose GPU others use, too."""
 
 
 def main() -> int:
@@ -99,11 +101,14 @@ def configure(folder: Path, options: argparse.Namespace) -> LaunchConfig:
     if options.sglang:
         backend = {"type": "sglang", "python": options.sglang, "receive": options.receive}
     num_gpus = len(visible_devices(survey_gpus(), os.environ))
+    is_shared = 0 < num_gpus < options.ranks + options.servers
+    if is_shared and not options.sglang:
+        backend["kv_cache_bytes"] = SHARED_KV_BYTES
     tree = {
         "model": str(folder / "model"),
         "num_servers": options.servers,
         "num_trainer_ranks": options.ranks,
-        "share_gpus": 0 < num_gpus < options.ranks + options.servers,
+        "share_gpus": is_shared,
         "start_timeout_s": 900.0,
         "gateway": {"service": {"port": 0}, "ledger": str(folder / "ledger.sqlite")},
         "server": {

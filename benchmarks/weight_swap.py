@@ -125,13 +125,14 @@ async def measure(backend: EmbeddedTorchBackend, sequences: int, swaps: int) -> 
     return clock
 
 
-def copy_seconds(num_bytes: int) -> float:
+def copy_seconds(num_bytes: int, device: torch.device) -> float:
     """Median time of an in-place copy of as many bytes."""
-    source, target = (torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2))
+    source, target = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     times = []
     for _ in range(5):
         before = time.monotonic()
         target.copy_(source)
+        target[-1].item()  # waits for the device
         times.append(time.monotonic() - before)
     return statistics.median(times)
 
@@ -158,13 +159,14 @@ def main() -> None:
     step_ms = [1000 * gap for gap in clock.gaps(lambda old, new: old == new)]
     pause_ms = [1000 * gap for gap in clock.gaps(lambda old, new: new == old + 1)]
     num_bytes = num_parameters * getattr(torch, options.dtype).itemsize
-    copy_ms = 1000 * copy_seconds(num_bytes)
+    copy_ms = 1000 * copy_seconds(num_bytes, backend.device)
     report(
         "weight_swap",
         "ms between the last token of the old and the first of the new version",
         pause_ms,
         parameters=num_parameters,
         dtype=options.dtype,
+        device=backend.device.type,
         sequences=options.sequences,
         pause_p99_ms=round(percentile(pause_ms, 0.99), 2),
         step_p50_ms=round(statistics.median(step_ms), 2),

@@ -153,6 +153,15 @@ def _engine(is_dry: bool) -> Iterator[Step]:
     )
     swaps = ("--swaps", "3", "--sequences", "2") if is_dry else ("--size", "500M", "--swaps", "60")
     yield _benchmark(
+        "gateway",
+        "What does a gateway add to the latency of an engine?",
+        15 * MINUTE,
+        "gateway_cost.py",
+        *("--engine", "embedded_torch", "--rounds", "1" if is_dry else "5"),
+        *("--size", "tiny" if is_dry else "1.5b", "--tokens", "4" if is_dry else "64"),
+        *("--in-flight", *(("2",) if is_dry else ("32", "256")), "--requests", "4"),
+    )
+    yield _benchmark(
         "swap",
         "How long does generation pause for a version?",
         20 * MINUTE,
@@ -172,18 +181,18 @@ def _runs(num_gpus: int, is_dry: bool) -> Iterator[Step]:
         *(() if is_dry else ("--pairs", "32", "--length", "1500")),
     )
     half = 1 if is_dry else max(1, min(4, num_gpus // 2))
-    for transport in ("disk", "shared_memory", "collective"):
-        is_group = transport == "collective"
+    transports = ("disk",), ("shared_memory",), ("collective", "ipc"), ("collective", "nccl")
+    for transport, *backend in transports:
+        name = (backend or [transport])[0]
         yield _probe(
-            f"grpo-{transport.replace('_', '-')}",
-            "Does every process have a GPU of its own, and what does a version cost over "
-            f"{'NCCL' if is_group and not is_dry else transport}?",
+            f"grpo-{name.replace('_', '-')}",
+            f"Does every process have a GPU of its own, and what does a version cost over {name}?",
             60 * MINUTE,
             *("--size", size, "--ranks", str(half), "--servers", str(half)),
             *("--transport", transport, "--steps", "2" if is_dry else "20"),
-            *(("--backend", "gloo" if is_dry else "nccl") if is_group else ()),
+            *(("--backend", "gloo" if is_dry and name == "nccl" else name) if backend else ()),
             probe="grpo",
-            needs=2 if is_group else 1,  # NCCL wants a GPU for each of its members
+            needs=2 if name == "nccl" else 1,  # NCCL wants a GPU for each of its members
         )
     yield _probe(
         "grpo-kill",

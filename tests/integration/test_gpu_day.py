@@ -101,7 +101,7 @@ def test_steps_start_what_there_is_on_gpus_that_there_are(day, num_gpus: int, is
         assert visible == "" if is_dry else step.skip or len(visible.split(",")) <= num_gpus
     running = {step.name for step in steps if not step.skip}
     assert {"driver", "versions", "tests", "attention", "decode", "dpo", "grpo-disk"} <= running
-    assert ("grpo-collective" in running) is (is_dry or num_gpus >= 2)
+    assert ("grpo-nccl" in running) is (is_dry or num_gpus >= 2)
     assert ("sglang-group" in running) is (num_gpus == 8)
 
 
