@@ -34,6 +34,8 @@ class AdapterServer(Server):
         self.adapters: dict[str, int] = {}
         self.paths: dict[str, str] = {}
         self.refusal: Exception | None = None
+        self.may_load = asyncio.Event()
+        self.may_load.set()
 
     def app(self) -> web.Application:
         app = super().app()
@@ -43,6 +45,7 @@ class AdapterServer(Server):
 
     async def load(self, request: web.Request) -> web.Response:
         body = AdapterRequest.model_validate_json(await request.read())
+        await self.may_load.wait()
         if isinstance(self.refusal, SyncError):
             return web.Response(
                 status=self.refusal.http_status, text=self.refusal.to_body().model_dump_json()
@@ -165,9 +168,11 @@ async def test_gateways_of_one_ledger_load_one_after_the_other(
             await each.refresh()
             assert each.versions == server.adapters == {"a": 4, "b": 2}
             assert not each.is_changing
+        server.may_load.clear()
         loading = asyncio.create_task(gateways[0].load("c", "/c"))
         await until(lambda: gateways[0].is_changing)
         await until_refreshed(gateways[1], is_changing=True)
+        server.may_load.set()
         await loading
         await until_refreshed(gateways[1], is_changing=False)
 
