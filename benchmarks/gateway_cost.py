@@ -31,11 +31,10 @@ from typing import Any
 import aiohttp
 import psutil
 import uvloop
-from day.models import SHAPES
+from day.models import SHAPES, write_model
 from measure import report
 
 from headway.contracts.http.paths import SGLANG_GENERATE, SGLANG_READY
-from headway.launch.quickstart import task
 
 READY_S = 120.0
 PROMPT = list(range(3, 11)) * 24
@@ -54,7 +53,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="headway-") as name, ExitStack() as stack:
         folder = Path(name)
-        task.write_model(folder / "model", SHAPES[options.size])
+        write_model(folder / "model", options.size)
         gateway, process = stack.enter_context(
             service(
                 folder,
@@ -84,7 +83,7 @@ def engine(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         return {"model": model, "backend": backend}
     size = {"max_sequences": max(options.in_flight), "max_context": len(PROMPT) + options.tokens}
     return {
-        "model": {**model, "init_from_scratch": True, "dtype": "bfloat16"},
+        "model": {**model, "dtype": "bfloat16"},
         "backend": {"type": options.engine, **size},
     }
 

@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_day.py --out runs/gpu-day
     python benchmarks/gpu_day.py --only versions,attention     # some steps; --list names them
+    python benchmarks/gpu_day.py --brief                        # fewer rounds, for a GPU of minutes
     python benchmarks/gpu_day.py --dry                          # the same commands, small, on the CPU
 
 The steps of `day/steps.py` run in their order, each in a process group of its own that is killed when
@@ -33,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     survey = survey_gpus()
     num_gpus = 0 if options.dry else len(visible_devices(survey, os.environ))
-    steps = make_steps(num_gpus, options.dry, os.environ.get("HEADWAY_SGLANG_PYTHON"))
+    sglang = os.environ.get("HEADWAY_SGLANG_PYTHON")
+    steps = make_steps(num_gpus, options.dry, sglang, options.brief)
     if options.list:
         print("\n".join(f"{step.name:24} {step.question}" for step in steps))
         return 0
@@ -69,6 +71,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=default, help="folder of report and logs")
     parser.add_argument("--only", help="steps, by comma")
     parser.add_argument("--dry", action="store_true", help="small, on the CPU")
+    parser.add_argument("--brief", action="store_true", help="fewer rounds")
     parser.add_argument("--list", action="store_true", help="name the steps")
     return parser.parse_args(argv)
 

@@ -79,7 +79,7 @@ def run(folder: Path, ranks: int, options: argparse.Namespace) -> list[dict[str,
         "type": "dpo",
         "run_dir": str(run_dir),
         "output_dir": str(run_dir / "model"),
-        "model": {"path": str(folder / "model"), "init_from_scratch": True},
+        "model": {"path": str(folder / "model")},
         "data": {"path": str(folder / "rows.jsonl"), "batch_size": options.pairs},
         "optimizer": {"lr": 1e-5},
         "trainer": {

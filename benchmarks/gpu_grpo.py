@@ -49,7 +49,7 @@ def main() -> int:
     options = parse()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        write_model(folder / "model", options.size, with_weights=bool(options.sglang))
+        write_model(folder / "model", options.size)
         task.write_rows(folder / "rows.jsonl", task.make_rows(8 * (options.steps + 8), 0))
         config = configure(folder, options)
         with LocalRun(config) as run:
@@ -97,7 +97,6 @@ def configure(folder: Path, options: argparse.Namespace) -> LaunchConfig:
     else:
         sync["root"] = str(folder / "weights")
     backend: dict[str, Any] = {"type": "embedded_torch", "max_context": 256}
-    model: dict[str, Any] = {"init_from_scratch": not options.sglang}
     if options.sglang:
         backend = {"type": "sglang", "python": options.sglang, "receive": options.receive}
     num_gpus = len(visible_devices(survey_gpus(), os.environ))
@@ -113,12 +112,11 @@ def configure(folder: Path, options: argparse.Namespace) -> LaunchConfig:
         "gateway": {"service": {"port": 0}, "ledger": str(folder / "ledger.sqlite")},
         "server": {
             "service": {"port": 0},
-            "model": {"dtype": "bfloat16", **model},
+            "model": {"dtype": "bfloat16"},
             "backend": backend,
         },
         "trainer": {
             "run_dir": str(folder / "run"),
-            "model": model,
             "data": {"path": str(folder / "rows.jsonl"), "batch_size": 8},
             "sampling": {"max_new_tokens": 64, "ignore_eos": True},
             "rollout": {

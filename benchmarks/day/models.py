@@ -24,9 +24,10 @@ SHAPES: dict[str, dict[str, int]] = {
 """Changes to the quick start's model; `1.5b` is as large as Qwen2.5-1.5B."""
 
 
-def write_model(folder: Path, size: str, with_weights: bool = False) -> None:
-    """Configuration and tokenizer; without weights, whoever loads it sets `init_from_scratch`."""
+def write_model(folder: Path, size: str) -> None:
+    """A model with its tokenizer, in bfloat16."""
     task.write_model(folder, SHAPES[size])
-    if with_weights:
-        config = AutoConfig.from_pretrained(folder)
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a CPU takes a minute
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)

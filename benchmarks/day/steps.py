@@ -34,21 +34,24 @@ class Step:
     """Number of last lines of its output in the report."""
 
 
-def make_steps(num_gpus: int, is_dry: bool, sglang_python: str | None) -> list[Step]:
+def make_steps(
+    num_gpus: int, is_dry: bool, sglang_python: str | None, is_brief: bool = False
+) -> list[Step]:
     """All steps; what this machine cannot do has a reason to be skipped.
 
     Args:
         num_gpus: that may be used.
         is_dry: small, on the CPU.
         sglang_python: interpreter of an environment with SGLang.
+        is_brief: fewer rounds.
     """
     found = [
         *_machine(),
         *_tests(is_dry),
         *_kernels(is_dry),
         *_groups(is_dry),
-        *_engine(is_dry),
-        *_runs(num_gpus, is_dry),
+        *_engine(is_dry, is_brief),
+        *_runs(num_gpus, is_dry, is_brief),
         *_sglang(num_gpus, is_dry, sglang_python),
     ]
     if is_dry:
@@ -142,8 +145,9 @@ def _groups(is_dry: bool) -> Iterator[Step]:
     )
 
 
-def _engine(is_dry: bool) -> Iterator[Step]:
-    profile = ("--in-flight", "2", "--seconds", "1") if is_dry else ("--in-flight", "128")
+def _engine(is_dry: bool, is_brief: bool) -> Iterator[Step]:
+    seconds = "1" if is_dry else "5" if is_brief else "20"
+    profile = ("--in-flight", "2" if is_dry else "128", "--seconds", seconds)
     yield _benchmark(
         "decode",
         "Where does the time of a decode step go?",
@@ -151,15 +155,17 @@ def _engine(is_dry: bool) -> Iterator[Step]:
         "decode_profile.py",
         *profile,
     )
-    swaps = ("--swaps", "3", "--sequences", "2") if is_dry else ("--size", "500M", "--swaps", "60")
+    swaps = ("--swaps", "3", "--sequences", "2")
+    if not is_dry:
+        swaps = ("--size", "500M", "--swaps", "10" if is_brief else "60")
     yield _benchmark(
         "gateway",
         "What does a gateway add to the latency of an engine?",
         15 * MINUTE,
         "gateway_cost.py",
-        *("--engine", "embedded_torch", "--rounds", "1" if is_dry else "5"),
+        *("--engine", "embedded_torch", "--rounds", "1" if is_dry else "2" if is_brief else "5"),
         *("--size", "tiny" if is_dry else "1.5b", "--tokens", "4" if is_dry else "64"),
-        *("--in-flight", *(("2",) if is_dry else ("32", "256")), "--requests", "4"),
+        *("--in-flight", "2" if is_dry else "64", "--requests", "4"),
     )
     yield _benchmark(
         "swap",
@@ -170,14 +176,15 @@ def _engine(is_dry: bool) -> Iterator[Step]:
     )
 
 
-def _runs(num_gpus: int, is_dry: bool) -> Iterator[Step]:
+def _runs(num_gpus: int, is_dry: bool, is_brief: bool) -> Iterator[Step]:
     ranks = 2 if is_dry else min(8, num_gpus)
     size = "tiny" if is_dry else "1.5b"
+    steps = "2" if is_dry else "5" if is_brief else "20"
     yield _probe(
         "dpo",
         "Are the losses of a DPO run the same on one rank and on all, and what is its MFU?",
         60 * MINUTE,
-        *("--size", size, "--ranks", str(ranks), "--steps", "2" if is_dry else "20"),
+        *("--size", size, "--ranks", str(ranks), "--steps", steps),
         *(() if is_dry else ("--pairs", "32", "--length", "1500")),
     )
     half = 1 if is_dry else max(1, min(4, num_gpus // 2))
@@ -189,7 +196,7 @@ def _runs(num_gpus: int, is_dry: bool) -> Iterator[Step]:
             f"Does every process have a GPU of its own, and what does a version cost over {name}?",
             60 * MINUTE,
             *("--size", size, "--ranks", str(half), "--servers", str(half)),
-            *("--transport", transport, "--steps", "2" if is_dry else "20"),
+            *("--transport", transport, "--steps", steps),
             *(("--backend", "gloo" if is_dry and name == "nccl" else name) if backend else ()),
             probe="grpo",
             needs=2 if name == "nccl" else 1,  # NCCL wants a GPU for each of its members

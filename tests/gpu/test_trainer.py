@@ -43,13 +43,13 @@ def test_one_call_equals_buckets_forward_and_backward(heads, kv_heads):
         (CPU, torch.float32, in_buckets),
     ):
         torch.manual_seed(0)
-        columns = [
-            torch.randn(size, count, 64).to(device, dtype).requires_grad_()
+        columns = [  # of numbers that both types hold
+            torch.randn(size, count, 64).bfloat16().to(device, dtype).requires_grad_()
             for count in (heads, kv_heads, kv_heads)
         ]
         assert takes_varlen(columns[0]) is (device == GPU)
         output = attend(*columns, PackedLayout(LENGTHS, device), None)
-        slopes = torch.randn(output.shape).to(device, dtype)
+        slopes = torch.randn(output.shape).bfloat16().to(device, dtype)
         grads = torch.autograd.grad(output, columns, slopes)
         results.append([tensor.cpu().float() for tensor in (output, *grads)])
     for got, other, expected in zip(*results, strict=True):

@@ -103,6 +103,11 @@ class KVCache(ABC, Generic[R]):
     def grow(self, row: R, length: int) -> R | None:
         """The same sequence in a row for at least `length` tokens; None leaves it where it is."""
 
+    @abstractmethod
+    def extend(self, row: R, length: int) -> bool:
+        """Room for at least `length` tokens in the row itself; false where it would have to move, or
+        there is no memory."""
+
     def touch(self, row: R) -> None:
         """It was of use just now: it is evicted later."""
         if row in self._kept:

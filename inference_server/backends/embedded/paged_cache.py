@@ -104,7 +104,7 @@ class PagedCache(KVCache[PagedRow]):
             self._num_users.update(row.blocks)  # evicting the donor leaves them
             row.length = len(row.blocks) * BLOCK_SIZE
             row.experts = donor.experts[: row.length]
-        if not self._extend(row, length):
+        if not self.extend(row, length):
             self._give_up(row.blocks)
             return None
         self._rows[row] = None
@@ -113,19 +113,9 @@ class PagedCache(KVCache[PagedRow]):
         return row
 
     def grow(self, row: PagedRow, length: int) -> PagedRow | None:
-        return row if self._extend(row, length) else None
+        return row if self.extend(row, length) else None
 
-    def truncate(self, row: PagedRow, length: int, end: int) -> None:
-        row.length = length
-        del row.experts[length:]
-
-    def clear(self) -> None:
-        self.drop_kept()
-        if not self._rows:
-            self._store = None
-            self._free_blocks.clear()
-
-    def _extend(self, row: PagedRow, length: int) -> bool:
+    def extend(self, row: PagedRow, length: int) -> bool:
         """Give a row blocks for `length` tokens, at the expense of kept rows; false if there are not
         enough.
         """
@@ -138,6 +128,16 @@ class PagedCache(KVCache[PagedRow]):
         self._num_users.update(taken)
         row.blocks.extend(taken)
         return True
+
+    def truncate(self, row: PagedRow, length: int, end: int) -> None:
+        row.length = length
+        del row.experts[length:]
+
+    def clear(self) -> None:
+        self.drop_kept()
+        if not self._rows:
+            self._store = None
+            self._free_blocks.clear()
 
     def _copy_rest(self, donor: PagedRow, row: PagedRow, shared: int) -> None:
         """The part of a block that is full with the donor's tokens, but not with shared ones."""

@@ -120,7 +120,7 @@ class Scheduler:
         following: list[ScheduledTokens] = []
         for work in scheduled:
             row, end = work.span.row, work.span.end
-            if work.sequence.row is not row or self._cache.grow(row, end + 1) is not row:
+            if work.sequence.row is not row or not self._cache.extend(row, end + 1):
                 return None
             following.append(
                 ScheduledTokens(work.sequence, Span(row, end, end + 1, len(following)))

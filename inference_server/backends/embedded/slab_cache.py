@@ -177,6 +177,9 @@ class SlabCache(KVCache[SlabRow]):
         row.slab.remove(row)
         return bigger
 
+    def extend(self, row: SlabRow, length: int) -> bool:
+        return length <= row.capacity
+
     def copy(self, source: SlabRow, target: SlabRow, length: int) -> None:
         """The first `length` positions of a row into another."""
         held = source.slab.store[:, :, source.index, :, :length]

@@ -87,6 +87,9 @@ class Engine:
             assert keys[: span.end].tolist() == sequence.tokens[: span.end]
             if not sequence.num_output:
                 self.prefilled += span.end - span.start
+        rows = {row: row.index for row in self.cache}
+        self.scheduler.follow(works)  # as an engine does whose device computes behind it
+        assert {row: row.index for row in self.cache} == rows
         for work in works:
             for position in range(work.span.start + 1, work.span.end + 1):
                 if work.sequence.request.logprob_start is not None:
