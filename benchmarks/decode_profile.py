@@ -29,7 +29,7 @@ from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.config.server import EmbeddedTorchConfig
 from headway.contracts.types import LLMRequest
 from inference_server.backends.embedded.backend import EmbeddedTorchBackend
-from inference_server.backends.embedded.packed_linear import ROWS, PackedWeight
+from inference_server.backends.embedded.packed_linear import ROWS, PackedWeight, product_dtype
 from inference_server.backends.embedded.slab_attention import SlabStep
 from inference_server.backends.embedded.slab_decode import SlabDecodeStep
 
@@ -167,7 +167,7 @@ def main() -> None:
     total = ledger.seconds.pop("step")
     products = {}
     if ledger.flops:
-        peak_flops = product_limit(getattr(torch, options.dtype))
+        peak_flops = product_limit(product_dtype(getattr(torch, options.dtype)))
         products = {
             "linear_gflops": round(ledger.flops / ledger.seconds["linear"] / 1e9, 1),
             "best_gflops": round(peak_flops / 1e9, 1),

@@ -73,10 +73,23 @@ def step_logits(folder, pack_weights, dtype, steps=40):
     return model, torch.cat(found)
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.05)])
-def test_a_fused_forward_gives_the_logits_of_the_modules(folder, dtype, bound):
+@pytest.mark.parametrize(
+    ("dtype", "bound", "has_kernel"),
+    [
+        ("float32", 1e-5, True),
+        ("bfloat16", 0.05, torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+        ("bfloat16", 0.05, False),
+        ("float16", 0.01, False),
+    ],
+)
+def test_a_fused_forward_gives_the_logits_of_the_modules(
+    folder, dtype, bound, has_kernel, monkeypatch
+):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_kernel)
     model, fused = step_logits(folder, True, dtype)
     assert can_fuse(model.module)
+    packed = {product.packed.weight.dtype for product in model._packed._products}
+    assert packed == {getattr(torch, dtype) if has_kernel else torch.float32}
     _, plain = step_logits(folder, False, dtype)
     assert (fused - plain).abs().max() < bound * plain.abs().max()
 
