@@ -5,7 +5,7 @@ as the product. Laid out once, products of 1 to 32 rows take 0.4 to 0.8 of the t
 of the weights in memory. Small float32 weights are stored column by column, which the BLAS reads as they
 are; others in the layout of oneDNN's kernels. A CPU without kernels for a half type multiplies it four to
 ten times as slowly as float32: there, weights are packed in float32, and only a layer's input and output
-are rounded. A version is packed while it is staged, so that a swap exchanges packed weights by pointer too.
+are rounded. A version is packed while it is staged, so a swap exchanges packed weights by pointer too.
 """
 
 from __future__ import annotations
