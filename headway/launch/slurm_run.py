@@ -46,7 +46,6 @@ def write_scripts(config: LaunchConfig) -> str:
     run_dir = Path(config.trainer.run_dir).resolve()
     write_config(run_dir, "run", config)
     ready = run_dir / "configs" / "gateway.ready.json"
-    ready.unlink(missing_ok=True)
     scripts = {
         "gateway": _gateway(config, run_dir, ready),
         "server": _server(config, run_dir, ready),
@@ -58,6 +57,7 @@ def write_scripts(config: LaunchConfig) -> str:
         (folder / f"{name}.sh").write_text(script)
     after = "--dependency=after:$gateway"
     return (
+        f"rm -f {shlex.quote(str(ready))}\n"
         f"gateway=$(sbatch --parsable {shlex.quote(str(folder / 'gateway.sh'))})\n"
         f"sbatch {after} {shlex.quote(str(folder / 'server.sh'))}\n"
         f"sbatch {after} {shlex.quote(str(folder / 'trainer.sh'))}\n"

@@ -213,7 +213,9 @@ def test_a_run_is_a_gateway_an_array_of_servers_and_a_trainer(tmp_path, capsys):
     scheduling = {"server": {"cpu": 6, "partition": "gpus", "env_vars": {"A": "b c"}}}
     slurm.main(write_run(tmp_path, scheduling=scheduling))
     commands = capsys.readouterr().out.splitlines()
-    assert [line.count("--dependency=after:$gateway") for line in commands] == [0, 1, 1]
+    removing, *submitting = commands
+    assert [line.count("--dependency=after:$gateway") for line in submitting] == [0, 1, 1]
+    assert removing == f"rm -f '{tmp_path}/my run/configs/gateway.ready.json'"
     scripts = scripts_of(tmp_path)
     gateway, server, trainer = (options_of(scripts[n]) for n in ("gateway", "server", "trainer"))
     assert gateway["job-name"] == "headway-my_run-gateway" and "gres" not in gateway
@@ -233,6 +235,7 @@ def test_jobs_of_a_run_wait_for_the_gateway_and_end_with_the_trainer(tmp_path):
     slurm.main(write_run(tmp_path))
     ready = tmp_path / "my run" / "configs" / "gateway.ready.json"
     ready.write_text('{"url": "http://node-1:8000"}')
+    slurm.main(write_run(tmp_path))  # until they are submitted, a run that goes on keeps its file
     scripts, here = scripts_of(tmp_path), {"SLURMD_NODENAME": "node-2"}
     words = run_script(scripts["server"], tmp_path, **here)
     assert words[words.index("--gateway") + 1] == "http://node-1:8000"
