@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from weight_sync.gpu_checksum import PREFIX
 from weight_sync.manifest import bytes_of, has_checksum
 
-CHUNK_BYTES = 1 << 18
+CHUNK_BYTES = 1 << 19
 """Of the source and of what is written, both fit a core's cache, also where two processes share it."""
 _INFINITY = {
     torch.float64: 0x7FF0000000000000,
