@@ -10,6 +10,7 @@ from its newest checkpoint.
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -114,8 +115,9 @@ def _options(job: Job) -> Iterator[tuple[str, object]]:
 
 
 def job_name(run_dir: Path) -> str:
-    """Return the name of a run's jobs."""
-    return f"headway-{run_dir.name}".replace(" ", "_")
+    """Return the name of a run's jobs; `scancel` finds them by it, so no other run has it."""
+    checksum = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
+    return f"headway-{checksum}-{run_dir.name}".replace(" ", "_")
 
 
 def step(job: Job) -> list[str]:

@@ -33,7 +33,6 @@ SCHEDULING = {
     "env_vars": {"NCCL_DEBUG": "it's $HOME"},
 }
 OPTIONS = {
-    "job-name": "headway-my_run",
     "nodes": "2",
     "ntasks-per-node": "1",
     "cpus-per-task": "12",
@@ -103,7 +102,13 @@ def test_a_script_asks_for_all_ranks_of_a_machine_together(tmp_path, capsys):
     slurm.main(write_config(tmp_path, SCHEDULING))
     script = capsys.readouterr().out
     log = f"'{tmp_path / 'my run' / 'logs' / 'trainer-%j.log'}'"
-    assert options_of(script) == OPTIONS | {"output": log}
+    name = slurm.job_name(tmp_path / "my run")
+    assert options_of(script) == OPTIONS | {"output": log, "job-name": name}
+
+
+def test_runs_whose_folders_end_alike_have_other_names(tmp_path):
+    one, other = (slurm.job_name(tmp_path / place / "my run") for place in ("a", "b"))
+    assert one != other and one.endswith("-my_run") and other.endswith("-my_run")
 
 
 def test_a_script_starts_torchrun_on_a_configuration_that_loads(tmp_path, capsys):
@@ -218,12 +223,13 @@ def test_a_run_is_a_gateway_an_array_of_servers_and_a_trainer(tmp_path, capsys):
     assert removing == f"rm -f '{tmp_path}/my run/configs/gateway.ready.json'"
     scripts = scripts_of(tmp_path)
     gateway, server, trainer = (options_of(scripts[n]) for n in ("gateway", "server", "trainer"))
-    assert gateway["job-name"] == "headway-my_run-gateway" and "gres" not in gateway
-    assert server["job-name"] == "headway-my_run-server"
+    name = slurm.job_name(tmp_path / "my run")
+    assert gateway["job-name"] == f"{name}-gateway" and "gres" not in gateway
+    assert server["job-name"] == f"{name}-server"
     assert (server["array"], server["gres"], server["cpus-per-task"]) == ("0-2", "gpu:2", "6")
     assert server["partition"] == "gpus"
     assert "export A='b c'" in scripts["server"]
-    assert trainer["job-name"] == "headway-my_run"
+    assert trainer["job-name"] == name
     configs = tmp_path / "my run" / "configs"
     written = load_config(ServerConfig, ["--config", str(configs / "server.yaml")])
     sync = load_config(GRPOExperiment, ["--config", str(configs / "trainer.yaml")]).weight_sync
@@ -240,11 +246,14 @@ def test_jobs_of_a_run_wait_for_the_gateway_and_end_with_the_trainer(tmp_path):
     words = run_script(scripts["server"], tmp_path, **here)
     assert words[words.index("--gateway") + 1] == "http://node-1:8000"
     assert words[words.index("--service.host") + 1] == "node-2"
-    words = run_script(scripts["trainer"], tmp_path, **here)
+    words, name = (
+        run_script(scripts["trainer"], tmp_path, **here),
+        slurm.job_name(tmp_path / "my run"),
+    )
     assert words[words.index("--rollout.url") + 1] == "http://node-1:8000"
     assert words[-6:] == [
-        *("scancel", f"--user={getpass.getuser()}", "--name=headway-my_run-server"),
-        *("scancel", f"--user={getpass.getuser()}", "--name=headway-my_run-gateway"),
+        *("scancel", f"--user={getpass.getuser()}", f"--name={name}-server"),
+        *("scancel", f"--user={getpass.getuser()}", f"--name={name}-gateway"),
     ]
     words = run_script(scripts["gateway"], tmp_path, **here)
     assert words[words.index("--service.host") + 1] == "node-2"
