@@ -181,7 +181,11 @@ class _AnnouncingServer(uvicorn.Server):
             partial.replace(self._ready_file)
 
     async def _give_up(self, main: asyncio.Task[Any] | None) -> None:
-        """End an app that is still starting once a signal came."""
+        """End an app that is still starting once a signal came.
+
+        Not before its task has begun: uvicorn would wait for ever for one that was cancelled unbegun.
+        """
+        await asyncio.sleep(TICK_S)
         while not self.should_exit:  # noqa: ASYNC110 - a signal's handler can set no event
             await asyncio.sleep(TICK_S)
         for task in asyncio.all_tasks() - {main, asyncio.current_task()}:

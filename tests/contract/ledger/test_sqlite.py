@@ -3,13 +3,16 @@ transaction."""
 
 import asyncio
 import sqlite3
+import time
 from contextlib import closing
 
 import pytest
 
+from gateway.ledger.on_sqlite import worker
 from gateway.ledger.sqlite import SqliteLedger
 from headway.contracts.codec import encode_groups
 from headway.contracts.errors import ConfigError, Conflict, StateError
+from headway.runtime.tasks import cancel_and_wait
 from tests.unit.gateway.ledger_suite import ALL, Play, admit
 from tests.unit.gateway.rollout_builders import make_group, make_request
 
@@ -25,6 +28,18 @@ async def ledger(path):
     await opened.open("one", 30.0)
     yield opened
     await opened.close()
+
+
+async def test_a_ledger_that_waits_for_a_lock_is_closed_without_it(path, monkeypatch):
+    monkeypatch.setattr(worker, "BUSY_S", 60.0)
+    opened = SqliteLedger(path)
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        opening = asyncio.create_task(opened.open("one", 30.0))
+        await asyncio.sleep(0)
+        began = time.monotonic()
+        await cancel_and_wait([opening])
+        assert time.monotonic() - began < 30.0, "it waited for the lock"
 
 
 @pytest.fixture

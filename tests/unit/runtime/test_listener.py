@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -64,6 +65,28 @@ def test_a_signal_ends_an_app_that_is_still_starting(caplog):
     with suppress(KeyboardInterrupt):
         serve(FastAPI(title="starting", lifespan=starting), ServiceConfig())
     assert closed == ["starting"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_signal_that_comes_before_the_app_starts_ends_it_too(caplog):
+    class Signaller(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("Started server process"):
+                signal.raise_signal(signal.SIGINT)
+
+    @asynccontextmanager
+    async def starting(app: FastAPI) -> AsyncIterator[None]:
+        await asyncio.Event().wait()
+        yield
+
+    logger, handler = logging.getLogger("uvicorn.error"), Signaller()
+    logger.addHandler(handler)
+    try:
+        with caplog.at_level(logging.INFO, logger.name), suppress(KeyboardInterrupt):
+            serve(FastAPI(lifespan=starting), ServiceConfig())
+    finally:
+        logger.removeHandler(handler)
+    assert [record for record in caplog.records if "Started server" in record.getMessage()]
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
