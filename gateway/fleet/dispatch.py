@@ -27,7 +27,7 @@ from itertools import count
 
 from gateway.fleet.member import Member
 from gateway.fleet.members import Members
-from gateway.fleet.routing import Lane, Router, choose, load_of
+from gateway.fleet.routing import Router, choose, load_of
 from gateway.fleet.stream_progress import StreamProgress
 from gateway.versions.publication_state import PublicationState
 from headway.contracts.config.gateway import FleetConfig
@@ -86,8 +86,8 @@ class Dispatcher:
         self._has = has
         self._check_adapter = check_adapter
         self._ends = ends
-        self._asked: dict[str, list[tuple[Member, str]]] = {}
-        """By id: the servers that work on a request, and the id that it has there."""
+        self._asked: dict[str, tuple[str, Member]] = {}
+        """By the id that a request has at a server: its own one, and that server."""
         self._router = Router()
         self._routed: WeightRecord | None = None
         self._mark = uuid.uuid4().hex[:8]
@@ -101,8 +101,8 @@ class Dispatcher:
 
     async def abort(self, rid: str) -> bool:
         """End a request with the tokens so far; false if no server has it at the moment."""
-        asked = self._asked.get(rid, ())
-        for member, sent in tuple(asked):
+        asked = [(member, sent) for sent, (own, member) in self._asked.items() if own == rid]
+        for member, sent in asked:
             with suppress(ServiceError):
                 await self._members.order(
                     member, GENERATION_ABORT, GenerationAbortRequest(rid=sent), ABORT_TIMEOUT_S
@@ -197,8 +197,8 @@ class Dispatcher:
         # was given up.
         rid = f"{req.rid[:RID_CHARS]}.{self._mark}{next(self._numbers):x}"
         load = load_of(req)
-        member.outstanding_tokens += load
-        self._asked.setdefault(req.rid, []).append((member, rid))
+        member.outstanding += load
+        self._asked[rid] = (req.rid, member)
         try:
             on_delta = None if progress is None else progress.add
             response = await self._members.generate(member, req, rid, on_delta)
@@ -215,10 +215,8 @@ class Dispatcher:
             member.busy_until = self._now() + wait_s
             return None
         finally:
-            member.outstanding_tokens -= load
-            self._asked[req.rid].remove((member, rid))
-            if not self._asked[req.rid]:
-                del self._asked[req.rid]
+            member.outstanding -= load
+            del self._asked[rid]
 
     async def _choose(self, req: LLMRequest, deadline: float, shunned: Collection[str]) -> Member:
         """The free server that the router names.
@@ -276,17 +274,15 @@ class Dispatcher:
         if self._routed != self._state.committed:
             self._routed = self._state.committed
             self._router.forget()  # what was computed with other weights is useless
-        name = self._router.choose(req, _lanes(free))
-        return next(member for member in free if member.name == name)
+        lanes = {member.name: member for member in free}
+        return lanes[self._router.choose(req, lanes)]
 
     def _second(self, req: LLMRequest, first: Member) -> Member | None:
         """The least loaded of the other servers."""
         now = self._now()
         free = [one for one in self._candidates(req) if one.is_free(now) and one is not first]
-        if not free:
-            return None
-        name = choose(_lanes(free), load_of(req))
-        return next(member for member in free if member.name == name)
+        lanes = {member.name: member for member in free}
+        return lanes[choose(lanes, load_of(req))] if lanes else None
 
 
 async def _first_answer(
@@ -314,7 +310,3 @@ def _lethal(req: LLMRequest, deaths: Sequence[str]) -> LethalRequest:
         f"{', '.join(deaths)} when they died; no other server gets it. If others killed them, submit "
         "it again, or raise fleet.max_deaths"
     )
-
-
-def _lanes(members: Collection[Member]) -> dict[str, Lane]:
-    return {one.name: Lane(one.outstanding_tokens, one.report.max_running) for one in members}

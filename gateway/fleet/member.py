@@ -43,7 +43,8 @@ class Member:
     """It drains by order, until that is undone."""
     busy_until: float = 0.0
     """It has no room before this moment (monotonic clock)."""
-    outstanding_tokens: int = 0
+    outstanding: int = 0
+    """Tokens that it has still to hold or sample."""
     num_deviations: int = 0
     """Reports of another version than the committed one, in a row."""
     deviates_from: WeightRecord | None = None
@@ -58,6 +59,11 @@ class Member:
     def name(self) -> str:
         """Id of the server."""
         return self.report.server_id
+
+    @property
+    def capacity(self) -> int:
+        """Sequences that it decodes at once; 0 if it does not say."""
+        return self.report.max_running
 
     @property
     def adapters(self) -> dict[str, PolicyVersion]:

@@ -22,7 +22,10 @@ class ResponseValidator:
     def knows(self, response: LLMResponse) -> bool:
         """True if all its versions were published, as far as this gateway has heard."""
         newest = self._state.newest
-        return all(run[0] <= newest for run in response.version_runs)
+        for version, _, _ in response.version_runs:  # noqa: SIM110 - `all` takes three times as long
+            if version > newest:
+                return False
+        return True
 
     async def check(self, response: LLMResponse, url: str) -> None:
         """Refuse tokens of a version that was never published, which this gateway does not know.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from headway.contracts.types import LLMRequest
 
@@ -23,13 +23,23 @@ MAX_HOMES = 16384
 """Groups and sessions remembered; the least recently used one is forgotten."""
 
 
-class Lane(NamedTuple):
+class Target(Protocol):
     """A server as the router sees it."""
 
+    @property
+    def outstanding(self) -> int:
+        """Tokens that it has still to hold or sample."""
+
+    @property
+    def capacity(self) -> int:
+        """Sequences that it decodes at once; 0 if that is not known."""
+
+
+class Lane(NamedTuple):
+    """A target in plain numbers."""
+
     outstanding: int
-    """Tokens that it has still to hold or sample."""
     capacity: int = 0
-    """Sequences that it decodes at once; 0 if that is not known."""
 
 
 def load_of(req: LLMRequest) -> int:
@@ -37,7 +47,7 @@ def load_of(req: LLMRequest) -> int:
     return len(req.input_ids) + req.gconfig.max_new_tokens
 
 
-def shares(lanes: Mapping[str, Lane]) -> dict[str, float]:
+def shares(lanes: Mapping[str, Target]) -> dict[str, float]:
     """Return each server's share of all work: by capacity, or equal if one does not report its own."""
     if not lanes:
         return {}
@@ -47,7 +57,7 @@ def shares(lanes: Mapping[str, Lane]) -> dict[str, float]:
     return {name: lane.capacity / total for name, lane in lanes.items()}
 
 
-def bounds(lanes: Mapping[str, Lane], load: int) -> dict[str, float]:
+def bounds(lanes: Mapping[str, Target], load: int) -> dict[str, float]:
     """Outstanding tokens up to which a server may be given one more request that has its home there."""
     total = sum(lane.outstanding for lane in lanes.values()) + load
     parts = shares(lanes)
@@ -55,7 +65,7 @@ def bounds(lanes: Mapping[str, Lane], load: int) -> dict[str, float]:
     return {n: part * SPILL * total + SLACK * load * part / mean for n, part in parts.items()}
 
 
-def choose(lanes: Mapping[str, Lane], load: int, *homes: str | None) -> str:
+def choose(lanes: Mapping[str, Target], load: int, *homes: str | None) -> str:
     """The first home that is not overloaded, else the server with the least work for its size.
 
     Args:
@@ -80,7 +90,7 @@ class Router:
     def __init__(self) -> None:
         self._homes: OrderedDict[tuple[str, str], str] = OrderedDict()
 
-    def choose(self, req: LLMRequest, lanes: Mapping[str, Lane]) -> str:
+    def choose(self, req: LLMRequest, lanes: Mapping[str, Target]) -> str:
         """One of the servers; see `choose`.
 
         Args:
@@ -88,12 +98,13 @@ class Router:
                 `metadata["group_id"]`.
             lanes: not empty.
         """
-        session, group = (_key(req, name) for name in ("session_id", "group_id"))
-        homes = [self._homes.get(key) if key else None for key in (session, group)]
-        chosen = choose(lanes, load_of(req), *homes)
+        session, group = _key(req, "session_id"), _key(req, "group_id")
+        first = None if session is None else self._homes.get(session)
+        second = None if group is None else self._homes.get(group)
+        chosen = choose(lanes, load_of(req), first, second)
         if session is not None:
             self._settle(session, chosen)
-        if group is not None and (chosen not in homes or homes[1] is None):
+        if group is not None and (second is None or chosen not in (first, second)):
             self._settle(group, chosen)
         return chosen
 

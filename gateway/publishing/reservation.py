@@ -130,7 +130,7 @@ class Reservation:
             return member.report.version == wanted.version
 
         def order(member: Member) -> tuple[bool, bool, int]:
-            return member.name not in before, not has_it(member), member.outstanding_tokens
+            return member.name not in before, not has_it(member), member.outstanding
 
         able = sorted((one for one in here if lies_somewhere or has_it(one)), key=order)
         return [one.name for one in able[: max(0, min(wanted.servers, len(here) - 1))]]

@@ -21,6 +21,7 @@ from headway.contracts.registry import Registry
 from headway.contracts.types import RewardResult, Verdict
 from headway.runtime.user_frames import user_frames
 
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 MAX_ERROR_CHARS = 1000
 """Maximum characters that are kept of what a reward raised."""
 MAX_DETAILS_CHARS = 1 << 18
@@ -147,10 +148,9 @@ def as_result(name: str, returned: Any) -> RewardResult:
         raise RewardError(
             f"reward {name!r} returned {score}; a number that is finite as float32 is wanted"
         )
-    if result.verdict not in get_args(Verdict):
+    if result.verdict not in VERDICTS:
         raise RewardError(
-            f"reward {name!r} returned the verdict {result.verdict!r}; "
-            f"known: {', '.join(get_args(Verdict))}"
+            f"reward {name!r} returned the verdict {result.verdict!r}; known: {', '.join(VERDICTS)}"
         )
     if not result.details:
         return RewardResult(score, {}, result.verdict)

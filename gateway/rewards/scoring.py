@@ -177,7 +177,7 @@ class Scorer:
 
     def _make(self, part: ComponentConfig) -> Made:
         try:
-            arguments = json.dumps(part.args, sort_keys=True)
+            arguments = json.dumps(part.args, sort_keys=True) if part.args else "{}"
         except (TypeError, ValueError) as error:
             raise ConfigError(f"arguments of reward {part.name!r} are no JSON: {error}") from error
         key = (part.name, arguments)

@@ -8,7 +8,7 @@ bits set stand for an unknown one.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,6 @@ MANY_VALUES = 4096
 """With more, this takes less time than JSON."""
 _FIELDS = "response"
 _COLUMNS = {"output_tokens", "output_logprobs", "sampling_mask", "routed_experts"}
-
-R = TypeVar("R", bound=LLMResponse)
 
 
 def num_values(response: LLMResponse) -> int:
@@ -53,11 +51,9 @@ def encode_response(response: LLMResponse) -> bytes:
     return content
 
 
-def decode_response(content: bytes, kind: type[R]) -> R:
+def decode_response(content: bytes) -> LLMResponse:
     """Decode what `encode_response` wrote.
 
-    Args:
-        kind: type of the response.
     Raises:
         ValueError: it is no such response.
     """
@@ -74,7 +70,7 @@ def decode_response(content: bytes, kind: type[R]) -> R:
             fields["routed_experts"] = _experts(columns["experts"])
     except (SafetensorError, KeyError, TypeError) as error:
         raise ValueError(f"{len(content)} bytes are no generation: {error!r}") from error
-    return kind.model_validate(fields, extra="ignore")
+    return LLMResponse.model_validate(fields, extra="ignore")
 
 
 def _metadata(content: bytes) -> dict[str, str]:

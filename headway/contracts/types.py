@@ -218,7 +218,10 @@ class LLMResponse(Config):
     @property
     def output_versions(self) -> list[PolicyVersion]:
         """The version of every output token, the runs expanded."""
-        return [version for version, start, end in self.version_runs for _ in range(start, end)]
+        versions: list[PolicyVersion] = []
+        for version, start, end in self.version_runs:
+            versions += [version] * (end - start)
+        return versions
 
 
 Verdict = Literal[

@@ -56,10 +56,6 @@ class InvalidGeneration(ValueError):
     """A server's response cannot have been sampled for the request."""
 
 
-class _ServerResponse(LLMResponse, frozen=False):
-    """Response of a server: still to be given the id that its request has here."""
-
-
 async def post_generate(
     connections: Connections,
     url: str,
@@ -91,12 +87,12 @@ async def post_generate(
     )
     try:
         if events is not None:
-            response = _ServerResponse.from_response(events.response(target))
+            response = LLMResponse.from_response(events.response(target))
         elif answer.headers.get(b"content-type") == _COLUMNS_TYPE:
             content = answer.content
-            response = await offload(len(content), decode_response, content, _ServerResponse)
+            response = await offload(len(content), decode_response, content)
         else:
-            response = _ServerResponse.from_response(answer.content)
+            response = LLMResponse.from_response(answer.content)
     except ValueError as error:
         told = f"{target} answered with no generation: {error}"
         raise BackendError(told[:MAX_MESSAGE]) from InvalidGeneration()
@@ -105,7 +101,7 @@ async def post_generate(
         problem = "other tokens at the end than on the way"
     if problem is not None:
         raise invalid_generation(target, problem)
-    response.rid = req.rid
+    vars(response)["rid"] = req.rid  # frozen for all who will see it; nobody has yet
     return response
 
 
@@ -200,17 +196,14 @@ def _problem(response: LLMResponse, req: LLMRequest, rid: str, vocab_size: int) 
     experts, num_tokens = response.routed_experts, len(req.input_ids) + len(tokens)
     if experts is not None and len(experts) >= num_tokens:
         return f"experts of {len(experts)} tokens, {num_tokens - 1} were computed"
-    mask = response.sampling_mask
-    return _problem_of_mask(mask, tokens, vocab_size) or _problem_of_runs(
-        response.version_runs, len(tokens)
-    )
+    if (mask := response.sampling_mask) is not None:
+        problem = _problem_of_mask(mask, tokens, vocab_size)
+        if problem is not None:
+            return problem
+    return _problem_of_runs(response.version_runs, len(tokens))
 
 
-def _problem_of_mask(
-    mask: SamplingMask | None, tokens: Sequence[int], vocab_size: int
-) -> str | None:
-    if mask is None:
-        return None
+def _problem_of_mask(mask: SamplingMask, tokens: Sequence[int], vocab_size: int) -> str | None:
     if len(mask.tokens) and not 0 <= mask.tokens.min() <= mask.tokens.max() < vocab_size:
         return f"a sampling mask with ids from {mask.tokens.min()} to {mask.tokens.max()}"
     return mask.problem(tokens)
@@ -259,7 +252,11 @@ async def _send(
 ) -> HttpResponse:
     call = connections.send(target, body, max_bytes, on_piece, method)
     try:
-        answer = await (call if timeout_s is None else asyncio.wait_for(call, timeout_s))
+        if timeout_s is None:
+            answer = await call
+        else:
+            async with asyncio.timeout(timeout_s):
+                answer = await call
     except TimeoutError as error:
         raise BackendError(f"{target} did not answer within {timeout_s} s") from error
     except OSError as error:

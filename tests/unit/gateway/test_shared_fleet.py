@@ -298,7 +298,7 @@ async def test_a_server_that_is_reserved_through_one_stays_for_all(store: Store,
         await one.fleet.weights.update_weights(update(1))
         await until_all(one, other, {"a": "ready", "b": "ready"})
         busy = one.fleet.members.find("a" if group_rank == "b" else "b")
-        busy.outstanding_tokens = 9  # the other one has less to do
+        busy.outstanding = 9  # the other one has less to do
         await one.fleet.weights.reserve(WeightReservation(name="e", version=1))
         await other.fleet.weights.update_weights(update(2))
         states = {"a": "ready", "b": "ready", group_rank: "reserved"}
