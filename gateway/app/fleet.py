@@ -79,7 +79,7 @@ class Fleet:
         """Versions that serve, are published, pinned and reserved."""
         self.pause = FleetPause(members, state.notes)
         self.aborts = SharedAborts(state.notes)
-        self._roll_call = MembershipSync(
+        self.membership = MembershipSync(
             registry or MemoryRegistry(),
             members,
             self.weights,
@@ -107,11 +107,11 @@ class Fleet:
         await self.weights.start()
         await self.pause.follow()
         await self.members.start()
-        await self._roll_call.start()
+        await self.membership.start()
 
     async def aclose(self) -> None:
         """Close connections; requests in flight fail."""
-        await self._roll_call.aclose()
+        await self.membership.aclose()
         await self.members.aclose()
 
     @property
@@ -136,7 +136,7 @@ class Fleet:
 
     def report(self, report: ServerReport) -> ServerReportResponse:
         """Registration or heartbeat."""
-        member = self._roll_call.on_report(report)
+        member = self.membership.on_report(report)
         self.pause.review(member)
         shown = member.status
         return ServerReportResponse(state=shown.state, version=self.version, reason=shown.reason)
@@ -154,7 +154,7 @@ class Fleet:
         member = self.members.find(server_id)
         if member.report.draining and not drain:
             raise Conflict(f"server {server_id!r} shuts down: its drain cannot be undone")
-        await self._roll_call.set_draining(server_id, drain)
+        await self.membership.set_draining(server_id, drain)
         if drain:
             self._dispatch.forget(server_id)
             await self._end_running(member)

@@ -19,6 +19,7 @@ from gateway.fleet.registry.base import ServerRegistry, SharedReport
 from gateway.publishing.publication import Publications
 from headway.contracts.errors import ServiceError
 from headway.contracts.http.servers import ServerReport
+from headway.runtime.clock import monotonic
 from headway.runtime.tasks import cancel_and_wait
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ class MembershipSync:
         self._lease_s = lease_s
         self._has_others = has_others
         self._gateway = uuid.uuid4().hex
-        self._heard: dict[str, ServerReport] = {}
+        self._heard: dict[str, tuple[ServerReport, float]] = {}
+        """What is to be announced, and when it came."""
         self._numbers: dict[str, int] = {}
         self._lock = asyncio.Lock()
         self._calling: asyncio.Task[None] | None = None
@@ -71,7 +73,7 @@ class MembershipSync:
     def on_report(self, report: ServerReport) -> Member:
         """A server has reported here: other gateways read it with the next sync."""
         member = self._members.on_report(report)
-        self._heard[report.server_id] = report
+        self._heard[report.server_id] = report, monotonic()
         if not self._has_others:
             self._publications.review(member)
         return member
@@ -95,8 +97,10 @@ class MembershipSync:
         """
         async with self._lock:
             heard, self._heard = self._heard, {}
+            reports = [report for report, _ in heard.values()]
+            ages_s = [monotonic() - heard_at for _, heard_at in heard.values()]
             try:
-                await self._registry.announce(self._gateway, list(heard.values()), self._lease_s)
+                await self._registry.announce(self._gateway, reports, self._lease_s, ages_s)
             except ServiceError:
                 self._heard = heard | self._heard
                 raise

@@ -34,9 +34,17 @@ class ServerRegistry(Protocol):
             StateError: it cannot be reached.
         """
 
-    async def announce(self, gateway: str, reports: Sequence[ServerReport], lease_s: float) -> None:
+    async def announce(
+        self,
+        gateway: str,
+        reports: Sequence[ServerReport],
+        lease_s: float,
+        ages_s: Sequence[float] | None = None,
+    ) -> None:
         """These servers reported to this gateway; they are members for `lease_s`.
 
+        Args:
+            ages_s: seconds since each report; None: they have just come.
         Raises:
             StateError: it could not be recorded.
         """

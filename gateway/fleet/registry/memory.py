@@ -31,12 +31,19 @@ class MemoryRegistry:
     async def open(self) -> None:
         pass
 
-    async def announce(self, gateway: str, reports: Sequence[ServerReport], lease_s: float) -> None:
+    async def announce(
+        self,
+        gateway: str,
+        reports: Sequence[ServerReport],
+        lease_s: float,
+        ages_s: Sequence[float] | None = None,
+    ) -> None:
         self._expire()
-        for report in reports:
+        now = monotonic()
+        for report, age_s in zip(reports, ages_s or [0.0] * len(reports), strict=True):
             self._number += 1
             self._entries[report.server_id] = _Entry(
-                report, gateway, self._number, monotonic(), lease_s
+                report, gateway, self._number, now - age_s, lease_s
             )
 
     async def members(self) -> list[SharedReport]:

@@ -33,10 +33,10 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 _ANNOUNCE = (
     _NOW
     + """
-for i = 3, #ARGV, 2 do
+for i = 3, #ARGV, 3 do
   local number = redis.call('INCR', KEYS[3])
   local entry = {report = ARGV[i + 1], gateway = ARGV[1], number = number,
-                 at_ms = now, lease_ms = tonumber(ARGV[2])}
+                 at_ms = now - tonumber(ARGV[i + 2]), lease_ms = tonumber(ARGV[2])}
   redis.call('HSET', KEYS[1], ARGV[i], cjson.encode(entry))
 end
 """
@@ -85,11 +85,18 @@ class RedisRegistry:
     async def open(self) -> None:
         await _answer(cast("Awaitable[Any]", self._redis.ping()))
 
-    async def announce(self, gateway: str, reports: Sequence[ServerReport], lease_s: float) -> None:
+    async def announce(
+        self,
+        gateway: str,
+        reports: Sequence[ServerReport],
+        lease_s: float,
+        ages_s: Sequence[float] | None = None,
+    ) -> None:
         if not reports:
             return
-        named = [text for one in reports for text in (one.server_id, one.model_dump_json())]
-        arguments: list[str | int] = [gateway, round(lease_s * 1000), *named]
+        arguments: list[str | int] = [gateway, round(lease_s * 1000)]
+        for one, age_s in zip(reports, ages_s or [0.0] * len(reports), strict=True):
+            arguments += [one.server_id, one.model_dump_json(), round(age_s * 1000)]
         await _answer(self._announce(keys=self._keys, args=arguments))
 
     async def members(self) -> list[SharedReport]:

@@ -49,6 +49,13 @@ async def test_members_are_who_reported(registry: ServerRegistry):
     assert await registry.members() != []
 
 
+async def test_a_report_is_announced_with_its_age(registry: ServerRegistry):
+    await registry.announce("gw", [report("a"), report("b"), report("c")], 9.0, [0.0, 5.0, 10.0])
+    a, b = await registry.members()  # the lease of `c` has ended
+    assert 5.0 <= b.age_s < 9.0
+    assert a.age_s == pytest.approx(b.age_s - 5.0, abs=0.01)
+
+
 async def test_each_report_is_news_once(registry: ServerRegistry):
     await registry.announce("gw", [report("a")], 9.0)
     (first,) = await registry.members()

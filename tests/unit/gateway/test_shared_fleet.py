@@ -320,3 +320,25 @@ async def test_what_a_server_answered_is_not_undone_by_what_it_had_told_another(
         member = one.fleet.members.find("b")
         assert one.fleet.members.on_shared_report(before, age_s=1.0) is None
         assert member.report.version == 1
+
+
+async def test_a_report_is_as_old_as_it_is_however_late_it_is_announced(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(membership_sync, "INTERVAL_S", 3600.0)
+    async with (
+        store.gateway(WeightServer("a")) as one,
+        store.gateway(WeightServer("b")) as other,
+    ):
+
+        async def both_sync() -> None:
+            for gateway in (other, one):
+                await gateway.fleet.membership.sync()
+
+        one.heartbeat()
+        other.heartbeat()
+        await both_sync()
+        other.heartbeat()  # told to the other gateway, which has not announced it yet
+        await one.fleet.weights.update_weights(update(1))
+        await both_sync()
+        assert one.fleet.members.find("b").report.version == 1
