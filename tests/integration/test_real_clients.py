@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from headway.contracts.config.model import ModelConfig
+from headway.contracts.http.paths import STATUS
+from headway.contracts.http.status import StatusResponse
 from headway.contracts.types import Trajectory
 from tests.contract.page_runner import free_port
 from tests.integration.real_engines import engine_python, needs, show
@@ -178,5 +180,11 @@ def test_sglang_router_spreads_requests_over_servers(fleet: Fleet) -> None:
 
 
 def generated(fleet: Fleet) -> dict[str, int]:
-    """Tokens that each server has sampled."""
-    return {server.url: server.generated_tokens for server in fleet.ready()}
+    """Tokens that each server says that it has sampled; the gateway knows it a heartbeat later."""
+    told = {}
+    for url in [server.url for server in fleet.ready()]:
+        status = StatusResponse.model_validate_json(
+            httpx.get(url + STATUS, timeout=LIMIT_S).content
+        )
+        told[url] = status.servers[0].generated_tokens
+    return told
