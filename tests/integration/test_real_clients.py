@@ -138,17 +138,19 @@ def router(*workers: str) -> Iterator[httpx.Client]:
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT_S) as client:
 
-            def is_up() -> bool:
+            def knows_all() -> bool:
+                """It answers before it has looked at its workers, which it then does not ask."""
                 try:
-                    return client.get("/health").is_success
+                    known = client.get("/workers").json()["workers"]
                 except httpx.TransportError:
                     assert process.poll() is None
                     return False
+                return {one["url"] for one in known if one["is_healthy"]} == set(workers)
 
-            eventually(is_up, LIMIT_S, "the router is up")
+            eventually(knows_all, LIMIT_S, "the router knows its workers")
             yield client
     finally:
-        process.terminate()
+        process.kill()  # asked to end, it waits for a minute
         process.wait(LIMIT_S)
 
 
