@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -37,6 +37,8 @@ class ProcessSpec:
     """Standard output and error are appended here; None: both go to our standard error."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to this process's environment."""
+    unset: Collection[str] = ()
+    """Variables of this process's environment that the child does not get."""
     ready_file: Path | None = None
     """The process writes `{"url", "pid"}` here once it serves; None: it is ready at once."""
 
@@ -119,7 +121,8 @@ class Process:
 def _start(
     spec: ProcessSpec, log: BinaryIO, template: ForkServer | None
 ) -> subprocess.Popen[bytes] | ForkedProcess:
-    env = {**os.environ, **spec.env}
+    env = {name: value for name, value in os.environ.items() if name not in spec.unset}
+    env |= spec.env
     if template is not None and list(spec.argv[:2]) == [sys.executable, "-m"]:
         return template.start(spec.argv[2], spec.argv[3:], env, log.fileno())
     return subprocess.Popen(

@@ -12,9 +12,12 @@ from transformers import AutoModelForCausalLM
 from headway.contracts.errors import ConfigError
 from headway.runtime.config import validate_config
 from headway.runtime.journal import METRICS_NAME, read_steps
+from tests.integration import test_sglang_real as sglang
+from tests.integration.real_engines import needs
 from tests.numeric.models import save_model, write_char_tokenizer
 from tests.ray_cluster import shut_down
 from trainer.experiments.base import EXPERIMENTS
+from trainer.workers.served import PREFIX
 
 STEPS = 40
 GOAL = 0.85
@@ -125,6 +128,46 @@ def test_it_learns_on_ray(start: Path, tmp_path: Path):
     assert_learned(steps_of(start, tmp_path, STEPS, workers={"launcher": "ray", **TWO}))
     assert not ray.is_initialized()
     shut_down()
+
+
+@pytest.mark.extended
+def test_servers_beside_the_workers_generate_what_the_hybrid_engine_does(
+    start: Path, tmp_path: Path
+):
+    hybrid = steps_of(start, tmp_path / "hybrid", 3, workers=TWO)
+    served = steps_of(
+        start,
+        tmp_path / "served",
+        3,
+        workers=TWO,
+        generation={
+            "engine": "server",
+            "args": {"backend": {"type": "embedded_torch", "max_context": 64, "num_threads": 1}},
+        },
+    )
+    for name in ("reward", "loss", "grad_norm", "response_tokens"):
+        expected = [step[name] for step in hybrid]
+        assert [step[name] for step in served] == pytest.approx(expected, rel=1e-3, abs=1e-5), name
+    assert max(step["logprob_diff_max"] for step in served) < 1e-4
+    # A server has its own weights, and rank 0 keeps the version that was handed over.
+    assert served[-1]["handover_copied_bytes_all_ranks"] == 3 * served[-1]["handover_model_bytes"]
+    assert not list(Path("/dev/shm").glob(f"{PREFIX}*"))
+
+
+@pytest.mark.parametrize("name", [pytest.param("sglang", marks=needs("sglang"))])
+def test_a_real_engine_beside_each_worker_generates(name: str, start: Path, tmp_path: Path):
+    engine = {
+        "type": name,
+        "python": str(sglang.PYTHON),
+        "args": sglang.ARGS,
+        "env": sglang.ENV,
+        "log_file": str(tmp_path / "engine.log"),
+    }
+    generation = {"engine": "server", "args": {"backend": engine, "seeds": False}}
+    steps = steps_of(start, tmp_path / "run", 3, generation=generation)
+    assert [step["step"] for step in steps] == [0, 1, 2]
+    assert max(step["logprob_diff_max"] for step in steps) < 1e-3
+    assert all(step["response_tokens"] > 0 for step in steps)
 
 
 def test_torchrun_is_refused(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

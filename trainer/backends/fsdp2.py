@@ -132,6 +132,11 @@ class FSDP2Engine:
             raise ConfigError("a model of values has no head to generate with; set model.head=lm")
         return ((plain_name(name), p) for name, p in self._model.model.named_parameters())
 
+    def published_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The model as others know it: each tensor whole, adapters merged, under the names of a
+        checkpoint; collective. Ranks beyond the first row get none."""
+        return self._upload.published()
+
     def get_scheduling_config(self) -> Scheduling:
         wanted = self._trainer_config.scheduling
         is_cuda = self._topology.device.type == "cuda"

@@ -102,6 +102,10 @@ class Upload:
         concerns no other."""
         return self._whole_model(whole) if self._sharding.is_first_row else iter(())
 
+    def published(self) -> Tensors:
+        """As `parameters`, under the names of a checkpoint."""
+        return self._names.split(self.parameters())
+
     @property
     def notes(self) -> dict[str, Any]:
         """Return what a resumed run has to know about the base; equal on every rank, always with the

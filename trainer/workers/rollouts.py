@@ -43,6 +43,7 @@ ROLLOUT_ENGINES: Registry[Callable[..., RolloutEngine]] = Registry(
     {
         "forward": "trainer.workers.rollouts:ForwardRollout",
         "hybrid": "trainer.hybrid.rollout:HybridRollout",
+        "server": "trainer.workers.served:ServedRollout",
     },
     entry_point_group="headway.rollout_engines",
 )

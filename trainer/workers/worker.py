@@ -122,17 +122,22 @@ def describe(error: Exception) -> WorkerFailure:
     return WorkerFailure(error.to_body(), where)
 
 
+RANK_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
+"""Variables that make a process a rank of its group."""
+
+
 def rank_environment(
     rank: int, local_rank: int, world_size: int, store: tuple[str, int]
 ) -> dict[str, str]:
     """Return the variables that torchrun would set; the store is the driver's."""
     host, port = store
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        # All ranks are clients of the store; none of them opens one.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    # All ranks are clients of the store; none of them opens one: "True".
+    values = (str(rank), str(local_rank), str(world_size), host, str(port), "True")
+    return dict(zip(RANK_VARIABLES, values, strict=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from headway.contracts.config.algorithm import AlgorithmConfig
@@ -12,19 +14,49 @@ from headway.contracts.config.model import TrainedModelConfig
 from headway.contracts.config.optimizer import OptimizerConfig
 from headway.contracts.config.reference import ReferenceConfig
 from headway.contracts.config.sampling import SamplingConfig
+from headway.contracts.config.server import BackendConfig, EmbeddedTorchConfig
 from headway.contracts.config.trainer import TrainerConfig
+from headway.contracts.config.weight_sync import WeightSyncConfig
 
 
 class GenerationConfig(Config):
     """Generation by a worker with the role rollout."""
 
     engine: str = Field("hybrid", min_length=1)
-    """Registered rollout engine: `hybrid` shares the weights that are trained, `forward` runs a whole
-    pass of the training engine per token, for tests."""
+    """Registered rollout engine: `hybrid` shares the weights that are trained, `server` starts a
+    generation server beside each worker (SGLang, vLLM or another backend), `forward` runs a whole pass
+    of the training engine per token, for tests."""
     args: JsonObject = {}
-    """Keyword arguments of the engine; those of `hybrid` are the fields of `HybridConfig`."""
+    """Keyword arguments of the engine: the fields of `HybridConfig` for `hybrid`, those of
+    `ServedGenerationConfig` for `server`."""
     pad_token_id: int = Field(0, ge=0)
     """Token that pads a row."""
+
+
+class ServedGenerationConfig(Config):
+    """`generation.args` of the engine `server`: a generation server beside each worker."""
+
+    backend: BackendConfig = EmbeddedTorchConfig()
+    """What generates: the embedded engine, SGLang, vLLM, or a backend of a package."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the weights that generate; None takes `model.dtype`."""
+    weight_sync: WeightSyncConfig | None = None
+    """Transport of the weights, one that stores versions; None is shared memory, for workers of one
+    host."""
+    seeds: bool = True
+    """Send a seed with each prompt, so that a resumed run samples what it would have sampled. SGLang
+    refuses seeds unless it runs with `--enable-deterministic-inference`: set it to false there."""
+    start_timeout_s: float = Field(600.0, gt=0.0)
+    """Seconds until a server must have started."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ServedGenerationConfig:
+        if self.weight_sync is not None and self.weight_sync.type == "collective":
+            raise ValueError(
+                "weight_sync.type=collective sends to one group of servers, and each worker's is alone; "
+                "choose shared_memory, disk or http"
+            )
+        return self
 
 
 class WorkerRewardConfig(Config):
