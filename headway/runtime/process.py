@@ -37,10 +37,10 @@ class ProcessSpec:
     """Standard output and error are appended here; None: both go to our standard error."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to this process's environment."""
-    unset: Collection[str] = ()
-    """Variables of this process's environment that the child does not get."""
     ready_file: Path | None = None
     """The process writes `{"url", "pid"}` here once it serves; None: it is ready at once."""
+    unset: Collection[str] = ()
+    """Variables of this process's environment that the child does not get."""
 
 
 class Process:
