@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 
 from pydantic_core import from_json
 
+from headway.runtime.offload import short_turns
+
 LARGE_BYTES = 512 << 10
 """Below this, a body is parsed within 50 ms whatever it holds."""
 MAX_VALUES = 4 << 20
@@ -71,11 +73,12 @@ def _parse(body: bytes) -> Any:
     slices = range(0, len(body), SLICE_BYTES)
     if sum(body.count(b",", start, start + SLICE_BYTES) for start in slices) > MAX_VALUES:
         raise ValueError(f"the body holds more than {MAX_VALUES} values; send fewer per request")
-    try:
-        tree = _decoder().decode(body.decode())
-    except RecursionError:
-        raise ValueError("the body is nested too deeply") from None
-    check_objects(tree)
+    with short_turns:
+        try:
+            tree = _decoder().decode(body.decode())
+        except RecursionError:
+            raise ValueError("the body is nested too deeply") from None
+        check_objects(tree)
     return tree
 
 

@@ -11,7 +11,6 @@ import math
 import os
 import resource
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from ipaddress import ip_address
@@ -34,10 +33,6 @@ KEEP_ALIVE_S = 75
 FLUSH_S = 1
 """Seconds for answers on their way out, after a drain."""
 TICK_S = 0.05
-SWITCH_S = 0.0005
-"""The event loop waits so long for the interpreter's lock, at each of its turns, while a thread computes.
-With Python's own 5 ms a thread that checks large bodies cost others four tenths of their rollouts, with
-this one in ten."""
 GARBAGE = (20_000, 20, 100)
 """Objects, and rounds, after which the garbage collector looks for cycles: next to nothing that a request
 leaves behind is one, and the default of 700 objects looks several times per request (a tenth of the
@@ -87,7 +82,6 @@ def serve(app: FastAPI, config: ServiceConfig, drain: Drain | None = None) -> No
     )
     app.state.url = server.url
     gc.set_threshold(*GARBAGE)
-    sys.setswitchinterval(SWITCH_S)
     gc.freeze()  # what exists by now stays: the garbage collector need not look at it
     with listener:
         try:

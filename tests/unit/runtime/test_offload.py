@@ -1,9 +1,11 @@
+import asyncio
+import sys
 import threading
 
 import pytest
 
 from headway.contracts.types import Message
-from headway.runtime.offload import SMALL, offload, size_of
+from headway.runtime.offload import SMALL, SWITCH_S, offload, size_of
 
 
 async def test_what_is_small_is_done_where_it_is():
@@ -17,6 +19,23 @@ async def test_what_is_large_is_done_by_a_thread():
 async def test_what_is_raised_comes_back():
     with pytest.raises(ZeroDivisionError):
         await offload(SMALL + 1, lambda: 1 / 0)
+
+
+async def test_the_loop_gets_its_turn_early_while_any_thread_computes():
+    usual_s = sys.getswitchinterval()
+    ends = [threading.Event() for _ in range(2)]
+
+    def compute(end: threading.Event) -> float:
+        assert end.wait(30)
+        return sys.getswitchinterval()
+
+    computing = [asyncio.ensure_future(offload(SMALL + 1, compute, end)) for end in ends]
+    for end, task in zip(ends, computing, strict=True):
+        end.set()
+        assert await task == pytest.approx(SWITCH_S)
+    with pytest.raises(ZeroDivisionError):
+        await offload(SMALL + 1, lambda: 1 / 0)
+    assert sys.getswitchinterval() == usual_s
 
 
 @pytest.mark.parametrize(
