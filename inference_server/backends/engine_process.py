@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import os
+import random
 import socket
 import sys
 import time
@@ -37,6 +38,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
+GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+FIRST_PORT = 20_000
+"""Above the ports that services, and Ray's workers, have by default."""
+PORT_TRIES = 100
 POLL_S = 0.25
 STOP_GRACE_S = 15.0
 """Seconds from SIGTERM to SIGKILL."""
@@ -382,6 +387,14 @@ def command_flags(args: Mapping[str, JsonValue]) -> list[str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+    """A port below those that the kernel gives to whoever asks for any: an engine binds it minutes later,
+    once its model is loaded, and nobody else has it by then."""
+    end = int(GIVEN_PORTS.read_text().split()[0])
+    low = range(FIRST_PORT, end) or range(0, 1)
+    for port in random.SystemRandom().sample(low, min(PORT_TRIES, len(low))):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return int(probe.getsockname()[1])
+    raise BackendError(
+        f"no port from {FIRST_PORT} to {end - 1} is free for an engine; set --port in backend.args"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from headway.contracts.config.server import EngineProcessConfig
 from headway.contracts.errors import BackendError, ConfigError
+from inference_server.backends import engine_process
 from inference_server.backends.engine_process import (
     EngineCommand,
     EngineProcess,
@@ -44,6 +46,12 @@ async def running(config: dict, **options):
         yield engine
     finally:
         await engine.aclose()
+
+
+def file_of(folder: Path, text: str) -> Path:
+    file = folder / "range"
+    file.write_text(text)
+    return file
 
 
 async def until_failed(engine: EngineProcess) -> str:
@@ -85,6 +93,31 @@ def test_flags_keep_their_names_and_shapes():
 def test_what_is_no_flag_is_refused(flag):
     with pytest.raises(ConfigError, match="not a flag"):
         command_flags({flag: 2})
+
+
+async def test_nobody_is_given_the_port_of_an_engine_while_it_loads():
+    lowest = int(engine_process.GIVEN_PORTS.read_text().split()[0])
+    async with running({}) as engine:
+        assert engine_process.FIRST_PORT <= int(engine.url.rpartition(":")[2]) < lowest
+
+
+async def test_where_any_port_may_be_given_it_takes_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(engine_process, "GIVEN_PORTS", file_of(tmp_path, "1024\t65000\n"))
+    async with running({}) as engine:
+        assert int(engine.url.rpartition(":")[2]) > 0
+
+
+async def test_without_a_free_port_it_says_which_ones_it_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with socket.create_server((engine_process.LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+        monkeypatch.setattr(engine_process, "FIRST_PORT", port)
+        monkeypatch.setattr(engine_process, "GIVEN_PORTS", file_of(tmp_path, f"{port + 1} 60999"))
+        with pytest.raises(BackendError, match=f"no port from {port} to {port} is free"):
+            await engine_of({}).start()
 
 
 async def test_child_gets_flags_and_environment_and_its_group_ends_with_it(tmp_path):
