@@ -13,8 +13,10 @@ import pytest
 @contextmanager
 def ray_cluster() -> Iterator[None]:
     """Start one, and end it."""
-    ray = pytest.importorskip("ray")
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=1 << 27)
+    pytest.importorskip("ray")
+    from trainer.workers.ray_actors import join_cluster
+
+    join_cluster(None, num_cpus=4, object_store_memory=1 << 27)
     yield
     shut_down()
 

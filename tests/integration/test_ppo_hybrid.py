@@ -19,7 +19,7 @@ from tests.ray_cluster import shut_down
 from trainer.experiments.base import EXPERIMENTS
 from trainer.workers.served import PREFIX
 
-STEPS = 40
+STEPS = 20
 GOAL = 0.85
 TWO = {"pools": {"global_pool": {"num_workers": 2}}}
 SPLIT = {

@@ -64,6 +64,10 @@ def rows(size: int) -> DataProto:
     return DataProto.of(x=torch.arange(size))
 
 
+def priority_of(pid: int) -> int:
+    return os.getpriority(os.PRIO_PROCESS, pid)
+
+
 def pidfds(pids: list[int]) -> list[int]:
     return [os.pidfd_open(pid) for pid in pids]
 
@@ -81,6 +85,8 @@ def test_calls_of_every_mode(kind, opened):
     group = opened(kind, 2)
     assert group.pid() == list(group.pids)
     assert os.getpid() not in group.pids
+    # Ray's default would leave them the time that nobody else wants.
+    assert {priority_of(pid) for pid in group.pids} == {priority_of(os.getpid())}
     assert group.rank() == 0
     scaled = group.scale(rows(3), factors=rows(3))
     assert scaled["x"].tolist() == [0, 1, 4]
