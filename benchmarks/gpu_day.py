@@ -5,11 +5,11 @@
     python benchmarks/gpu_day.py --brief                        # fewer rounds, for a GPU of minutes
     python benchmarks/gpu_day.py --dry                          # the same commands, small, on the CPU
 
-The steps of `day/steps.py` run in their order, each in a process group of its own that is killed when
-its time is over; none stops the others. After each of them `report.json` and `report.md` are written
-again: with metrics, versions, and the ends of the logs of failed steps. With one GPU, steps that need
-more are skipped and say so. HEADWAY_SGLANG_PYTHON names the interpreter of an environment with SGLang.
-The exit status is 1 if a step failed.
+The steps of `day/steps.py` run in their order (dry, two side by side), each in a process group of its
+own that is killed when its time is over; none stops the others. After each of them `report.json` and
+`report.md` are written again: with metrics, versions, and the ends of the logs of failed steps. With one
+GPU, steps that need more are skipped and say so. HEADWAY_SGLANG_PYTHON names the interpreter of an
+environment with SGLang. The exit status is 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from day.models import SHARED_MODELS
 from day.runner import Day
 from day.steps import Step, make_steps
 
 from headway.runtime.gpus import survey_gpus, visible_devices
 
 ROOT = Path(__file__).parents[1]
+AT_ONCE_DRY = 2
+"""Steps side by side where no figure counts."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,9 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     out = options.out.resolve()
     os.chdir(ROOT)
-    day = Day(out, survey.describe(), "dry" if options.dry else f"{num_gpus} GPUs")
-    for step in chosen(steps, options.only):
-        day.run(step)
+    mode = "dry" if options.dry else f"{num_gpus} GPUs"
+    with tempfile.TemporaryDirectory() as models:
+        day = Day(out, survey.describe(), mode, {SHARED_MODELS: models})
+        day.run_all(chosen(steps, options.only), AT_ONCE_DRY if options.dry else 1)
     print(f"{day.out / 'report.md'}")
     return day.exit_status
 

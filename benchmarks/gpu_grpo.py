@@ -37,6 +37,7 @@ from headway.runtime.config import validate_config
 from headway.runtime.gpus import survey_gpus, visible_devices
 
 METRICS = ("wait_s", "train_s", "publish_s", "train_tokens_per_s", "mfu", "peak_memory_bytes")
+NEW_TOKENS = {"tiny": 16, "1.5b": 64}
 POLL_S = 0.02
 LOOK_S = 2.0
 """Seconds between calls of nvidia-smi."""
@@ -118,7 +119,7 @@ def configure(folder: Path, options: argparse.Namespace) -> LaunchConfig:
         "trainer": {
             "run_dir": str(folder / "run"),
             "data": {"path": str(folder / "rows.jsonl"), "batch_size": 8},
-            "sampling": {"max_new_tokens": 64, "ignore_eos": True},
+            "sampling": {"max_new_tokens": NEW_TOKENS[options.size], "ignore_eos": True},
             "rollout": {
                 "reward": {"name": "exact", "args": {"pattern": r"^\d+;(\d\d)$"}},
                 "group_size": 4,

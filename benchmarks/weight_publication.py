@@ -188,7 +188,7 @@ def run_config(folder: Path, root: Path, options: argparse.Namespace) -> LaunchC
                 "model": {"dtype": "bfloat16"},
                 "backend": {
                     "type": "embedded_torch",
-                    "max_sequences": 8,
+                    "max_sequences": 16,
                     "max_context": CONTEXT,
                     "pack_weights": options.pack_weights,
                     "num_threads": 1,
@@ -208,8 +208,10 @@ def run_config(folder: Path, root: Path, options: argparse.Namespace) -> LaunchC
 class Seen:
     """Observations of a load's streams around one version."""
 
-    def __init__(self, pauses: list[float], times: list[float]) -> None:
+    def __init__(self, pauses: list[float], times: list[float], crossings: list[float]) -> None:
         self.pause_s = statistics.median(pauses)
+        self.spread_s = max(crossings) - min(crossings)
+        """From the first stream's first token of the version to the last one's."""
         self._times = times
 
     def tokens_between(self, start: float, end: float) -> int:
@@ -229,9 +231,9 @@ class Load:
 
 
 @contextmanager
-def generating(urls: list[str]) -> Iterator[Load]:
+def generating(urls: list[str], num_each: int = STREAMS) -> Iterator[Load]:
     ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=_load_process, args=(theirs, urls), daemon=True)
+    process = SPAWN.Process(target=_load_process, args=(theirs, urls, num_each), daemon=True)
     process.start()
     ours.recv()
     try:
@@ -241,7 +243,7 @@ def generating(urls: list[str]) -> Iterator[Load]:
         process.join()
 
 
-def _load_process(connection: Connection, urls: list[str]) -> None:
+def _load_process(connection: Connection, urls: list[str], num_each: int) -> None:
     events: dict[int, list[tuple[float, int]]] = {}
     first = threading.Event()
 
@@ -259,7 +261,7 @@ def _load_process(connection: Connection, urls: list[str]) -> None:
                     if line.startswith(b'data: {"output_tokens"'):
                         delta = json.loads(line[6:])
                         events.setdefault(number, []).append((time.monotonic(), delta["version"]))
-                        if len(events) == len(urls) * STREAMS:
+                        if len(events) == len(urls) * num_each:
                             first.set()
 
     async def run() -> None:
@@ -267,9 +269,9 @@ def _load_process(connection: Connection, urls: list[str]) -> None:
         async with aiohttp.ClientSession(timeout=timeout) as session:
             await asyncio.gather(
                 *(
-                    stream(session, url, i * STREAMS + j)
+                    stream(session, url, i * num_each + j)
                     for i, url in enumerate(urls)
-                    for j in range(STREAMS)
+                    for j in range(num_each)
                 )
             )
 
@@ -280,17 +282,18 @@ def _load_process(connection: Connection, urls: list[str]) -> None:
         version = connection.recv()
         while any(seen[-1][1] < version for seen in events.values()):
             time.sleep(0.005)
-        pauses, times = [], []
+        pauses, times, crossings = [], [], []
         for seen in events.values():
             seen = list(seen)
             times += [when for when, _ in seen]
             gaps = [after[0] - before[0] for before, after in pairwise(seen[-200:])]
             crossing = next(i for i, (_, v) in enumerate(seen) if v >= version)
+            crossings.append(seen[crossing][0])
             if crossing:
                 pauses.append(
                     max(0.0, seen[crossing][0] - seen[crossing - 1][0] - statistics.median(gaps))
                 )
-        connection.send((pauses or [0.0], times))
+        connection.send((pauses or [0.0], times, crossings))
 
 
 if __name__ == "__main__":

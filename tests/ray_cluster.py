@@ -14,7 +14,7 @@ import pytest
 def ray_cluster() -> Iterator[None]:
     """Start one, and end it."""
     pytest.importorskip("ray")
-    from trainer.workers.ray_actors import join_cluster
+    from headway.runtime.ray_clusters import join_cluster
 
     join_cluster(None, num_cpus=4, object_store_memory=1 << 27)
     yield

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from pathlib import Path
-
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from headway.launch.quickstart import task
 
+SHARED_MODELS = "HEADWAY_DAY_MODELS"
+"""Variable with the folder of what the steps of one day share."""
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {},
     "1.5b": {
@@ -25,7 +26,24 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 def write_model(folder: Path, size: str) -> None:
-    """A model with its tokenizer, in bfloat16."""
+    """Put a model with its tokenizer there, in bfloat16; the steps of one day share its files."""
+    shared = os.environ.get(SHARED_MODELS)
+    if shared is None:
+        _write(folder, size)
+        return
+    kept, done = Path(shared) / size, Path(shared) / f"{size}.done"
+    with (Path(shared) / f"{size}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            _write(kept, size)
+            done.touch()
+    folder.symlink_to(kept)
+
+
+def _write(folder: Path, size: str) -> None:
+    import torch  # seconds, which only the first step of a day has to wait
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     task.write_model(folder, SHAPES[size])
     config = AutoConfig.from_pretrained(folder)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a CPU takes a minute

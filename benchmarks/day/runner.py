@@ -1,13 +1,16 @@
-"""Runs steps one after the other, each killable, and keeps the report of those that are done."""
+"""Runs steps, each killable, and keeps the report of those that are done."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
 import subprocess
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,13 +46,19 @@ class Result:
 class Day:
     """Report to which each step is added when it ends."""
 
-    def __init__(self, out: Path, gpus: str, mode: str) -> None:
+    def __init__(
+        self, out: Path, gpus: str, mode: str, env: Mapping[str, str] | None = None
+    ) -> None:
         """Args:
         out: folder of report and logs.
         gpus: what the driver says.
+        env: added to the environment of every step.
         """
         self.out = out
-        self._results: list[Result] = []
+        self._env = env or {}
+        self._results: dict[int, Result] = {}
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
         self._head = {
             "mode": mode,
             "gpus": gpus,
@@ -65,23 +74,33 @@ class Day:
     @property
     def exit_status(self) -> int:
         """1 if a step failed, or did not end in time."""
-        return int(any(result.status in ("failed", "timeout") for result in self._results))
+        return int(any(result.status in ("failed", "timeout") for result in self._results.values()))
+
+    def run_all(self, steps: Sequence[Step], at_once: int) -> None:
+        """Run steps in their order, a number of them side by side."""
+        if at_once == 1:  # in this thread, which an interrupt ends
+            list(map(self.run, steps))
+            return
+        with ThreadPoolExecutor(at_once) as threads:
+            list(threads.map(self.run, steps))
 
     def run(self, step: Step) -> Result:
         """Run a step, or note why not; write the report."""
+        number = next(self._numbers)
         print(f"{step.name}: {step.question}", flush=True)
-        result = self._skip(step) if step.skip else self._start(step)
-        print(f"    {result.status} after {result.seconds:.0f} s", flush=True)
-        self._results.append(result)
-        self._write()
+        result = self._skip(step) if step.skip else self._start(step, number)
+        print(f"    {step.name} {result.status} after {result.seconds:.0f} s", flush=True)
+        with self._lock:
+            self._results[number] = result
+            self._write()
         return result
 
-    def _start(self, step: Step) -> Result:
-        log = self.out / "logs" / f"{len(self._results):02}-{step.name}.log"
+    def _start(self, step: Step, number: int) -> Result:
+        log = self.out / "logs" / f"{number:02}-{step.name}.log"
         log.unlink(missing_ok=True)
         before = time.monotonic()
         try:
-            process = Process(ProcessSpec(step.name, step.argv, log, step.env))
+            process = Process(ProcessSpec(step.name, step.argv, log, {**self._env, **step.env}))
         except OSError as error:
             return self._result(step, "failed", said=f"cannot be started: {error}")
         try:
@@ -107,7 +126,8 @@ class Day:
 
     def _write(self) -> None:
         seconds = round(time.monotonic() - self._began, 1)
-        report = {**self._head, "seconds": seconds, "steps": [asdict(r) for r in self._results]}
+        results = [asdict(result) for _, result in sorted(self._results.items())]
+        report = {**self._head, "seconds": seconds, "steps": results}
         _replace(self.out / "report.json", json.dumps(report, indent=1))
         _replace(self.out / "report.md", render(report))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from gateway.fleet.routing import Lane, shares
+from gateway.fleet.routing import shares
 from headway.contracts.http.servers import ServerStatus
 from headway.runtime.clock import monotonic
 
@@ -48,7 +48,7 @@ class AdaptiveBound:
         now = monotonic() if now is None else now
         ready = {server.server_id: server for server in servers if server.state == "ready"}
         self._note_preemptions(ready.values())
-        parts = shares({name: Lane(0, server.max_running) for name, server in ready.items()})
+        parts = shares({name: server.max_running for name, server in ready.items()})
         if self._hurt & parts.keys():
             if now - self._last_cut >= CUT_INTERVAL_S:
                 self._cut(sum(parts.get(name, 0.0) for name in self._hurt))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from headway.contracts.types import LLMRequest
 
@@ -35,32 +35,25 @@ class Target(Protocol):
         """Sequences that it decodes at once; 0 if that is not known."""
 
 
-class Lane(NamedTuple):
-    """A target in plain numbers."""
-
-    outstanding: int
-    capacity: int = 0
-
-
 def load_of(req: LLMRequest) -> int:
     """Tokens that a request may keep in a server's cache."""
     return len(req.input_ids) + req.gconfig.max_new_tokens
 
 
-def shares(lanes: Mapping[str, Target]) -> dict[str, float]:
-    """Return each server's share of all work: by capacity, or equal if one does not report its own."""
-    if not lanes:
+def shares(capacities: Mapping[str, int]) -> dict[str, float]:
+    """Return each server's share of all work: by capacity, or equal if that of one is 0, not known."""
+    if not capacities:
         return {}
-    if any(lane.capacity == 0 for lane in lanes.values()):
-        return dict.fromkeys(lanes, 1.0 / len(lanes))
-    total = sum(lane.capacity for lane in lanes.values())
-    return {name: lane.capacity / total for name, lane in lanes.items()}
+    if 0 in capacities.values():
+        return dict.fromkeys(capacities, 1.0 / len(capacities))
+    total = sum(capacities.values())
+    return {name: capacity / total for name, capacity in capacities.items()}
 
 
 def bounds(lanes: Mapping[str, Target], load: int) -> dict[str, float]:
     """Outstanding tokens up to which a server may be given one more request that has its home there."""
     total = sum(lane.outstanding for lane in lanes.values()) + load
-    parts = shares(lanes)
+    parts = _parts(lanes)
     mean = 1.0 / len(lanes)
     return {n: part * SPILL * total + SLACK * load * part / mean for n, part in parts.items()}
 
@@ -80,8 +73,12 @@ def choose(lanes: Mapping[str, Target], load: int, *homes: str | None) -> str:
     for home in here:
         if lanes[home].outstanding + load <= limits[home]:
             return home
-    parts = shares(lanes)
+    parts = _parts(lanes)
     return min(lanes, key=lambda name: (lanes[name].outstanding + load) / parts[name])
+
+
+def _parts(lanes: Mapping[str, Target]) -> dict[str, float]:
+    return shares({name: lane.capacity for name, lane in lanes.items()})
 
 
 class Router:

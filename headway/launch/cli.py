@@ -31,6 +31,10 @@ COMMANDS = {
         "headway.launch.conformance.command",
         "check what any service keeps of three APIs",
     ),
+    "ray": (
+        "headway.launch.ray_command",
+        "the same on a Ray cluster, with as many servers as it wants",
+    ),
     "slurm": ("headway.launch.slurm_command", "batch scripts for a run, or a trainer, on Slurm"),
     "config": ("headway.launch.config_command", "what can be set; check a file; draw its calls"),
     "status": ("headway.launch.status", "what a gateway is doing"),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.errors import ConfigError, DataError, ServiceError
-from headway.launch.launchers.local import LocalRun
+from headway.launch.launchers.run import Run
 from headway.runtime.command import EXIT_FAILURE, EXIT_USAGE, CommandFailed
 
 LAST_BYTES = 1 << 16
@@ -79,7 +79,7 @@ class RunLogs:
 
 
 @contextmanager
-def explain_failure(run: LocalRun, config: LaunchConfig, resume: str) -> Iterator[None]:
+def explain_failure(run: Run, config: LaunchConfig, resume: str) -> Iterator[None]:
     """Follow a run; a process that failed is named, with the reason in its own words.
 
     Args:
@@ -125,7 +125,7 @@ def _advice(run_dir: Path, resumes: bool, resume: str) -> str:
     return f"go on from the newest checkpoint with {'the same command' if resumes else resume}"
 
 
-def _first_failed(run: LocalRun, config: LaunchConfig) -> tuple[str, int] | None:
+def _first_failed(run: Run, config: LaunchConfig) -> tuple[str, int] | None:
     """Name and status of the process that failed, services before the trainer that asks them."""
     for name in ("gateway", *(f"server-{n}" for n in range(config.num_servers)), "trainer"):
         try:

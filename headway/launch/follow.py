@@ -11,7 +11,7 @@ from typing import Any
 
 from headway.contracts.errors import ServiceError
 from headway.contracts.http.status import StatusResponse
-from headway.launch.launchers.local import LocalRun
+from headway.launch.launchers.run import Run
 from headway.launch.plots import CURVES_NAME, import_plotting, plot_run
 from headway.launch.progress import Progress
 from headway.runtime.inference_client import RemoteInferenceEngine
@@ -56,7 +56,7 @@ class Summary:
         }
 
 
-def follow(run: LocalRun, run_dir: Path, total_steps: int | None, progress: Progress) -> None:
+def follow(run: Run, run_dir: Path, total_steps: int | None, progress: Progress) -> None:
     """Show the run until its trainer ends.
 
     Raises:
@@ -78,7 +78,7 @@ def follow(run: LocalRun, run_dir: Path, total_steps: int | None, progress: Prog
         raise ServiceError(f"the trainer ended with status {code}")
 
 
-def summarise(run: LocalRun, run_dir: Path, eta: int, started: float) -> Summary:
+def summarise(run: Run, run_dir: Path, eta: int, started: float) -> Summary:
     """Ask the ledger for its audit, draw the curves while everything ends, and sum up."""
     client = RemoteInferenceEngine(run.url, token=run.token)
     audit, status = client.audit(), client.status()

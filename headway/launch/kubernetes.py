@@ -1,33 +1,21 @@
-"""A Deployment by Kubernetes' API, and the loop that keeps it at the size that a gateway asks for."""
+"""A Deployment by Kubernetes' API."""
 
 from __future__ import annotations
 
-import logging
 import os
 import ssl
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
-from headway.contracts.errors import BackendError, ConfigError, NotFound, ServiceError
-from headway.contracts.http.servers import ScaleResponse
-
-log = logging.getLogger(__name__)
+from headway.contracts.errors import BackendError, ConfigError, NotFound
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where Kubernetes puts a pod's token, its namespace, and the cluster's certificate."""
 TIMEOUT_S = 10.0
-
-
-class Scales(Protocol):
-    """Who says how many servers are wanted: a client of a gateway."""
-
-    def scale(self) -> ScaleResponse:
-        """Return what is wanted now."""
 
 
 class Deployment:
@@ -112,41 +100,3 @@ def find_deployment(name: str, namespace: str | None, api: str | None) -> Iterat
         raise ConfigError(f"give --namespace, in which {name} is")
     with httpx.Client(base_url=api, verify=verify, timeout=TIMEOUT_S, trust_env=False) as client:
         yield Deployment(client, namespace, name, token)
-
-
-def follow(gateway: Scales, deployment: Deployment, least: int, most: int, every_s: float) -> None:
-    """Look again and again. What does not answer is asked again at the next look."""
-    failure = ""
-    while True:
-        try:
-            look(gateway, deployment, least, most)
-            failure = ""
-        except NotFound:
-            raise
-        except ServiceError as error:
-            if str(error) != failure:  # said once
-                log.warning("not scaled", extra={"why": str(error)})
-            failure = str(error)
-        time.sleep(every_s)
-
-
-def look(gateway: Scales, deployment: Deployment, least: int, most: int) -> None:
-    """Bring a Deployment to the size that is wanted, within these bounds.
-
-    Raises:
-        ServiceError: the gateway or Kubernetes did not answer.
-    """
-    wish = gateway.scale()
-    wanted = min(max(wish.wanted, least), most)
-    there = deployment.replicas()
-    if there != wanted:
-        deployment.resize(wanted)
-        log.info(
-            "scaled",
-            extra={
-                "deployment": deployment.name,
-                "before": there,
-                "now": wanted,
-                "why": wish.reason,
-            },
-        )

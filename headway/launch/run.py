@@ -13,6 +13,7 @@ from headway.launch.experiments import load_run
 from headway.launch.failure import explain_failure
 from headway.launch.follow import Summary, follow, summarise
 from headway.launch.launchers.local import LocalRun
+from headway.launch.launchers.run import Run
 from headway.launch.launchers.version_store import place_versions
 from headway.launch.progress import Progress
 from headway.runtime.fork_server import ForkServer
@@ -53,8 +54,15 @@ def run_to_end(
     config, changed = place_versions(config)
     if changed is not None:
         progress.say(changed)
+    return follow_to_end(LocalRun(config, fork_server), config, progress, started, resume)
+
+
+def follow_to_end(
+    run: Run, config: LaunchConfig, progress: Progress, started: float, resume: str
+) -> Summary:
+    """As `run_to_end`, of a run on whichever machines."""
     trainer, run_dir = config.trainer, Path(config.trainer.run_dir).resolve()
-    with LocalRun(config, fork_server) as run, explain_failure(run, config, resume):
+    with run, explain_failure(run, config, resume):
         run.start()
         progress.say(
             f"gateway {run.url}, {config.num_servers} generation server(s), trainer: started"

@@ -34,18 +34,11 @@ The last line on standard output is the summary of the run as JSON. Each process
 RUN_DIR/logs. `headway config show run` lists every setting."""
 
 
-class RunCommand(SettingsCommand):
+class RunSettingsCommand(SettingsCommand):
     """Help of a run: its own settings, and where those of its processes are listed."""
 
-    def invoke(self, ctx: click.Context) -> None:
-        """Hand over; what the run's processes import is imported while the settings are read."""
-        from headway.launch.launchers.preload import preload  # help does without what it imports
-
-        fork_server = preload()
-        try:
-            import_main(self.module)(ctx.args, fork_server)
-        finally:
-            fork_server.close()
+    def __init__(self, name: str, module: str, about: str, example: str) -> None:
+        super().__init__(name, module, _settings, about, example)
 
     def format_settings(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write its own settings, those without a default, and the sections."""
@@ -57,6 +50,20 @@ class RunCommand(SettingsCommand):
             formatter.write_dl(
                 [(each.flag, each.text) for each in needed if each.path not in FILLED_IN]
             )
+
+
+class RunCommand(RunSettingsCommand):
+    """`headway run` itself."""
+
+    def invoke(self, ctx: click.Context) -> None:
+        """Hand over; what the run's processes import is imported while the settings are read."""
+        from headway.launch.launchers.preload import preload  # help does without what it imports
+
+        fork_server = preload()
+        try:
+            import_main(self.module)(ctx.args, fork_server)
+        finally:
+            fork_server.close()
 
 
 def _trainers(argv: Sequence[str]) -> tuple[str, ...]:
@@ -71,7 +78,6 @@ def _settings(argv: Sequence[str]) -> list[Setting]:
 command = RunCommand(
     "run",
     "headway.launch.run",
-    _settings,
     ABOUT,
     "headway run --config run.yaml --model MODEL_DIR --trainer.data.path train.jsonl\n"
     "headway run --config run.yaml --trainer.recovery.mode resume",

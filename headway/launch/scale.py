@@ -46,9 +46,10 @@ def command(
             f"--min-servers {min_servers} is more than --max-servers {max_servers}"
         )
     import_module("headway.runtime.logging").configure_logging("scale")
-    part = import_module("headway.launch.kubernetes")
+    find_deployment = import_module("headway.launch.kubernetes").find_deployment
+    follow = import_module("headway.launch.autoscale").follow
     with (
-        part.find_deployment(deployment, namespace, api) as found,
+        find_deployment(deployment, namespace, api) as found,
         gateway_client(url, token_env) as gateway,
     ):
-        part.follow(gateway, found, min_servers, max_servers, every_s)
+        follow(gateway, found, min_servers, max_servers, every_s)

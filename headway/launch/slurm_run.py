@@ -9,14 +9,13 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from headway.contracts.config.gateway import ServiceConfig
-from headway.contracts.config.launch import LaunchConfig, shared_root
+from headway.contracts.config.launch import LaunchConfig
 from headway.contracts.config.scheduling import JobConfig
-from headway.contracts.config.server import EmbeddedTorchConfig, ServerConfig
-from headway.contracts.config.weight_sync import CollectiveSync, DiskSync, SharedMemorySync
+from headway.contracts.config.weight_sync import CollectiveSync
 from headway.contracts.errors import ConfigError
-from headway.launch.launchers.placement import gpus_of_backend
+from headway.launch.launchers.placement import gpus_of_server
 from headway.launch.launchers.roles import gateway_config, server_config, trainer_config
+from headway.launch.launchers.spread import allow_any_host, spread
 from headway.launch.slurm import (
     FIRST_MACHINE,
     Job,
@@ -30,7 +29,6 @@ from headway.launch.slurm import (
     write_config,
 )
 from headway.runtime.command import EXIT_USAGE
-from headway.runtime.listener import check_exposure
 
 HERE = "$SLURMD_NODENAME"
 """Name of the machine, by which the others reach it."""
@@ -40,9 +38,14 @@ def write_scripts(config: LaunchConfig) -> str:
     """Write the scripts of a run and what its processes read; returns the commands that submit them.
 
     Raises:
-        ConfigError: the run cannot be spread over machines.
+        ConfigError: the run cannot be spread over machines, or the number of its servers is to change.
     """
-    config = _spread(config)
+    config = spread(config)
+    if config.max_servers is not None:
+        raise ConfigError(
+            "max_servers is for runs on Ray; Slurm's servers are added by `sbatch --array`, see the page "
+            "on deployment"
+        )
     run_dir = Path(config.trainer.run_dir).resolve()
     write_config(run_dir, "run", config)
     ready = run_dir / "configs" / "gateway.ready.json"
@@ -64,30 +67,6 @@ def write_scripts(config: LaunchConfig) -> str:
     )
 
 
-def _spread(config: LaunchConfig) -> LaunchConfig:
-    """Let versions go where other machines reach them."""
-    trainer = config.trainer
-    sync, run_dir = trainer.weight_sync, trainer.run_dir
-    if isinstance(sync, SharedMemorySync) and sync.root == shared_root(run_dir):  # by default
-        root = str(Path(run_dir).resolve() / "weights")
-        sync = DiskSync(**sync.model_dump(exclude={"type", "root"}), root=root)
-    if not isinstance(sync, DiskSync | CollectiveSync):
-        raise ConfigError(
-            f"trainer.weight_sync.type={sync.type} reaches no server on another machine of Slurm's; take "
-            "disk (below a shared run folder) or collective"
-        )
-    for name, service in (("gateway", config.gateway.service), ("server", config.server.service)):
-        _check_exposure(name, service)
-    return config.model_copy(update={"trainer": trainer.model_copy(update={"weight_sync": sync})})
-
-
-def _check_exposure(name: str, service: ServiceConfig) -> None:
-    try:
-        check_exposure(service.model_copy(update={"host": "0.0.0.0"}))
-    except ConfigError as error:
-        raise ConfigError(f"{name}.service is to be reached from other machines: {error}") from None
-
-
 def _gateway(config: LaunchConfig, run_dir: Path, ready: Path) -> str:
     file = write_config(run_dir, "gateway", gateway_config(config, ready))
     job = _job("gateway", config.scheduling.gateway, run_dir, cores=1, gpus=0)
@@ -97,11 +76,7 @@ def _gateway(config: LaunchConfig, run_dir: Path, ready: Path) -> str:
 
 
 def _server(config: LaunchConfig, run_dir: Path, ready: Path) -> str:
-    server, sync = server_config(config, None, None), config.trainer.weight_sync
-    if isinstance(sync, CollectiveSync):  # of whichever machine is the trainer's first
-        allow = (*config.server.weights.allow, f"{sync.backend}:")
-        weights = server.weights.model_copy(update={"allow": allow})
-        server = server.model_copy(update={"weights": weights})
+    server = allow_any_host(config, server_config(config, None, None))
     file = write_config(run_dir, "server", server)
     backend = config.server.backend
     job = _job(
@@ -109,7 +84,7 @@ def _server(config: LaunchConfig, run_dir: Path, ready: Path) -> str:
         config.scheduling.server,
         run_dir,
         cores=getattr(backend, "num_threads", None) or 1,
-        gpus=_gpus(config.server),
+        gpus=gpus_of_server(config.server),
         array=f"0-{config.num_servers - 1}",
     )
     words = [*step(job), python(job), "-m", "inference_server", "--config", str(file)]
@@ -160,13 +135,6 @@ def _job(
         log=run_dir / "logs" / (f"{role}-%a-%A.log" if "array" in further else f"{role}-%j.log"),
         further={"requeue": None, **further},
     )
-
-
-def _gpus(server: ServerConfig) -> int:
-    backend = server.backend
-    if isinstance(backend, EmbeddedTorchConfig):
-        return int(backend.device == "cuda")
-    return gpus_of_backend(backend)
 
 
 def _url(job: Job, ready: Path) -> str:

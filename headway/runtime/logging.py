@@ -81,7 +81,9 @@ class TextFormatter(logging.Formatter):
 
 
 def _extras(record: logging.LogRecord) -> dict[str, Any]:
-    return {key: value for key, value in record.__dict__.items() if key not in _STANDARD}
+    """What the caller gave; a name with `_` in front is of a library, which adds it to every record."""
+    given = record.__dict__.items()
+    return {key: value for key, value in given if key not in _STANDARD and not key.startswith("_")}
 
 
 def _shown(value: Any) -> str:

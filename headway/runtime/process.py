@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,27 +44,34 @@ class ProcessSpec:
     """Variables of this process's environment that the child does not get."""
 
 
-class Process:
-    """A started child; it gets SIGTERM when this process dies, however it dies."""
+class StartedProcess(ABC):
+    """A process of this machine or another; its log and its ready file are on a file system of ours."""
 
-    def __init__(self, spec: ProcessSpec, template: ForkServer | None = None) -> None:
-        """Args:
-        template: what a Python module (`python -m module`) is forked from; None starts afresh.
-        """
+    def __init__(self, spec: ProcessSpec) -> None:
         self.spec = spec
         if spec.ready_file is not None:
             spec.ready_file.unlink(missing_ok=True)
-        with _open_log(spec.log) as log:
-            self._popen = _start(spec, log, template)
 
     @property
+    @abstractmethod
     def pid(self) -> int:
-        """Process id, which is its group's id too."""
-        return self._popen.pid
+        """Process id on its machine, which is its group's id too."""
 
+    @abstractmethod
     def exit_code(self) -> int | None:
         """Exit status; None while it runs; negative for a signal."""
-        return self._popen.poll()
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Exit status, or None after `timeout_s`."""
+
+    @abstractmethod
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the whole group."""
+
+    @abstractmethod
+    def stop(self, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL to the group after `grace_s`; returns when it is gone."""
 
     def wait_ready(self, timeout_s: float) -> str:
         """Block until the ready file is written; the URL in it.
@@ -85,26 +93,6 @@ class Process:
             time.sleep(POLL_S)
         return str(json.loads(self.spec.ready_file.read_text())["url"])
 
-    def wait(self, timeout_s: float) -> int | None:
-        """Exit status, or None after `timeout_s`."""
-        try:
-            return self._popen.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the whole group."""
-        with contextlib.suppress(ProcessLookupError):  # the group may be gone already
-            os.killpg(self.pid, number)
-
-    def stop(self, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL to the group after `grace_s`; returns when it is gone."""
-        if self.exit_code() is None:
-            self.signal(signal.SIGTERM)
-            self.wait(grace_s)
-        self.signal(signal.SIGKILL)
-        self._popen.wait()
-
     def log_tail(self) -> str:
         """The last lines of its log."""
         if self.spec.log is None:
@@ -116,6 +104,42 @@ class Process:
         except OSError as error:
             return f"(its log {self.spec.log} cannot be read: {error.strerror})"
         return "\n".join(lines[-LOG_TAIL_LINES:])
+
+
+class Process(StartedProcess):
+    """A child; it gets SIGTERM when this process dies, however it dies."""
+
+    def __init__(self, spec: ProcessSpec, template: ForkServer | None = None) -> None:
+        """Args:
+        template: what a Python module (`python -m module`) is forked from; None starts afresh.
+        """
+        super().__init__(spec)
+        with _open_log(spec.log) as log:
+            self._popen = _start(spec, log, template)
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def exit_code(self) -> int | None:
+        return self._popen.poll()
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        try:
+            return self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):  # the group may be gone already
+            os.killpg(self.pid, number)
+
+    def stop(self, grace_s: float) -> None:
+        if self.exit_code() is None:
+            self.signal(signal.SIGTERM)
+            self.wait(grace_s)
+        self.signal(signal.SIGKILL)
+        self._popen.wait()
 
 
 def _start(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -57,3 +57,13 @@ async def run_uncancelled(work: Awaitable[T]) -> T:
             if this is not None:
                 this.uncancel()
     return task.result()
+
+
+async def all_or_none(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of all, in order; what one of them raises cancels the others, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except ExceptionGroup as errors:  # the others were cancelled
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -40,9 +41,10 @@ class TextTokenizer:
         folder = self._folder = Path(directory)
         self._max_bytes = max_bytes
         file = folder / "tokenizer.json"
-        if not file.exists():
+        if not os.access(file, os.R_OK):
             raise ConfigError(
-                f"{file} does not exist; give the directory of a model with a fast tokenizer"
+                f"{file} does not exist, or user {os.geteuid()} may not read it; give the directory of a "
+                "model with a fast tokenizer"
             )
         self._tokenizer = _tokenizer_of(file)
         settings = folder / "tokenizer_config.json"

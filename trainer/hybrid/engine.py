@@ -27,6 +27,7 @@ from headway.contracts.types import (
     LLMResponse,
     PolicyVersion,
 )
+from headway.runtime.tasks import all_or_none
 from trainer.api import (
     LossFn,
     LossWeightFn,
@@ -268,15 +269,7 @@ class HybridEngine(EngineWrapper[ParameterSource]):
         self._backend.sleep("nothing")
 
     def _generate_mine(self, requests: list[LLMRequest]) -> list[LLMResponse]:
-        return self._runner.run(self._generate_together(requests))
-
-    async def _generate_together(self, requests: list[LLMRequest]) -> list[LLMResponse]:
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._backend.generate(r)) for r in requests]
-        except ExceptionGroup as errors:  # the others were cancelled
-            raise errors.exceptions[0] from None
-        return [task.result() for task in tasks]
+        return self._runner.run(all_or_none(map(self._backend.generate, requests)))
 
 
 def _described(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Workers as actors of a Ray cluster, one per rank; the only file that knows Ray.
+"""Workers as actors of a Ray cluster, one per rank.
 
 An actor that dies ends its group, as a process does (`trainer.workers.processes`). Ray ends actors with
 their driver.
@@ -7,7 +7,7 @@ their driver.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -19,28 +19,8 @@ from trainer.workers.executor import Replies, open_store
 from trainer.workers.worker import WorkerHost, WorkerReply, WorkerSpec, describe, rank_environment
 
 _START = "__init__"
-NICENESS = "RAY_worker_niceness"
-"""Variable of a cluster's priority for its workers. Ray's default, 15, leaves them 3 % of a CPU that
-others want, too."""
 POLL_S = 3600.0
 """Ray waits for this long at a time where there is no deadline."""
-
-
-def join_cluster(address: str | None, **options: Any) -> Callable[[], None]:
-    """Join a Ray cluster, unless this process is in one.
-
-    Args:
-        address: None joins the one that RAY_ADDRESS names, or starts one on this machine, whose workers
-            have the priority of ordinary processes.
-        options: further ones of `ray.init`.
-    Returns:
-        A function that leaves it, and ends it if it was started here.
-    """
-    if ray.is_initialized():
-        return lambda: None
-    os.environ.setdefault(NICENESS, "0")
-    ray.init(address=address, include_dashboard=False, log_to_driver=False, **options)
-    return ray.shutdown
 
 
 class RayExecutor:

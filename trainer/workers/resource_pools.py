@@ -136,7 +136,8 @@ def _launcher(config: PPOHybridExperiment, stack: ExitStack) -> PoolLauncher:
 
 def _ray_launcher(workers: WorkerGroupsConfig, stack: ExitStack) -> PoolLauncher:
     try:
-        from trainer.workers.ray_actors import RayExecutor, join_cluster  # an extra
+        from headway.runtime.ray_clusters import join_cluster  # an extra
+        from trainer.workers.ray_actors import RayExecutor
     except ImportError as error:
         raise ConfigError("Ray is not installed; install Headway with the extra 'ray'") from error
     stack.callback(join_cluster(workers.ray_address))

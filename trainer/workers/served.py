@@ -34,6 +34,7 @@ from headway.contracts.types import LLMRequest, LLMResponse, WeightUpdateMeta
 from headway.runtime.config import dump_yaml, validate_config
 from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.process import Process, ProcessSpec
+from headway.runtime.tasks import all_or_none
 from trainer.api import TrainEngine
 from trainer.hybrid.handover import Handover
 from trainer.topology import Topology
@@ -87,7 +88,7 @@ class ServedRollout:
         self._hand_over()
         if not self._has_seeds:
             requests = [_without_seed(request) for request in requests]
-        return self._runner.run(self._generate(requests))
+        return self._runner.run(all_or_none(map(self._client.agenerate, requests)))
 
     def close(self) -> None:
         self._runner.run(self._client.aclose())
@@ -157,14 +158,6 @@ class ServedRollout:
         model_bytes = sum(p.numel() * p.element_size() for _, p in self._policy.weights())
         copies = 1 + (self._publisher is not None)
         self.handover = Handover(time.perf_counter() - begin, model_bytes, copies * model_bytes)
-
-    async def _generate(self, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._client.agenerate(each)) for each in requests]
-        except ExceptionGroup as errors:  # the others were cancelled
-            raise errors.exceptions[0] from None
-        return [task.result() for task in tasks]
 
 
 def _without_seed(request: LLMRequest) -> LLMRequest:

@@ -41,12 +41,14 @@ weights:
   token_env: HEADWAY_ADMIN_TOKEN # of the trainer's file server, and of other servers
 model:
   path: /model
+{{- if not (dig "backend" "type" "" .Values.server.config) }}
 backend:
   type: embedded_torch
   max_sequences: 64
   max_context: 2048
 {{- if .Values.server.gpus }}
   device: cuda
+{{- end }}
 {{- end }}
 {{- end }}
 

@@ -129,5 +129,5 @@ class RedisRegistry:
 async def _answer(call: Awaitable[T]) -> T:
     try:
         return await call
-    except (RedisError, OSError) as error:
+    except (RedisError, OSError, RuntimeError) as error:  # uvloop's for a connection that was reset
         raise StateError(f"Redis did not answer: {type(error).__name__}: {error}") from error

@@ -44,7 +44,8 @@ MAX_BYTES = 8 << 20
 
 Argument = str | int | float | bytes
 """Argument of a script."""
-OUTAGES = (RedisConnectionError, RedisTimeoutError, OSError)
+OUTAGES = (RedisConnectionError, RedisTimeoutError, OSError, RuntimeError)
+"""RuntimeError is uvloop's for a connection that was reset while it was made."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +89,7 @@ class Calls:
             raise ConfigError(f"ledger {self._address.shown}: {error}") from error
         try:
             await self._check(self._client)
-        except RedisError as error:
+        except (RedisError, *OUTAGES) as error:
             await self.stop()
             raise self._refused(error) from error
         except BaseException:
@@ -200,7 +201,7 @@ class Calls:
             await self._check_data(client)
             for name in sorted(names):
                 await client.script_load(source_of(name))
-        except RedisError as error:
+        except (RedisError, *OUTAGES) as error:
             return error
         return None
 
@@ -232,7 +233,7 @@ class Calls:
     def _outage(self, reason: object) -> StateError:
         return StateError(f"ledger {self._address.shown}: {reason}; check that Redis answers")
 
-    def _refused(self, error: RedisError) -> StateError:
+    def _refused(self, error: Exception) -> StateError:
         """Why it could not be opened: for good, if this server will not have this client."""
         is_passing = isinstance(error, OUTAGES) and not isinstance(error, AuthenticationError)
         if is_passing:

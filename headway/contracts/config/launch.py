@@ -39,6 +39,9 @@ class LaunchConfig(Config):
     trainer: RolloutExperimentConfig
     num_servers: int = Field(1, ge=1, le=64)
     """Generation servers to start."""
+    max_servers: int | None = Field(None, ge=1, le=1024)
+    """Most generation servers: `headway ray` starts and ends some as the work wants, down to
+    `num_servers`. None keeps that number."""
     num_trainer_ranks: int = Field(1, ge=1, le=64)
     """Trainer processes; more than one are started by torchrun."""
     max_restarts: int = Field(3, ge=0)
@@ -52,7 +55,15 @@ class LaunchConfig(Config):
     start_timeout_s: float = Field(300.0, gt=0.0)
     """Seconds until a process must be ready."""
     scheduling: RunSchedulingConfig = RunSchedulingConfig()
-    """What `headway slurm` asks for the gateway and for each server."""
+    """What `headway slurm` and `headway ray` ask for the gateway and for each server."""
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> LaunchConfig:
+        if self.max_servers is not None and self.max_servers < self.num_servers:
+            raise ValueError(
+                f"max_servers={self.max_servers} is less than num_servers={self.num_servers}, the start"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_sampling_mask(self) -> LaunchConfig:

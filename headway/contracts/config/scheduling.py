@@ -24,7 +24,7 @@ class JobConfig(Config):
     gpu: int | None = Field(None, ge=0)
     """Devices; None takes as many as the process needs by its own settings."""
     mem: int = Field(8192, ge=1)
-    """Memory of the host, in MiB."""
+    """Memory of the host, in MiB; Ray is asked for any only if it is not the default."""
     nodelist: Word | None = None
     """Machines to run on, as the scheduler writes a list of them (Slurm: `gpu[01-04]`)."""
     exclude: Word | None = None

@@ -21,6 +21,7 @@ from headway.contracts.config.server import (
     EngineProcessConfig,
     FakeBackendConfig,
     PluginBackendConfig,
+    ServerConfig,
 )
 from headway.contracts.errors import ConfigError
 from headway.runtime.gpus import ORDER, VISIBLE, GpuSurvey, visible_devices
@@ -103,6 +104,13 @@ def gpus_of_backend(backend: BackendConfig) -> int:
     for flags in FACTORS[:within]:
         num_gpus *= max((_number(backend.args.get(flag), flag) for flag in flags), default=1)
     return max(num_gpus // _number(backend.args.get("--nnodes"), "--nnodes"), 1)
+
+
+def gpus_of_server(server: ServerConfig) -> int:
+    """Number of GPUs that a generation server asks a scheduler for; ours does if it is to run on one."""
+    if isinstance(server.backend, EmbeddedTorchConfig):
+        return int(server.backend.device == "cuda")
+    return gpus_of_backend(server.backend)
 
 
 def _requests(config: LaunchConfig) -> Iterator[_Request]:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 from redis.asyncio import Redis
 
 from gateway.ledger.make import make_ledger
@@ -15,6 +16,7 @@ from gateway.ledger.on_redis import calls
 from gateway.ledger.on_redis.address import parse_address
 from gateway.ledger.redis import RedisLedger
 from headway.contracts.errors import ConfigError, QueueFull, StateError
+from tests.contract.page_runner import free_port
 from tests.unit.gateway.ledger_suite import ALL, Play, RedisServer, admit
 from tests.unit.gateway.rollout_builders import make_group, make_request
 
@@ -41,6 +43,24 @@ async def own_ledger(own_server) -> AsyncIterator[RedisLedger]:
 def hurried(monkeypatch):
     monkeypatch.setattr(calls, "SOCKET_TIMEOUT_S", 0.2)
     monkeypatch.setattr(calls, "RETRY_S", 0.3)
+
+
+def test_a_server_that_takes_no_further_client_is_an_outage(redis_server, tmp_path: Path) -> None:
+    """It answers with an error and resets the connection, while the client writes or before."""
+    port = free_port()
+    server = RedisServer(tmp_path, "--port", str(port), "--maxclients", "1")
+
+    async def try_often() -> None:
+        async with Redis.from_url(server.url) as first:
+            await first.ping()
+            for _ in range(60):
+                with pytest.raises(StateError, match="check that Redis answers"):
+                    await RedisLedger(f"redis://127.0.0.1:{port}").open("one", 30.0)
+
+    try:
+        uvloop.run(try_often())
+    finally:
+        server.stop()
 
 
 async def test_a_server_that_comes_back_without_its_data_is_noticed(

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.fleet import routing
-from gateway.fleet.routing import SLACK, Lane, Router, bounds, choose
+from gateway.fleet.routing import SLACK, Router, bounds, choose
 from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.types import LLMRequest
 
 LOAD = 10
 FAR = 4 * SLACK * LOAD
 """Behind an idle server by more than what a home is worth."""
+
+
+class Lane(NamedTuple):
+    outstanding: int
+    capacity: int = 0
 
 
 def request(group: str | None = None, session: str | None = None) -> LLMRequest:

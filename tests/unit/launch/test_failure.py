@@ -142,5 +142,5 @@ def test_a_run_names_the_process_that_could_not_start(tmp_path):
         main([*flags, "--trainer.weight-sync.root", str(tmp_path / "weights")])
     assert caught.value.status == 2
     first, second = str(caught.value).splitlines()
-    assert first.startswith("gateway: /nowhere/tokenizer.json does not exist; ")
+    assert first.startswith("gateway: /nowhere/tokenizer.json does not exist, or user ")
     assert second == f"its log: {tmp_path / 'logs' / 'gateway.log'}"

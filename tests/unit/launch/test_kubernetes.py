@@ -12,8 +12,9 @@ import trustme
 
 from headway.contracts.errors import BackendError, ConfigError, NotFound
 from headway.contracts.http.servers import ScaleResponse
-from headway.launch import kubernetes
-from headway.launch.kubernetes import Deployment, find_deployment, follow, look
+from headway.launch import autoscale, kubernetes
+from headway.launch.autoscale import follow, look
+from headway.launch.kubernetes import Deployment, find_deployment
 from tests.kubernetes_api import KubernetesApi, failure, serving
 
 
@@ -91,7 +92,7 @@ def test_an_outage_is_said_once_and_over_when_it_is_over(
     caplog.set_level(logging.INFO)
     with pytest.raises(KeyboardInterrupt):
         follow(Wish(away, away, away, 4), deployment, 1, 8, 0.001)
-    assert [record.message for record in caplog.records if record.name == kubernetes.__name__] == [
+    assert [record.message for record in caplog.records if record.name == autoscale.__name__] == [
         "not scaled",
         "scaled",
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headway.contracts.config.launch import LaunchConfig
-from headway.launch.launchers import local
+from headway.launch.launchers import run as launched
 from headway.launch.launchers.local import LocalRun
 from headway.runtime.config import validate_config
 from headway.runtime.gpus import GpuSurvey
@@ -45,7 +45,7 @@ def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
             },
         }
         code = program.format(mark=str(tmp_path / "mark"))
-        monkeypatch.setattr(local, "_module", lambda *_: [sys.executable, "-c", code])
+        monkeypatch.setattr(launched, "_module", lambda *_: [sys.executable, "-c", code])
         run = LocalRun(validate_config(LaunchConfig, tree), survey=GpuSurvey(()))
         runs.append(run)
         run.start_trainer()
@@ -93,7 +93,7 @@ def test_a_trainer_is_started_again_so_many_times(run_of, monkeypatch):
 def test_it_waits_before_it_is_started_again(run_of, tmp_path, monkeypatch):
     run = run_of(FAILS_ONCE, mode="auto", retry_after_s=100.0)
     now = [0.0]
-    monkeypatch.setattr(local.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(launched.time, "monotonic", lambda: now[0])
     run.process("trainer").wait(60)
     assert run.watch() is None
     now[0] = 99.0

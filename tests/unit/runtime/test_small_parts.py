@@ -101,6 +101,7 @@ def test_log_lines_are_json_with_role_and_extras():
 def test_log_lines_on_a_terminal_are_readable_and_cannot_steer_it():
     record = logging.LogRecord("headway.x", logging.WARNING, "f", 1, "%s\x1b[2J", ("lost",), None)
     record.server, record.reason = "http://h:1", "no answer\nforged line"
+    record._ray_timestamp_ns = 1  # as Ray's record factory
     line = TextFormatter("gateway", is_coloured=False).format(record)
     assert line.partition(" ")[2] == (
         r'warning gateway: lost\u001b[2J server=http://h:1 reason="no answer\nforged line"'
