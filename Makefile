@@ -13,6 +13,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl
 LOCK := requirements/dev.txt
 # Debian packages that the tests use besides Python's.
 DEBIAN_PACKAGES := curl redis-server bubblewrap chromium chromium-driver
+DEPLOY_PACKAGES := buildah iproute2 mmdebstrap munge podman runc slurm-wlm
 ARGS ?=
 # Test processes, one more than cores: each waits for gateways, servers and trainers of its own a third of its time.
 TEST_WORKERS ?= 3
@@ -20,7 +21,7 @@ TEST_WORKERS ?= 3
 export HF_HUB_OFFLINE := 1
 # PyTorch looks up the name of each address that it connects to: a lost query shall cost a second, not five.
 export RES_OPTIONS := timeout:1 attempts:3
-# Tests start hundreds of processes: none of them need compile the project anew.
+# Tests start hundreds of processes: none of them needs to compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
 # A process that crashes ends the run, with its name: pytest-xdist would wait for the tests that it was given.
@@ -80,7 +81,8 @@ test-clients: clients
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/integration/test_real_clients.py $(ARGS)
 
 # Some want root; those whose program is missing are skipped by name.
-test-deploy: helm
+test-deploy: DEBIAN_PACKAGES += $(DEPLOY_PACKAGES)
+test-deploy: system-packages helm
 	$(BIN)/python -m pytest -s -m deploy $(ARGS)
 	$(BIN)/python -m pytest tests/contract/test_chart.py $(ARGS)
 

@@ -23,7 +23,7 @@ from inference_server.testing import GenerationBackendContract
 from weight_sync.model_dir import MAKING_MODELS
 
 FACTOR = 0.9
-"""Of the weights of a version that samples differently."""
+"""Factor on the weights of a version that samples differently."""
 NUM_REQUESTS = 8
 NUM_TOKENS = 32
 

@@ -1,4 +1,4 @@
-"""The weights that serve: how they were swapped in, and of which publication they are."""
+"""The weights that serve: how they were swapped in, and by which publication."""
 
 from __future__ import annotations
 

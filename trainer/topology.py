@@ -108,7 +108,7 @@ class Topology:
         return alone.with_data_parallel_ranks(ranks) if ranks else alone
 
     def with_data_parallel_ranks(self, ranks: Sequence[int]) -> Topology:
-        """The same ranks, of which some work on one share of a batch together; collective.
+        """The same ranks, some of which share the work on one part of a batch; collective.
 
         Args:
             ranks: data-parallel rank of each rank; 0, 0, 1, 1 if ranks 0 and 1 hold parts of one model.

@@ -14,7 +14,7 @@ from weight_sync.gpu_checksum import PREFIX
 from weight_sync.manifest import bytes_of, has_checksum
 
 CHUNK_BYTES = 1 << 19
-"""Of the source and of what is written, both fit a core's cache, also where two processes share it."""
+"""Chunks of the source and of the target both fit a core's cache, also where two processes share it."""
 _INFINITY = {
     torch.float64: 0x7FF0000000000000,
     torch.float32: 0x7F800000,

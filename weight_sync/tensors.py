@@ -107,7 +107,7 @@ def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def digest_of(rows: Iterable[Sequence[Any]]) -> str:
-    """The same of tensors of which only their rows are left."""
+    """`weights_digest` of tensors that are gone; only their rows are left."""
     return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
 
 

@@ -121,7 +121,7 @@ class RolloutExecutor:
 
     @property
     def running(self) -> int:
-        """Number of trajectories running here, whoever waits for them."""
+        """Number of trajectories running here, for all consumers."""
         return self._running
 
     @property

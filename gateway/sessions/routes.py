@@ -4,7 +4,7 @@
 curl -s $GATEWAY/v1/sessions -H 'content-type: application/json' -d '{"rollout_id": "s1"}'
 ```
 
-answers with `openai_url`, `anthropic_url`, `end_url` and `api_key`; the agent works there, and whoever
+answers with `openai_url`, `anthropic_url`, `end_url` and `api_key`; the agent works there. Who
 knows how it went posts `{"reward": 1.0}` to `end_url` with the same key.
 """
 

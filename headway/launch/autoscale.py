@@ -20,7 +20,7 @@ class Scales(Protocol):
 
 
 class Resizable(Protocol):
-    """Generation servers of which there may be more or fewer."""
+    """Generation servers whose number can change."""
 
     name: str
 

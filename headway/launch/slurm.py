@@ -67,7 +67,7 @@ class Job:
     name: str
     wanted: JobConfig
     cores: int
-    """Of each machine, as `gpus` and `mem`."""
+    """CPU cores of each machine, as `gpus` and `mem`."""
     gpus: int
     mem: int
     """In MiB."""

@@ -41,7 +41,7 @@ CLIENT_GONE = 499
 MAX_SHOWN = 256
 """Characters of a path in the log."""
 MAX_PROBLEMS = 8
-"""Of one request that are told."""
+"""Number of a request's problems that are reported."""
 FAILURES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody},
     "5XX": {"model": ErrorBody},

@@ -102,8 +102,8 @@ def check_exposure(config: ServiceConfig) -> None:
     if has_tokens or config.allow_anonymous or _is_loopback(config.host):
         return
     raise ConfigError(
-        f"service.host={config.host} is beyond loopback, and no token is asked for: whoever reaches the "
-        "port could do everything; set service.token_env or service.tokens, or, on a network of your "
+        f"service.host={config.host} is beyond loopback, and no token is asked for: anyone who reaches "
+        "the port could do everything; set service.token_env or service.tokens, or, on a network of your "
         "own, service.allow_anonymous"
     )
 

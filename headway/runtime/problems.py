@@ -115,7 +115,7 @@ def explain_unknown(
     """A line on a key that is not there: whose it is, or the nearest one, or all.
 
     Args:
-        elsewhere: paths of settings, of which one in another section may be meant.
+        elsewhere: paths of settings in other sections, one of which may be meant.
         flags: what may be meant on the outermost level, beside the settings.
     """
     *parents, last = location

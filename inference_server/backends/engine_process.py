@@ -387,7 +387,7 @@ def command_flags(args: Mapping[str, JsonValue]) -> list[str]:
 
 
 def _free_port() -> int:
-    """A port below those that the kernel gives to whoever asks for any: an engine binds it minutes later,
+    """A port below those that the kernel gives out by itself: an engine binds it minutes later,
     once its model is loaded, and nobody else has it by then."""
     end = int(GIVEN_PORTS.read_text().split()[0])
     low = range(FIRST_PORT, end) or range(0, 1)

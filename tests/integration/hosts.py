@@ -15,6 +15,7 @@ from pathlib import Path
 
 from headway.launch.launchers.preload import child_environment
 from headway.runtime.process import Process, ProcessSpec
+from tests.integration.wire import Wire
 
 NETWORK = "10.77.{}"
 LIMIT_S = 30.0
@@ -35,8 +36,7 @@ class Hosts:
         self._network = NETWORK.format(os.getpid() % 250)
         self._numbers: set[int] = set()
         self._processes: list[Process] = []
-        self.are_shaped = False
-        """False while no host was added with delay or loss, and where the kernel has no netem."""
+        self._wires: list[Wire] = []
         _do(f"ip netns add {self._name}")
         _do(f"ip -n {self._name} link add bridge type bridge")
         _do(f"ip -n {self._name} link set bridge up")
@@ -51,14 +51,24 @@ class Hosts:
         space = self.namespace(host)
         _do(f"ip netns add {space}")
         self._numbers.add(host)
-        _do(f"ip link add name eth0 netns {space} type veth peer name p{host} netns {self._name}")
         _do(f"ip -n {space} link set lo up")
-        self._join("eth0", f"p{host}", host, space)
+        _do(f"ip link add name eth0 netns {space} type veth peer name p{host} netns {self._name}")
         if delay_ms or loss_percent:
             shape = f"netem delay {delay_ms}ms loss {loss_percent}% limit 100000"
             told = _try(f"tc -n {space} qdisc add dev eth0 root {shape}")
             assert told in ("", NO_NETEM), told
-            self.are_shaped = not told
+            if told:
+                self._lay_wire(host, delay_ms, loss_percent)
+        self._join("eth0", f"p{host}", host, space)
+
+    def _lay_wire(self, host: int, delay_ms: int, loss_percent: float) -> None:
+        """Replace the two ends of a host's link."""
+        space = self.namespace(host)
+        _do(f"ip -n {space} link delete eth0")
+        near, far = f"{self._name}n{host}", f"{self._name}f{host}"
+        self._wires.append(Wire(near, far, delay_ms, loss_percent))
+        _do(f"ip link set {near} netns {space} name eth0")
+        _do(f"ip link set {far} netns {self._name} name p{host}")
 
     def cut(self, host: int) -> None:
         """Let nothing through to a host, or from it."""
@@ -92,6 +102,8 @@ class Hosts:
     def close(self) -> None:
         for process in reversed(self._processes):
             process.stop(10.0)
+        for wire in self._wires:
+            wire.close()
         for host in self._numbers:
             _do(f"ip netns delete {self.namespace(host)}")
         _do(f"ip link delete {self._name}")

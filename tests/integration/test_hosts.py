@@ -32,7 +32,7 @@ PORT, RENDEZVOUS, WEIGHTS = 8000, 29500, 29600
 LIMIT_S = 120.0
 CUT_S = 20.0
 DELAY_MS, LOSS_PERCENT = 25, 0.5
-"""Of each host's link: a call and its answer cross two, twice."""
+"""Of each host's way out: a call and its answer cross one each."""
 STEPS = 16
 
 
@@ -161,7 +161,5 @@ def test_a_run_outlives_its_network(
         assert [step["step"] for step in steps] == list(range(STEPS))
         assert max(step["staleness_max"] for step in steps) <= config.trainer.rollout.max_staleness
         client.destroy()
-        shape = "with" if hosts.are_shaped else "no netem here, so without"
-        show(
-            f"{transport}, {shape} delay and loss: {(STEPS - 2) * 16 / seconds:.1f} trajectories/s"
-        )
+        rate = (STEPS - 2) * 16 / seconds
+        show(f"{transport}, {2 * DELAY_MS} ms and {2 * LOSS_PERCENT} % lost: {rate:.1f}/s")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @torch.no_grad()
 def covariances(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tensor:
-    """Return (logprob - mean) · (advantage - mean) of each token, of which the covariance is the mean.
+    """Return (logprob - mean) · (advantage - mean) of each token; their mean is the covariance.
 
     Args:
         logprobs, advantages: [T].

@@ -25,7 +25,7 @@ class RouterReplay:
         routers = expert_routers(model)
         self._num_layers = len(routers)
         self.experts: Tensor | None = None
-        """Of the current pass; kept, since activations may be computed again in the backward pass."""
+        """Experts of the current pass; kept, since the backward pass may compute activations again."""
         for layer, router in enumerate(routers):
             router.register_forward_hook(_Hook(self, layer))
 

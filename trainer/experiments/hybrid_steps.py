@@ -92,7 +92,7 @@ class StepTimer:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Of generation, and of everything between it and the end of the updates."""
+        """Seconds of generation, and of everything between it and the end of the updates."""
         return self._generated - self._began, self._trained - self._generated
 
 

@@ -131,7 +131,7 @@ class Broadcast:
 
         def ask() -> bool | None:
             if decision.done():
-                # Whoever waits for it is woken before `end_if_refused` is told.
+                # Those that wait for it are woken before `end_if_refused` is told.
                 refusal = refusal_of(self._version, decision)
                 if refusal is not None:
                     raise SyncError(refusal)

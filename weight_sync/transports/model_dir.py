@@ -2,7 +2,7 @@
 
 Nothing here was written by our publisher, so only its completeness shows that a version is right:
 every parameter of the model, in its shape, and no other. The digest is computed from what was copied
-out of the files, and must be the one that was published, if that is known: whoever wrote the directory
+out of the files, and must be the one that was published, if that is known: its writer
 may have written another version over it. One with our manifest is read by the receiver, with all of
 its proofs. One that holds differences (`weight_sync.checkpoint_deltas`) is made of the version that
 serves, if that is its base, else of its neighbours, back to a whole one.

@@ -145,8 +145,8 @@ class AlgorithmConfig(Config):
     arXiv:2512.02556), and servers that report none refuse; `ignore` takes them over all tokens,
     so ratios are biased and tokens that could not be drawn get a gradient."""
     routed_experts: Literal["replay", "ignore"] = "replay"
-    """Of a mixture of experts: `replay` computes each token with the experts that computed it when it was
-    sampled (arXiv:2510.11370), and servers that do not record them refuse; `ignore` lets the routers
+    """For a mixture of experts: `replay` computes each token with the experts that computed it when it
+    was sampled (arXiv:2510.11370), and servers that do not record them refuse; `ignore` lets the routers
     choose again. No matter for a dense model."""
     distillation_coef: float = Field(0.0, ge=0.0)
     """Weight of log(teacher / policy) in each token's advantage, in nats (on-policy distillation,
@@ -156,7 +156,7 @@ class AlgorithmConfig(Config):
     teacher over the teacher's so many likeliest tokens, with all others taken as one (GKD,
     arXiv:2306.13649). 0 learns from the sampled token alone."""
     distillation_divergence: Literal["reverse", "forward"] = "reverse"
-    """Of `distillation_top_k`: `reverse` is KL(policy || teacher), `forward` is KL(teacher || policy)."""
+    """With `distillation_top_k`, `reverse` is KL(policy || teacher), `forward` is KL(teacher || policy)."""
     advantage_norm: Literal["none", "batch", "group"] = "none"
     """Centre and scale the tokens' advantages once more, over the batch or over each group."""
     discount: float = Field(1.0, ge=0.0, le=1.0)

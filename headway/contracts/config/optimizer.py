@@ -64,4 +64,4 @@ class OptimizerConfig(Config):
 
 
 EMPTY = OptimizerConfig(type="empty")
-"""Of a model that is never trained."""
+"""The optimizer of a model that is never trained."""

@@ -61,4 +61,4 @@ class RunSchedulingConfig(Config):
 
     gateway: JobConfig = JobConfig()
     server: JobConfig = JobConfig()
-    """Of each generation server."""
+    """Resources of each generation server."""

@@ -52,7 +52,7 @@ class WaitRequest(Config):
     consumer: Identifier = DEFAULT_CONSUMER
     """Take this consumer's oldest submissions."""
     rollout_ids: tuple[Identifier, ...] | None = Field(None, max_length=65536)
-    """Wait for exactly these instead, whoever submitted them."""
+    """Wait for exactly these instead, no matter who submitted them."""
     format: ResultFormat = "safetensors"
     """`safetensors` answers with `codec` columns, `json` with a `BatchView`."""
     term: int = Field(0, ge=0)

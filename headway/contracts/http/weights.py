@@ -72,7 +72,7 @@ class WeightPrepareRequest(Config):
     """`POST /v1/weights/prepare`: stage a version while generation goes on.
 
     `epoch` numbers the publications of a gateway, rollbacks too. A server obeys the highest epoch that
-    it has heard of; whoever comes with an older one gets `fenced`.
+    it has heard of; a gateway with an older one gets `fenced`.
     """
 
     epoch: int = Field(ge=0, lt=MAX_COUNT)

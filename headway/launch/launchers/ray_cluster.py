@@ -1,4 +1,4 @@
-"""The processes of a run on a Ray cluster: servers and trainer where Ray finds room for them.
+"""The processes of a run on a Ray cluster: servers and trainer where Ray finds resources for them.
 
 The gateway stays with the driver, whose machine has the URL. The run folder has to be on a file system
 that all machines share: configurations, logs and weights are there. An actor keeps each process; Ray ends
@@ -53,7 +53,7 @@ OF_SLURM = (
 
 
 def _address() -> str:
-    """Of this machine, in the cluster."""
+    """Address of this machine in the cluster."""
     address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     return address
 

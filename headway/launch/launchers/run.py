@@ -71,7 +71,7 @@ class Run(ABC):
         """Start one, or start it again."""
 
     def environment(self, name: str) -> Mapping[str, str]:
-        """Return the variables that a process gets besides those of whoever starts it."""
+        """Return the variables that a process gets besides its parent's."""
         return {}
 
     def words(self, name: str) -> Sequence[str]:
@@ -152,7 +152,7 @@ class Run(ABC):
                 self._processes[name].signal(signal.SIGTERM)
 
     def stop(self) -> None:
-        """End every process, the trainer first; whoever calls again waits for the same end."""
+        """End every process, the trainer first; a second call waits for the same end."""
         with self._stopping:
             for name in reversed(self._processes):  # started last, stopped first
                 self._processes[name].stop(GRACE_S)

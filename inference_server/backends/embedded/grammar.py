@@ -24,7 +24,7 @@ LIMITS = LLParserLimits(
     max_lexer_states=20_000,
     verbose_errors=False,
 )
-"""Of one request: what is too complex is refused after a fraction of a second."""
+"""Bound on one request: what is too complex is refused after a fraction of a second."""
 MAX_MESSAGE = 300
 """Characters of llguidance's message."""
 

@@ -57,7 +57,7 @@ class StepMasks:
     counts: Tensor
     """[m] int32 tokens left."""
     tokens: Tensor
-    """Their ids: [sum of counts] row by row, or [m, `LIKELY`] of which the first ones count."""
+    """Their ids: [sum of counts] row by row, or [m, `LIKELY`], where the first ones of each row count."""
 
 
 @dataclass(frozen=True, slots=True)
