@@ -2,7 +2,7 @@
 
     HEADWAY_UPDATE_SNAPSHOTS=1 python -m pytest tests/contract/test_openapi.py
 
-writes the stored schemas anew; look at their diff, it is what clients will notice.
+writes the stored schemas again; look at their diff, it is what clients will notice.
 """
 
 import json

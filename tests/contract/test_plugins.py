@@ -151,7 +151,7 @@ Python = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def run_python(tmp_path: Path) -> Python:
-    """Runs Python where the package is installed; every process reads its entry points anew."""
+    """Runs Python where the package is installed; every process reads its entry points itself."""
     site = tmp_path / "site"
     package, info = site / "echo_parts", site / "echo_parts-1.0.dist-info"
     package.mkdir(parents=True)

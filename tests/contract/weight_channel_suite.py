@@ -44,7 +44,7 @@ class Kind:
     name: str
     section: dict[str, object]
     is_kept: bool = True
-    """A version lies somewhere: whoever comes later reads it, and reads it again."""
+    """A stored version: a late receiver reads it, and reads it again."""
     is_folder: bool = True
     """It lies in a directory of this machine, which one publisher owns."""
     in_memory: bool = False

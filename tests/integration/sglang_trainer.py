@@ -51,9 +51,9 @@ def carry_out(order: dict, group: dist.ProcessGroup) -> None:
 
 
 if __name__ == "__main__":
-    meeting = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-    say(str(meeting.port))
-    joined = join(meeting, sys.argv[1])
+    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    say(str(store.port))
+    joined = join(store, sys.argv[1])
     for line in sys.stdin:
         carry_out(json.loads(line), joined)
         say("done")

@@ -47,7 +47,7 @@ def test_rollouts_of_a_killed_server_are_played_by_its_successor(
     assert batch.rollout_ids == names
     audit = client.audit()
     assert (audit.lost, audit.duplicated) == (0, 0)
-    assert audit.requeues == 0  # the fleet begins anew what was running there: no attempt is spent
+    assert audit.requeues == 0  # the fleet restarts what was running there: no attempt is spent
     assert audit.counts.delivered == 48
 
 

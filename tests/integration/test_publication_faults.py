@@ -1,4 +1,4 @@
-"""Whoever is killed or stopped in a publication, in whatever state of it: a version serves whole or not
+"""Processes are killed or stopped in each state of a publication: a version serves whole or not
 at all, the next one is published, and nobody who generates meanwhile notices more than a delay.
 
 Processes stop themselves at the named states (`traps`), so that each case is exact. One fleet plays all

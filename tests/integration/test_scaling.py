@@ -1,7 +1,7 @@
 """A fleet that grows and shrinks under load, and gateways that share a ledger; all real processes.
 
 The servers run the fake backend, whose tokens are a function of the prompt: whatever was interrupted,
-moved or begun anew must come out as long as it was asked for.
+moved or restarted must come out as long as it was asked for.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def test_a_client_that_goes_away_ends_its_judgements(
             eventually(lambda: file.exists() and file.read_text() != "", SOON_S, "it is judged")
             pid = file.read_text()
             assert is_running(pid)
-        eventually(lambda: not is_running(pid), SOON_S, "the judgement has ended")
+        eventually(lambda: not is_running(pid), SOON_S, "the scoring has ended")
         with httpx.Client(base_url=run.url, timeout=SOON_S) as http:
             asked = {"reward": {"name": "trouble/hangs"}, "answers": [said("a")]}
             answer = http.post(paths.REWARDS_SCORE, json=asked)

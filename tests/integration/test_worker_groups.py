@@ -1,4 +1,4 @@
-"""Groups of real processes, and of Ray's actors: calls, futures, and whoever dies in between."""
+"""Groups of real processes, and of Ray's actors: calls, futures, and deaths in between."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ def run_ranks(
 ) -> list[Any]:
     """What `function(topology, *args)` returns on each rank.
 
-    A group that does not come about is formed once more: Gloo takes whoever connects to its port and
-    names the right number for a rank, also a process of a killed group whose port it was before.
+    A group that does not come about is formed once more: Gloo takes any process that connects to its port
+    and names the right number for a rank, also a process of a killed group whose port it was before.
 
     Args:
         scratch: a directory of this run alone.

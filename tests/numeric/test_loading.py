@@ -136,7 +136,7 @@ BIG = LlamaConfig(
 def peak_growth(act: Callable[[], Any]) -> int:
     """Bytes that a call adds to this process's resident memory at its highest, over those before."""
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the highest starts anew from here
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is reset here
     kept = act()
     growth = resident("VmHWM") - before
     del kept

@@ -146,7 +146,7 @@ async def test_after_a_pause_of_each_kind_that_ends_nobody(folder, alone):
 
 
 async def test_long_prompts_do_not_hold_up_running_sequences(folder):
-    """Every step computes at most the allowed prompt tokens, and one token of whoever runs."""
+    """Every step computes at most the allowed prompt tokens, and one token of each running request."""
     steps = []
     async with serving(folder, max_sequences=6, max_prefill_tokens=64) as backend:
 

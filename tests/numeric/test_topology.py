@@ -32,7 +32,7 @@ def timeouts(group: dist.ProcessGroup) -> float:
 
 
 def outlast(topology: Topology, scratch: Path) -> list[float]:
-    """Meet anew in groups of the settings, where PyTorch's default is a second, and let the others wait
+    """Meet again in groups of the settings, where PyTorch's default is a second, and let the others wait
     for rank 0 longer than that."""
     topology.leave()
     constants = dist.distributed_c10d

@@ -52,7 +52,7 @@ def models(folders):
     return [load_reference(folder) for folder in folders]
 
 
-class Shelf:
+class HeldVersions:
     """A `WeightReceiver` over those directories."""
 
     def __init__(self, folders):
@@ -206,7 +206,7 @@ async def test_drain_ends_running_ones_under_the_old_version_and_starts_waiting_
 
 async def test_a_commit_goes_on_to_drain_when_its_caller_is_gone(folders):
     async with serving(folders[0], max_sequences=3) as backend:
-        gate = VersionGate(backend, Shelf(folders))
+        gate = VersionGate(backend, HeldVersions(folders))
         [running] = start(backend, long("running", 1, count=200))
         await running.heard.until(5)
         await gate.prepare(prepared(1, 1))
@@ -246,7 +246,7 @@ async def test_a_swap_whose_caller_gives_up_lets_waiting_ones_start(folders):
 
 async def test_a_rollback_under_running_requests_is_sampled_and_stamped_as_such(folders, models):
     async with serving(folders[0], max_sequences=2) as backend:
-        gate = VersionGate(backend, Shelf(folders))
+        gate = VersionGate(backend, HeldVersions(folders))
         calls = start(backend, *(long(f"r{i}", i, count=490) for i in range(2)))
         for epoch, version in enumerate((2, 1, 2, 0), start=1):
             await backend.pause("in_place")
@@ -267,7 +267,7 @@ async def test_a_rollback_under_running_requests_is_sampled_and_stamped_as_such(
 
 async def test_nobody_writes_to_a_version_that_is_held(folders):
     async with serving(folders[0]) as backend:
-        peer_store = Shelf(folders)
+        peer_store = HeldVersions(folders)
         gate = VersionGate(backend, peer_store)
         for epoch, version in enumerate((1, 2), start=1):
             await gate.prepare(prepared(epoch, version))

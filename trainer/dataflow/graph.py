@@ -87,10 +87,10 @@ class Dataflow:
         another, so that a rank holds the activations of one of them at a time."""
         earlier = self.calls[: self.calls.index(call)]
         same = [c.name for c in earlier if call.model is not None and c.model == call.model]
-        meeting = [c for c in earlier if self._meet(c, call)]
-        updates = {c.name for c in meeting if call.kind == c.kind == "train_step"}
+        overlapping = [c for c in earlier if self._meet(c, call)]
+        updates = {c.name for c in overlapping if call.kind == c.kind == "train_step"}
         is_serial = self._is_serial and call.model is not None
-        serial = {c.name for c in meeting if is_serial and c.model is not None}
+        serial = {c.name for c in overlapping if is_serial and c.model is not None}
         return {*same[-1:], *updates, *serial}
 
     def _meet(self, one: Call, other: Call) -> bool:

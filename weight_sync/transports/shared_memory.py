@@ -2,7 +2,7 @@
 
 The layout is that of a directory of versions, on a tmpfs. A server maps the blobs and swaps in tensors
 that are in them: the only copy is the publisher's. It holds a shared lock on a blob until
-the last tensor in it is gone, so that it is not written again before (`recycling`).
+the last tensor in it is gone, so that it is not written again before (`blob_reuse`).
 """
 
 from __future__ import annotations

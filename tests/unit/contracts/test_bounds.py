@@ -1,4 +1,4 @@
-"""What a record costs whoever refuses it."""
+"""What it costs to refuse a record."""
 
 from __future__ import annotations
 

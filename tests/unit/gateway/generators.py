@@ -59,7 +59,7 @@ class ScriptedGenerator:
         self.stamps_late = False
         """Tokens carry the version that serves when they are sampled, not when they were asked for."""
         self.reports_masks = True
-        """Whoever asks for a sampling mask is told that no other token could be drawn."""
+        """A request for a sampling mask is told that no other token could be drawn."""
 
     @property
     def weights(self) -> Self:

@@ -1,4 +1,4 @@
-"""A whole batch scored beside rollouts, and ended with whoever asked."""
+"""A whole batch scored beside rollouts, and ended with the request."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The gateway's face for whoever looks after its weights: HTTP, metrics and commands."""
+"""The gateway for the operator of its weights: HTTP, metrics and commands."""
 
 from __future__ import annotations
 

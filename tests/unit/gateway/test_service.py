@@ -1,4 +1,4 @@
-"""Attach, detach and resume: the counters of a consumer survive whoever restarts."""
+"""Attach, detach and resume: the counters of a consumer survive restarts of both sides."""
 
 import asyncio
 

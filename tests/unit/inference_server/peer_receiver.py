@@ -1,4 +1,4 @@
-"""A `WeightReceiver` over versions that a test puts on a shelf: it counts, and can be held up."""
+"""A `WeightReceiver` over versions that a test holds: it counts, and can be held up."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ShelfReceiver:
 
 
 class ShelfReader:
-    """Reads as soon as the shelf may be read, or its deadline passes."""
+    """Reads as soon as the versions may be read, or its deadline passes."""
 
     def __init__(self, peer_store: ShelfReceiver, deadline: Deadline) -> None:
         self._peer_store = peer_store

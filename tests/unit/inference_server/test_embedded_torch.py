@@ -394,7 +394,7 @@ async def test_a_request_that_cannot_be_sampled_ends_alone(backend):
 
 
 async def test_an_engine_that_can_sample_nothing_blames_no_request(backend, monkeypatch):
-    """One request alone: it is not refused for good, and whoever supervises the server hears of it."""
+    """One request alone: it is not refused for good, and the server's supervisor hears of it."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("the device is gone")

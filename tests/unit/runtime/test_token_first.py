@@ -1,4 +1,4 @@
-"""Whoever brings no token is told so before a byte of the body is read, on every route."""
+"""A client without a token is told so before a byte of the body is read, on every route."""
 
 from __future__ import annotations
 

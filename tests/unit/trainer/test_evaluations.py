@@ -153,7 +153,7 @@ def test_a_trainer_that_comes_back_goes_on_with_what_was_open(
     assert open_files(tmp_path) == ["evaluation.open.2.v12.json"]
     evaluator = ScriptedEvaluator()
     evaluations = stack.enter_context(Evaluations(evaluator, tmp_path, "run"))
-    assert set(evaluations.versions()) == {12}  # before the first version is published anew
+    assert set(evaluations.versions()) == {12}  # before the first version is published again
     evaluations.begin(replace(at(2), version=15))
     end_open(evaluator, evaluations)
     assert evaluator.played == before.played

@@ -30,7 +30,7 @@ from weight_sync.transports.base import make_publisher
         (5, 5, 5, 6),  # also what the service has seen: its servers may have forgotten it
         (5, 7, 6, 8),  # published after the checkpoint
         (5, 7, None, 8),  # so by a process group
-        (5, 0, None, 6),  # the service was set up anew, and so was the store
+        (5, 0, None, 6),  # the service was set up again, and so was the store
         (0, 5, 6, 7),  # it was stored and refused
     ],
 )
