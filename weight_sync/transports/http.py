@@ -1,7 +1,7 @@
 """Versions over HTTP: from the trainer's own disk, or from a peer that holds them already.
 
 Both look the same: files of a version directory below a URL, read by ranges. A reader that takes one
-tensor after another gets the blobs read ahead, in parallel ranges, into memory that the tensors then share.
+tensor after another gets the blobs read ahead, in parallel ranges, into memory that the tensors share.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class AlgorithmConfig(Config):
     teacher over the teacher's so many likeliest tokens, with all others taken as one (GKD,
     arXiv:2306.13649). 0 learns from the sampled token alone."""
     distillation_divergence: Literal["reverse", "forward"] = "reverse"
-    """With `distillation_top_k`, `reverse` is KL(policy || teacher), `forward` is KL(teacher || policy)."""
+    """With `distillation_top_k`: `reverse` is KL(policy || teacher), `forward` KL(teacher || policy)."""
     advantage_norm: Literal["none", "batch", "group"] = "none"
     """Centre and scale the tokens' advantages once more, over the batch or over each group."""
     discount: float = Field(1.0, ge=0.0, le=1.0)

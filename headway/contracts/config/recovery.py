@@ -11,9 +11,10 @@ from headway.contracts.config.frequency import FrequencyConfig
 
 class RecoveryConfig(FrequencyConfig):
     mode: Literal["disabled", "resume", "auto", "fault"] = "disabled"
-    """`disabled` starts from scratch, and refuses a run folder with checkpoints. `resume` goes on from the
-    newest checkpoint, and refuses a run folder without one. `auto` goes on if there is one. `fault` starts
-    from scratch. With `auto` and `fault` a launcher starts a trainer that failed again, from its newest checkpoint."""
+    """`disabled` starts from scratch, and refuses a run folder with checkpoints. `resume` goes on from
+    the newest checkpoint, and refuses a run folder without one. `auto` goes on if there is one. `fault`
+    starts from scratch. With `auto` and `fault` a launcher starts a trainer that failed again, from its
+    newest checkpoint."""
     retries: int = Field(1, ge=0)
     """Times that a launcher starts the trainer again after it failed, except for input that its user has
     to mend; of `auto` and `fault`."""

@@ -119,7 +119,7 @@ def test_nobody_at_the_address_is_told_in_time() -> None:
             asked.result(20)
 
 
-class HeldParameters:
+class Held:
     """A `WeightsSource` of two tensors."""
 
     held = {"a": torch.zeros(2), "b": torch.ones(3)}
@@ -133,8 +133,8 @@ class HeldParameters:
 
 
 def test_what_was_not_received_keeps_its_value() -> None:
-    reader = CollectiveReader({"a": torch.full((2,), 5.0)}, HeldParameters())
-    staged = reader.stage(WeightUpdateMeta(4, "received"), HeldParameters().parameters)
+    reader = CollectiveReader({"a": torch.full((2,), 5.0)}, Held())
+    staged = reader.stage(WeightUpdateMeta(4, "received"), Held().parameters)
     assert staged.version == 4
     assert staged.tensors["a"].tolist() == [5.0, 5.0]
     assert staged.tensors["b"].tolist() == [1.0, 1.0, 1.0]
@@ -146,10 +146,10 @@ def test_what_was_not_received_keeps_its_value() -> None:
 )
 def test_what_is_of_another_model_is_refused(received: dict[str, torch.Tensor], named: str) -> None:
     with pytest.raises(SyncError, match=f"{named} \\["):
-        CollectiveReader(received, HeldParameters()).stage(WeightUpdateMeta(4, "x"), HeldParameters().parameters)
+        CollectiveReader(received, Held()).stage(WeightUpdateMeta(4, "x"), Held().parameters)
 
 
 def test_a_tied_copy_may_come_along() -> None:
     tied = {"a": torch.ones(2), "lm_head": torch.ones(2, dtype=torch.bfloat16)}
-    staged = CollectiveReader(tied, HeldParameters()).stage(WeightUpdateMeta(4, "x"), HeldParameters().parameters)
-    assert staged.tensors.keys() == HeldParameters.held.keys()
+    staged = CollectiveReader(tied, Held()).stage(WeightUpdateMeta(4, "x"), Held().parameters)
+    assert staged.tensors.keys() == Held.held.keys()
