@@ -136,7 +136,8 @@ class TestVLLM(GenerationBackendContract):
         backend = self.served.backend
         lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
         folders = {
-            name: save_adapter(tmp_path / name, self.served.model_path, seed, **lora)
+            # Larger ones make logits so large that float32 is off by more than is allowed.
+            name: save_adapter(tmp_path / name, self.served.model_path, seed, spread=0.1, **lora)
             for seed, name in enumerate("ab", 1)
         }
         names = ["a", "b", None] * 3
@@ -166,7 +167,7 @@ class TestVLLM(GenerationBackendContract):
                 if names[i]:
                     assert response.version_runs == [(version, 0, 30)]
         show(f"max error of 18 x 30 logprobs: {max(errors):.1e}")
-        assert max(errors) < 1e-3  # their random halves make large logits
+        assert max(errors) < 5 * TOLERANCE  # unlikely tokens, in float32
         for name in folders:
             self.served.run(backend.unload_adapter(name))
         assert dict(backend.adapters) == {}

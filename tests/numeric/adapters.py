@@ -18,7 +18,9 @@ SPREAD = 0.3
 """Of both halves: `peft` begins with B = 0."""
 
 
-def save_adapter(folder: Path, model_dir: Path, seed: int, **lora: Any) -> Path:
+def save_adapter(
+    folder: Path, model_dir: Path, seed: int, spread: float = SPREAD, **lora: Any
+) -> Path:
     """Write an adapter of a model directory."""
     torch.manual_seed(seed)
     config = LoraConfig(task_type="CAUSAL_LM", **lora)
@@ -27,7 +29,7 @@ def save_adapter(folder: Path, model_dir: Path, seed: int, **lora: Any) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
-                parameter.normal_(std=SPREAD)
+                parameter.normal_(std=spread)
     model.save_pretrained(folder, save_embedding_layers=False)
     return folder
 

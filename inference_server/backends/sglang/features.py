@@ -74,6 +74,8 @@ def sglang_command(
         "--weight-version": str(version),
         "--skip-tokenizer-init": not has_tokenizer,
     }
+    if config.args.get("--device") == "cpu":
+        args["--sleep-on-idle"] = True  # its loop keeps a core busy otherwise, which others want
     if config.max_adapters:
         args |= {
             "--enable-lora": True,

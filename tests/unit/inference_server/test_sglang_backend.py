@@ -20,6 +20,7 @@ from headway.contracts.errors import BackendError, ConfigError, DataError, Reque
 from headway.contracts.types import LLMRequest, WeightUpdateMeta
 from inference_server.backends.sglang import control
 from inference_server.backends.sglang.backend import SGLangBackend
+from inference_server.backends.sglang.features import sglang_command
 from inference_server.backends.sglang.updates import FolderUpdate
 from tests.unit.inference_server.sglang_stand_in import StandIn
 from tests.waiting import until
@@ -127,6 +128,13 @@ async def test_flags_that_we_set_are_refused(model_dir, flag):
     backend = SGLangBackend(config, ModelConfig(path=str(model_dir)), 0)
     with pytest.raises(ConfigError, match=f"sets {flag}; set"):
         await backend.start()
+
+
+@pytest.mark.parametrize(("args", "sleeps"), [({"--device": "cpu"}, True), ({}, None)])
+def test_an_idle_engine_leaves_the_cpu_to_others(args, sleeps):
+    config = SGLangConfig(args=args)
+    command = sglang_command(config, ModelConfig(path="x"), version=0, has_tokenizer=True)
+    assert command.args.get("--sleep-on-idle") is sleeps
 
 
 # One call.
