@@ -26,7 +26,7 @@ from contextlib import suppress
 from itertools import count
 
 from gateway.fleet.member import Member
-from gateway.fleet.members import Members
+from gateway.fleet.members import LIES, Members
 from gateway.fleet.routing import Router, choose, load_of
 from gateway.fleet.stream_progress import StreamProgress
 from gateway.versions.publication_state import PublicationState
@@ -128,11 +128,16 @@ class Dispatcher:
         deaths: list[str] = []
         while True:
             if progress is not None:
-                req = progress.rest()
+                rest = progress.rest()
+                if isinstance(rest, LLMResponse):
+                    return rest
+                req = rest
             member = await self._choose(req, deadline, deaths)
             try:
                 response = await self._generate_on(member, req, progress)
             except BackendError as error:
+                if progress is not None and isinstance(error.__cause__, LIES):
+                    progress.is_doubtful = True
                 deadline = self._now() + self._config.server_wait_s
                 if member.state == "lost" and member.has_died:
                     deaths.append(member.name)

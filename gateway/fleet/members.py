@@ -42,6 +42,8 @@ from headway.text.vocabulary import ANY, Vocabulary
 
 log = logging.getLogger(__name__)
 
+LIES = (InvalidGeneration, NoResponse)
+"""Causes of the errors of a server that sent what it may not."""
 T = TypeVar("T")
 Answer = TypeVar("Answer", bound=Config)
 
@@ -282,8 +284,7 @@ class Members:
         is_fault = isinstance(error, BackendError) or type(error) is ServiceError
         if isinstance(error, Draining) or not is_fault or member.state == "lost":
             return
-        is_lie = isinstance(error.__cause__, (InvalidGeneration, NoResponse))
-        self._fail(member, str(error), is_trial, is_lie)
+        self._fail(member, str(error), is_trial, isinstance(error.__cause__, LIES))
 
     def charge(self, member: Member, reason: str) -> None:
         """It failed a request that another server could answer."""

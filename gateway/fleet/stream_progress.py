@@ -23,14 +23,16 @@ class StreamProgress:
         self._ends = frozenset(ends) | frozenset(req.gconfig.stop_token_ids)
         self._deltas: list[LLMDelta] = []
         self._so_far: LLMResponse | None = None
+        self.is_doubtful = False
+        """True once a server sent what it may not."""
 
     def add(self, delta: LLMDelta) -> None:
         """Pass on what a step added."""
         self._deltas.append(delta)
         self._on_delta(delta)
 
-    def rest(self) -> LLMRequest:
-        """Return the request for what is missing, now that no server is at it.
+    def rest(self) -> LLMRequest | LLMResponse:
+        """Return the request for what is missing, now that no server is at it; the response if none is.
 
         Raises:
             BackendError: it cannot be told what is missing.
@@ -45,6 +47,8 @@ class StreamProgress:
                 f"the stream of request {self._req.rid!r} broke off after "
                 f"{len(self._so_far.output_tokens)} tokens, and {why}; send it again"
             )
+        if len(self._so_far.output_tokens) >= self._req.gconfig.max_new_tokens:
+            return self._so_far.model_copy(update={"stop_reason": "length"})
         return rest_of(self._req, self._so_far)
 
     def whole(self, response: LLMResponse) -> LLMResponse:
@@ -56,8 +60,8 @@ class StreamProgress:
         req = self._req
         if so_far.output_tokens[-1] in self._ends and not req.gconfig.ignore_eos:
             return "the last of them may have ended it"
-        if len(so_far.output_tokens) >= req.gconfig.max_new_tokens:
-            return "its end was lost with it"
+        if self.is_doubtful and len(so_far.output_tokens) >= req.gconfig.max_new_tokens:
+            return "its server sent what it may not"
         if req.gconfig.stop:
             return "a stop string may stand across the break"
         if req.logprob_start is not None or req.sampling_mask or req.routed_experts:

@@ -216,6 +216,7 @@ class Clients:
         last: dict[str, Any] = {}
         shown: list[int] = []
         for last in self._fleet.sglang.stream(**self._body()):
+            assert "output_ids" in last, last
             assert last["output_ids"][: len(shown)] == shown, "nothing is taken back"
             shown = last["output_ids"]
         self.seen |= check(self._fleet, last, 80)

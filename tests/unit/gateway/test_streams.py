@@ -115,7 +115,6 @@ async def test_it_does_so_again_and_again_as_far_as_max_deaths():
         ([7], {"gconfig": SamplingConfig(max_new_tokens=8, stop=("x",))}, "stop string"),
         ([7, EOS], {}, "ended it"),
         ([7, 9], {"gconfig": SamplingConfig(max_new_tokens=8, stop_token_ids=(9,))}, "ended it"),
-        ([7, 8], {"gconfig": SamplingConfig(max_new_tokens=2)}, "its end was lost"),
         ([7], {"logprob_start": 0}, "what else was asked"),
         ([7], {"gconfig": SamplingConfig(max_new_tokens=8, presence_penalty=1.0)}, "start over"),
     ],
@@ -126,6 +125,16 @@ async def test_what_cannot_go_on_is_the_caller_s_to_send_again(tokens, fields, r
         with pytest.raises(BackendError, match=reason):
             await ask(fleet, came, REQUEST.model_copy(update=fields))
         assert came == tokens
+        assert other.rids == []
+
+
+async def test_a_stream_with_all_its_tokens_needs_no_other_server():
+    dying, other = StreamingServer([7, 8], breaks=True), StreamingServer([9])
+    async with streaming(dying, other) as (fleet, came):
+        limit = SamplingConfig(max_new_tokens=2)
+        response = await ask(fleet, came, REQUEST.model_copy(update={"gconfig": limit}))
+        assert came == response.output_tokens == [7, 8]
+        assert (response.stop_reason, response.version_runs) == ("length", [(0, 0, 2)])
         assert other.rids == []
 
 
