@@ -78,16 +78,16 @@ class BatchSource:
                 model does not have.
             StaleVersion: a trajectory is older than `rollout.max_staleness` allows.
         """
-        batch = self._receive()
+        batch = self._receive(version)
         check_batch(batch, version, self._rollout.group_size, self._rollout.max_staleness)
         if self._experts is not None:
             check_experts(batch, self._experts)
         return batch if self._keep is None else keep_best(batch, self._keep)
 
-    def _receive(self) -> TrajectoryBatch:
+    def _receive(self, version: PolicyVersion) -> TrajectoryBatch:
         payload = None
         if self._engine is not None:
-            batch = self._wait(self._engine)
+            batch = self._wait(self._engine, version)
             if self._topology.world_size == 1:
                 return batch
             payload = encode_groups(batch.groups)
@@ -113,10 +113,10 @@ class BatchSource:
             self._engine.submit([self._request(at) for at in positions])
         self.cursor = end
 
-    def _wait(self, engine: InferenceEngine) -> TrajectoryBatch:
+    def _wait(self, engine: InferenceEngine, version: PolicyVersion) -> TrajectoryBatch:
         while True:
             try:
-                return engine.wait(self._batch_size, self._rollout.wait_timeout_s)
+                return engine.wait(self._batch_size, self._rollout.wait_timeout_s, version)
             except NotEnoughWork as error:
                 log.warning("more prompts are submitted", extra={"reason": str(error)})
                 self._replacements += self._batch_size

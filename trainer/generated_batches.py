@@ -9,7 +9,7 @@ from headway.contracts.codec import decode_groups, encode_groups
 from headway.contracts.config.rollout_experiments import PolicyLearner
 from headway.contracts.engines import InferenceEngine
 from headway.contracts.errors import DataError
-from headway.contracts.types import RolloutRequest, TrajectoryBatch, TrajectoryGroup
+from headway.contracts.types import PolicyVersion, RolloutRequest, TrajectoryBatch, TrajectoryGroup
 from trainer.batch_source import BatchSource
 from trainer.checkpoint import RunState
 from trainer.data import PromptData
@@ -42,7 +42,7 @@ class GeneratedBatches(BatchSource):
     def top_up(self, step: int) -> None:
         """Do nothing: prompts are run when they are asked for."""
 
-    def _receive(self) -> TrajectoryBatch:
+    def _receive(self, version: PolicyVersion) -> TrajectoryBatch:
         requests = self._next_requests()
         groups = self._interface.generate(requests)
         payload = None

@@ -108,12 +108,13 @@ class DeliveryQueue(Protocol):
         consumer: str,
         version: PolicyVersion,
         max_staleness: int | None,
+        learner: PolicyVersion | None = None,
     ) -> Delivery:
         """Give out the consumer's `count` oldest ready groups, or none.
 
-        With `max_staleness`, what has grown staler is dropped, what would be too stale next is given
-        out first, and the batch is held back while one of the consumer's leased groups was admitted at
-        `version - max_staleness` or before.
+        With `max_staleness`, what is staler for `version`, or for a `learner` ahead of it, is dropped,
+        what would be too stale next is given out first, and the batch is held back while one of the
+        consumer's leased groups was admitted at `version - max_staleness` or before.
 
         Raises:
             Conflict: the delivery id was another consumer's, or its payloads were forgotten.

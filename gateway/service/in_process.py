@@ -78,8 +78,10 @@ class InProcessEngine:
         new = self._run(self._running.submit(requests))
         return [RolloutHandle(r.rollout_id, n) for r, n in zip(requests, new, strict=True)]
 
-    def wait(self, count: int, timeout: float) -> TrajectoryBatch:
-        return self._wait(count, None, timeout)
+    def wait(
+        self, count: int, timeout: float, version: PolicyVersion | None = None
+    ) -> TrajectoryBatch:
+        return self._wait(count, None, timeout, version)
 
     def consumed(self, rollout_ids: Sequence[str], step: int, checkpoint_step: int) -> None:
         self._run(self._running.consumed(rollout_ids, step, checkpoint_step, self._term))
@@ -125,7 +127,11 @@ class InProcessEngine:
             self._loop.close()
 
     def _wait(
-        self, count: int, rollout_ids: tuple[str, ...] | None, timeout: float
+        self,
+        count: int,
+        rollout_ids: tuple[str, ...] | None,
+        timeout: float,
+        version: PolicyVersion | None = None,
     ) -> TrajectoryBatch:
         delivery_id, num_ready, left = uuid.uuid4().hex, 0, timeout
         while True:
@@ -137,6 +143,7 @@ class InProcessEngine:
                 consumer=self._consumer,
                 rollout_ids=rollout_ids,
                 term=self._term,
+                version=version,
             )
             payloads, num_ready = self._run(self._running.wait(request))
             if payloads is not None:

@@ -223,6 +223,7 @@ class RolloutService:
             request.consumer,
             self.version,
             None if bound is None else bound.max_staleness,
+            request.version,
         )
         self._observe(found)
         if found.dropped:

@@ -52,9 +52,15 @@ class InferenceEngine(Protocol):
     def submit(self, requests: Sequence[RolloutRequest]) -> list[RolloutHandle]:
         """Queue prompt groups; idempotent by `rollout_id`."""
 
-    def wait(self, count: int, timeout: float) -> TrajectoryBatch:
+    def wait(
+        self, count: int, timeout: float, version: PolicyVersion | None = None
+    ) -> TrajectoryBatch:
         """Block until `count` groups of the attached consumer are finished, oldest first.
 
+        Args:
+            timeout: seconds.
+            version: of the weights that will learn from the batch. They may be ahead of what serves: what
+                is too stale for them is dropped.
         Raises:
             WaitTimeout: fewer were finished within `timeout` seconds.
             NotEnoughWork: fewer of the attached consumer's groups are outstanding; submit more.

@@ -153,8 +153,10 @@ class RemoteInferenceEngine:
             handles += [RolloutHandle(r.rollout_id, n) for r, n in zip(chunk, new, strict=True)]
         return handles
 
-    def wait(self, count: int, timeout: float) -> TrajectoryBatch:
-        return self._wait(count, None, timeout)
+    def wait(
+        self, count: int, timeout: float, version: PolicyVersion | None = None
+    ) -> TrajectoryBatch:
+        return self._wait(count, None, timeout, version)
 
     def consumed(self, rollout_ids: Sequence[str], step: int, checkpoint_step: int) -> None:
         request = ConsumedRequest(
@@ -353,7 +355,11 @@ class RemoteInferenceEngine:
         return WeightUpdateResponse.from_response(answer.content).version
 
     def _wait(
-        self, count: int, rollout_ids: tuple[str, ...] | None, timeout: float
+        self,
+        count: int,
+        rollout_ids: tuple[str, ...] | None,
+        timeout: float,
+        version: PolicyVersion | None = None,
     ) -> TrajectoryBatch:
         deadline = time.monotonic() + timeout
         delivery_id = uuid.uuid4().hex
@@ -367,6 +373,7 @@ class RemoteInferenceEngine:
                 consumer=self._consumer,
                 rollout_ids=rollout_ids,
                 term=self._term,
+                version=version,
             )
             answer = self._calls.call("POST", paths.ROLLOUTS_WAIT, request)
             if answer.status == 200:

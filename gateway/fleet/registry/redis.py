@@ -13,18 +13,14 @@ import json
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar, cast
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from gateway.fleet.registry.base import SharedReport
+from gateway.ledger.on_redis.connection import redis_client
 from headway.contracts.errors import NotFound, StateError
 from headway.contracts.http.servers import ServerReport
 
 T = TypeVar("T")
-
-TIMEOUT_S = 2.0
 
 _NOW = """
 local time = redis.call('TIME')
@@ -70,13 +66,7 @@ class RedisRegistry:
     """`Registry` that gateways with the same Redis and prefix share."""
 
     def __init__(self, url: str, prefix: str = "headway:") -> None:
-        self._redis = Redis.from_url(
-            url,
-            decode_responses=True,
-            socket_timeout=TIMEOUT_S,
-            socket_connect_timeout=TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),
-        )
+        self._redis = redis_client(url, decode_responses=True)
         self._keys = [prefix + name for name in ("servers", "servers:held", "servers:number")]
         self._announce = self._redis.register_script(_ANNOUNCE)
         self._members = self._redis.register_script(_MEMBERS)
@@ -129,5 +119,5 @@ class RedisRegistry:
 async def _answer(call: Awaitable[T]) -> T:
     try:
         return await call
-    except (RedisError, OSError, RuntimeError) as error:  # uvloop's for a connection that was reset
+    except (RedisError, OSError) as error:
         raise StateError(f"Redis did not answer: {type(error).__name__}: {error}") from error

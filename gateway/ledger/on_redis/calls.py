@@ -18,20 +18,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoScriptError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from gateway.ledger.on_redis.address import Address
+from gateway.ledger.on_redis.connection import redis_client
 from gateway.ledger.on_redis.keys import KEYS, SCHEMA
 from gateway.ledger.on_redis.scripts import digest_of, source_of
 from headway.contracts.errors import ConfigError, StateError, StoreUnusable
 
 logger = logging.getLogger(__name__)
 
-SOCKET_TIMEOUT_S = 2.0
 RETRY_S = 10.0
 """Less than the answers of calls are kept (`EX` in the prelude)."""
 BACKOFF_S = (0.02, 0.25)
@@ -44,8 +42,7 @@ MAX_BYTES = 8 << 20
 
 Argument = str | int | float | bytes
 """Argument of a script."""
-OUTAGES = (RedisConnectionError, RedisTimeoutError, OSError, RuntimeError)
-"""RuntimeError is uvloop's for a connection that was reset while it was made."""
+OUTAGES = (RedisConnectionError, RedisTimeoutError, OSError)
 
 
 @dataclass(slots=True, eq=False)
@@ -75,15 +72,7 @@ class Calls:
         if self._client is not None:
             raise StateError(f"ledger {self._address.shown} is open already")
         try:
-            self._client = Redis.from_url(
-                self._address.url,
-                socket_timeout=SOCKET_TIMEOUT_S,
-                socket_connect_timeout=SOCKET_TIMEOUT_S,
-                retry=Retry(NoBackoff(), 0),  # our own retries have a deadline
-                protocol=2,
-            )
-            # Refuses what the URL asks for and redis-py does not know.
-            self._client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+            self._client = redis_client(self._address.url)
         except (ValueError, TypeError) as error:
             self._client = None
             raise ConfigError(f"ledger {self._address.shown}: {error}") from error

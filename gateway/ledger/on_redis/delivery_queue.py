@@ -20,9 +20,12 @@ class RedisDeliveryQueue(WithCalls):
         consumer: str,
         version: PolicyVersion,
         max_staleness: int | None,
+        learner: PolicyVersion | None = None,
     ) -> Delivery:
         answer = await self._calls.read(
-            "deliver", delivery_id, count, consumer, version, optional(max_staleness)
+            "deliver",
+            *(delivery_id, count, consumer),
+            *(version, optional(max_staleness), max(version, learner or 0)),
         )
         return delivery_of(answer, delivery_id)
 

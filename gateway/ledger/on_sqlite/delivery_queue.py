@@ -35,6 +35,7 @@ def deliver(
     consumer: str,
     version: PolicyVersion,
     max_staleness: int | None,
+    learner: PolicyVersion | None = None,
 ) -> Delivery:
     """Give out the consumer's oldest ready groups."""
     before = _delivered_before(transaction, delivery_id)
@@ -43,7 +44,10 @@ def deliver(
             raise used_by_others(delivery_id)
         return Delivery(tuple(payload for _, _, payload in before), 0, 0)
     due = None if max_staleness is None else version - max_staleness
-    dropped = 0 if due is None else _drop_stale(transaction, consumer, version, due)
+    learner = max(version, learner or 0)
+    dropped = 0
+    if max_staleness is not None:
+        dropped = _drop_stale(transaction, consumer, learner, max_staleness)
     num_ready, _ = transaction.tally("ready", consumer)
     if num_ready < count:
         return Delivery(None, num_ready, dropped)
@@ -55,7 +59,7 @@ def deliver(
         f"WHERE state = 'ready' AND consumer = ? ORDER BY {order} LIMIT ?",
         (consumer, count),
     ).fetchall()
-    return _give_out(transaction, delivery_id, chosen, version, num_ready, dropped)
+    return _give_out(transaction, delivery_id, chosen, learner, num_ready, dropped)
 
 
 def deliver_exactly(
@@ -96,14 +100,14 @@ def _delivered_before(
 
 
 def _drop_stale(
-    transaction: Transaction, consumer: str, version: PolicyVersion, due: PolicyVersion
+    transaction: Transaction, consumer: str, version: PolicyVersion, max_staleness: int
 ) -> int:
     rows = transaction.db.execute(
         "UPDATE rollouts SET state = 'stale', has_payload = 0, num_events = num_events + 1, "
         "changed_at = ?, reason = 'version ' || ? || ' is too far from version ' || oldest_version "
         "WHERE state = 'ready' AND consumer = ? AND oldest_version < ? "
         "RETURNING seq, size, num_events, oldest_version",
-        (transaction.now, version, consumer, due),
+        (transaction.now, version, consumer, version - max_staleness),
     ).fetchall()
     for seq, size, number, oldest in rows:
         transaction.log(seq, number, "drop", f"version={version} oldest_version={oldest}")

@@ -59,8 +59,9 @@ class WaitRequest(Config):
     """Term that `POST /v1/consumer` returned: an older incarnation of a consumer is refused. 0 is
     unknown."""
     version: PolicyVersion | None = Field(None, ge=0)
-    """The version that the staleness of what is given out by `rollout_ids` counts from: for an evaluation
-    the one that it is of. None takes the newest."""
+    """Version of the weights that the batch is for. Of `rollout_ids`, staleness counts from it: an
+    evaluation names the one that it is of. Else what is too stale for it is dropped, also while an older
+    version serves. None takes the newest that was committed."""
 
 
 class TurnView(Config):

@@ -138,6 +138,28 @@ async def test_stale_groups_are_dropped_even_if_the_batch_is_not_full(play):
     assert await play.deliver(2, version=4, max_staleness=2) == Delivery(None, 0, dropped=0)
 
 
+async def test_what_is_too_stale_for_weights_that_do_not_serve_yet_is_dropped(ledger, play):
+    await play.submit("slow")
+    await play.lease(version=3)
+    await play.finish("old", size=3, version=2)
+    await play.finish("new", version=3)
+    delivery = await play.deliver(1, "d0", version=4, max_staleness=2, learner=5)
+    assert (ids(delivery), delivery.dropped) == (["new"], 3)
+    assert delivery.given == ((2, 2),)
+    await play.finish("newer", version=5)
+    # What was admitted for the last of these versions holds nothing back: the next batch may take it.
+    assert ids(await play.deliver(1, "d1", version=4, max_staleness=2, learner=5)) == ["newer"]
+    await play.consume("new", step=5)
+    assert (await ledger.audit()).max_staleness == 2
+
+
+async def test_a_learner_behind_what_serves_changes_nothing(play):
+    await play.finish("old", version=1)
+    await play.finish("new", version=2)
+    delivery = await play.deliver(1, version=4, max_staleness=2, learner=3)
+    assert (ids(delivery), delivery.dropped) == (["new"], 2)
+
+
 async def test_without_a_bound_nothing_is_stale(play):
     await play.finish("old", version=0)
     assert ids(await play.deliver(1, version=99, max_staleness=None)) == ["old"]

@@ -88,13 +88,19 @@ class Model:
             leased.append(head.name)
 
     def deliver(
-        self, delivery: str, count: int, consumer: str, version: int, bound: int | None
+        self,
+        delivery: str,
+        count: int,
+        consumer: str,
+        version: int,
+        bound: int | None,
+        learner: int,
     ) -> tuple[list[str] | None, int, bool]:
         """Ids or None, trajectories dropped, whether it was held back."""
         dropped = 0
         ready = self.of("ready", consumer)
         if bound is not None:
-            for r in [r for r in ready if r.oldest < version - bound]:
+            for r in [r for r in ready if r.oldest < learner - bound]:
                 r.state, r.has_payload = "stale", False
                 dropped += r.size
             ready = sorted(self.of("ready", consumer), key=lambda r: (r.oldest, r.seq))
@@ -206,12 +212,11 @@ class Machine:
             if event == "complete":
                 known.oldest, known.has_payload = known.admitted, True
 
-    def deliver(self, owner, count, consumer, bound):
+    def deliver(self, owner, count, consumer, bound, ahead):
         name = f"d{next(self.serial)}"
-        found = self.run(self.ledger(owner).deliver(name, count, consumer, self.version, bound))
-        given, dropped, is_held_back = self.model.deliver(
-            name, count, consumer, self.version, bound
-        )
+        asked = (name, count, consumer, self.version, bound, self.version + ahead)
+        found = self.run(self.ledger(owner).deliver(*asked))
+        given, dropped, is_held_back = self.model.deliver(*asked)
         assert (found.payloads and ids(found)) == given
         assert (found.dropped, found.is_held_back) == (dropped, is_held_back)
         self.seen.update(given=given is not None, held=is_held_back, dropped=dropped)
@@ -338,7 +343,8 @@ class Machine:
                 pick(["complete"] * 6 + ["filter", "fail", "requeue", "requeue"]),
             ): 14,
             lambda: self.deliver(
-                pick([0, 1]), number(1, 2), pick(consumers), pick([None, 0, 1, 1, 2])
+                *(pick([0, 1]), number(1, 2), pick(consumers)),
+                *(pick([None, 0, 1, 1, 2]), pick([0, 0, 0, 1])),
             ): 10,
             lambda: self.deliver_again(pick([0, 1]), number(0, 10)): 3,
             lambda: self.train(pick([0, 1]), number(0, 3)): 4,

@@ -12,7 +12,7 @@ import uvloop
 from redis.asyncio import Redis
 
 from gateway.ledger.make import make_ledger
-from gateway.ledger.on_redis import calls
+from gateway.ledger.on_redis import calls, connection
 from gateway.ledger.on_redis.address import parse_address
 from gateway.ledger.redis import RedisLedger
 from headway.contracts.errors import ConfigError, QueueFull, StateError
@@ -41,7 +41,7 @@ async def own_ledger(own_server) -> AsyncIterator[RedisLedger]:
 
 @pytest.fixture
 def hurried(monkeypatch):
-    monkeypatch.setattr(calls, "SOCKET_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(connection, "TIMEOUT_S", 0.2)
     monkeypatch.setattr(calls, "RETRY_S", 0.3)
 
 

@@ -137,8 +137,11 @@ class Play:
         consumer: str = "default",
         version: int = 0,
         max_staleness: int | None = None,
+        learner: int | None = None,
     ) -> Delivery:
-        return await self.ledger.deliver(delivery_id, count, consumer, version, max_staleness)
+        return await self.ledger.deliver(
+            delivery_id, count, consumer, version, max_staleness, learner
+        )
 
     async def consume(self, *rollout_ids: str, step: int = 0, checkpoint_step: int = -1) -> None:
         await self.ledger.consume(rollout_ids, step, checkpoint_step)

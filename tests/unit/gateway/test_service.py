@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from headway.contracts.errors import Conflict, NotFound
+from headway.contracts.errors import Conflict, NotEnoughWork, NotFound
 from headway.contracts.types import WeightUpdateMeta
 from tests.unit.gateway.generators import never
 
@@ -65,6 +65,20 @@ async def test_a_due_group_holds_the_batch_back(open_service):
     assert await step(bench, 1, count=1) == ["r0"]
     audit = await bench.service.ledger.audit()
     assert (audit.max_staleness, audit.counts.stale) == (1, 0)
+
+
+async def test_a_trainer_ahead_of_what_serves_gets_nothing_too_stale(open_service):
+    """As after a resumption, which takes a version for itself, while the next is on its way."""
+    bench = await open_service()
+    await bench.attach(batch_size=1, max_staleness=1)
+    await bench.submit(*names(2))
+    await bench.until_counts(ready=2)
+    await bench.attach(batch_size=1, max_staleness=1, version=1)
+    await bench.submit("new")
+    await bench.until_counts(ready=2, queued=1)
+    with pytest.raises(NotEnoughWork):
+        await bench.wait(2, version=2)
+    assert (await bench.service.ledger.audit()).counts.stale == 2
 
 
 async def test_rollouts_of_others_are_not_bounded(open_service):

@@ -1,6 +1,6 @@
--- delivery, count, consumer, version, max_staleness or ''
+-- delivery, count, consumer, version, max_staleness or '', version of the learner
 local delivery, number, consumer = ARGV[2], tonumber(ARGV[3]), ARGV[4]
-local version, max_staleness = tonumber(ARGV[5]), tonumber(ARGV[6])
+local version, max_staleness, learner = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local before = delivered_before(delivery)
 if before[1] then
   for _, r in ipairs(before) do
@@ -10,10 +10,10 @@ if before[1] then
 end
 local due, dropped = max_staleness and version - max_staleness, 0
 if due then
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('oldest', consumer), '-inf', '(' .. due)) do
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('oldest', consumer), '-inf', '(' .. learner - max_staleness)) do
     local r = load(id)
-    local reason = 'version ' .. version .. ' is too far from version ' .. r.oldest
-    move(r, 'drop', 'stale', 'version=' .. version .. ' oldest_version=' .. r.oldest, {reason = reason})
+    local reason = 'version ' .. learner .. ' is too far from version ' .. r.oldest
+    move(r, 'drop', 'stale', 'version=' .. learner .. ' oldest_version=' .. r.oldest, {reason = reason})
     drop_payload(r)
     dropped = dropped + r.size
   end
@@ -39,4 +39,4 @@ else
     rows[#rows + 1] = load(id)
   end
 end
-return give_out(rows, delivery, version, num_ready, dropped)
+return give_out(rows, delivery, learner, num_ready, dropped)
