@@ -27,8 +27,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # A process that crashes ends the run, with its name: pytest-xdist would wait for the tests that it was given.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: help lock quickstart test test-all test-rest test-gpu wheel-test gpu-day coverage docs check check-schemas \
-        check-newest check-lowest format install system-packages sglang-cpu vllm-cpu \
+.PHONY: help lock quickstart test test-all test-rest test-gpu wheel-test gpu-day coverage docs check check-schemas check-style \
+        check-types check-imports check-newest check-lowest format install system-packages sglang-cpu vllm-cpu \
         clients helm test-sglang test-vllm test-clients test-deploy test-engines engines-table clean
 
 help:
@@ -91,10 +91,16 @@ test-engines: test-sglang test-vllm
 engines-table: sglang-cpu vllm-cpu
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.engines_cpu.table
 
-check: $(VENV)/.installed check-schemas
+check: check-schemas check-style check-types check-imports
+
+check-style: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+check-types: $(VENV)/.installed
 	$(BIN)/mypy
+
+check-imports: $(VENV)/.installed
 	$(BIN)/lint-imports
 
 # By schemas that the program brings: nothing is fetched.

@@ -1,7 +1,7 @@
-"""A module for `trainer.modules`: the process kills itself within one call of one step.
+"""A module for `trainer.modules`: the process kills itself once within each of some calls.
 
-`HEADWAY_CALL_TRAP` is `ref_inf@2`. The call has been asked for, what it says is never heard of. Where
-`HEADWAY_CALL_TRAP_MARK` names a file, it happens once: the file is left.
+`HEADWAY_CALL_TRAPS` is `ref_inf@2,critic_inf@3`: calls and their steps. The call has been asked for, what
+it says is never heard of. `HEADWAY_CALL_MARKS` names a folder: a file there tells that it has happened.
 """
 
 from __future__ import annotations
@@ -15,25 +15,19 @@ from typing import Any
 
 from trainer.dataflow.trace import Trace
 
-NAME, _, STEP = os.environ.get("HEADWAY_CALL_TRAP", "").partition("@")
-MARK = os.environ.get("HEADWAY_CALL_TRAP_MARK")
+TRAPS = os.environ.get("HEADWAY_CALL_TRAPS", "").split(",")
+MARKS = Path(os.environ.get("HEADWAY_CALL_MARKS", ""))
 _span = Trace.span
-
-
-def _die() -> None:
-    if MARK is not None:
-        if Path(MARK).exists():
-            return
-        Path(MARK).touch()
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager
 def _trapped(self: Trace, name: str, category: str, **details: Any) -> Iterator[None]:
     with _span(self, name, category, **details):
         yield
-        if name == NAME and details["step"] == int(STEP):
-            _die()
+        trap = f"{name}@{details['step']}"
+        if trap in TRAPS and not (MARKS / trap).exists():
+            (MARKS / trap).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 Trace.span = _trapped  # type: ignore[method-assign]

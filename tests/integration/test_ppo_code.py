@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from headway.runtime.inference_client import RemoteInferenceEngine
 from tests.integration.driving import finish, steps_of
 from tests.waiting import eventually
 
-SHORT_RUN = ("test_a_trainer_that_dies_within_a_call_goes_on_with_the_batch[actor_train]",)
+SHORT_RUN = ("test_a_trainer_that_dies_within_a_call_goes_on_with_the_batch[once]",)
 
 MakeConfig = Callable[..., LaunchConfig]
 Start = Callable[[LaunchConfig], LocalRun]
@@ -108,7 +108,10 @@ ALLOCATIONS = {
 by other processes."""
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(
+    ("num_ranks", "calls"), [(1, ["actor_train"]), (2, CALLS)], ids=["once", "in each call"]
+)
 def test_a_trainer_that_dies_within_a_call_goes_on_with_the_batch(
     make_config: MakeConfig,
     start: Start,
@@ -116,35 +119,41 @@ def test_a_trainer_that_dies_within_a_call_goes_on_with_the_batch(
     code_rows: Path,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    call: str,
+    num_ranks: int,
+    calls: Sequence[str],
 ) -> None:
-    """The launcher starts it again, from its newest checkpoint. It has one rank in the short run, else
-    two with models of their own: rank 0 dies also while it waits for what the other computes."""
-    num_ranks = 1 if call == "actor_train" else 2
-    mark = tmp_path / "died"
-    monkeypatch.setenv("HEADWAY_CALL_TRAP", f"{call}@2")
-    monkeypatch.setenv("HEADWAY_CALL_TRAP_MARK", str(mark))
+    """The launcher starts it again, from its newest checkpoint; it dies in step after step, each time in
+    the next call. Two ranks have models of their own: rank 0 dies also while it waits for what the other
+    computes."""
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    traps = [f"{call}@{step}" for step, call in enumerate(calls, start=1)]
+    monkeypatch.setenv("HEADWAY_CALL_TRAPS", ",".join(traps))
+    monkeypatch.setenv("HEADWAY_CALL_MARKS", str(marks))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
+    num_steps = len(calls) + 2
+    recovery = {"mode": "fault", "retries": len(calls), "retry_after_s": 0.0, "every_steps": 1}
     sections = code_sections(code_rows) | {
-        "recovery": {"mode": "fault", "retry_after_s": 0.0, "every_steps": 1},
+        "recovery": recovery,
         "trainer": {
             "modules": ["tests.integration.call_traps"],
-            "total_steps": 4,
+            "total_steps": num_steps,
             "num_threads": 1,
         },
         "dataflow": {"allocations": {} if num_ranks == 1 else ALLOCATIONS},
     }
-    config = make_config(steps=4, num_trainer_ranks=num_ranks, **sections)
+    config = make_config(steps=num_steps, num_trainer_ranks=num_ranks, **sections)
     run = start(config)
     run.start_trainer()
     first = run.process("trainer")
-    finish(run)
-    assert mark.exists()
+    eventually(lambda: run.watch() is not None, 400, "the trainer has ended")
+    assert run.watch() == 0, run.process("trainer").log_tail()
+    assert sorted(mark.name for mark in marks.iterdir()) == sorted(traps)
     assert first.exit_code() == (-signal.SIGKILL if num_ranks == 1 else 1)
     audit = connect(run.url).audit()
     assert (audit.lost, audit.duplicated) == (0, 0)
-    assert audit.counts.consumed == 4 * 4
-    assert [step["step"] for step in steps_of(config)] == [0, 1, 2, 3]
+    assert audit.counts.consumed == num_steps * 4
+    assert [step["step"] for step in steps_of(config)] == [*range(num_steps)]
 
 
 def test_six_calls_on_two_allocations_overlap(

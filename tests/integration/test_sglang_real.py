@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import time
+from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -786,6 +787,19 @@ async def test_counters_tell_what_was_done(backend):
     assert load.kv_capacity_tokens == 16384
     assert 0 < load.busy_s < load.uptime_s
     assert (load.running, load.queued) == (0, 0)
+
+
+@pytest.mark.usefixtures("slowly")
+async def test_the_engine_keeps_its_promises(backend, policies, tmp_path):
+    """The suite of `headway engine check`, which leaves weights of its own behind."""
+    model = str(policies.folders[backend.version % 2])
+    command = [sys.executable, "-m", "headway.launch.cli", "engine", "check", backend._engine.url]
+    command += ["--model", model, "--scratch", str(tmp_path)]
+    run = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT)
+    told = (await run.communicate())[0].decode()
+    show(told)
+    assert run.returncode == 0, told
+    assert told.splitlines()[-1] == "28 hold, 0 do not, 0 left out"
 
 
 async def test_the_death_of_the_engine_is_noticed_and_told(backend):

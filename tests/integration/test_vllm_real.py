@@ -60,6 +60,7 @@ ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # of what is imported already
     "TORCH_COMPILE_DISABLE": "1",  # its first requests would wait for a C++ compiler
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",

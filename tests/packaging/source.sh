@@ -29,8 +29,8 @@ new_environment() {
 
 # install REQUIREMENT...: into the environment; PyTorch, where it is wanted, without CUDA.
 install() {
-    "$UV" pip install --quiet --python "$python" --override "$WORK/torch.txt" "$@" 2> "$WORK/errors" \
+    "$UV" pip install --quiet --python "$python" --override "$WORK/torch.txt" "$@" 2> "$python.errors" \
         || "$UV" pip install --quiet --python "$python" --override "$WORK/torch.txt" \
             --index https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match "$@" \
-        || { cat "$WORK/errors"; return 1; }
+        || { cat "$python.errors"; return 1; }
 }

@@ -19,9 +19,14 @@ cp "$here/typed_use.py" .  # beside the checkout's packages, mypy would read tho
 "$python" -m mypy --strict --python-executable "$WORK/control/bin/python" typed_use.py
 echo "wheel: a strict type checker sees the types"
 
-for extras in redis rewards export plots weights inference trainer trainer,tracking,lora,ray; do
-    new_environment "$extras"
-    install "$wheel[$extras]"
-    "$python" "$here/import_all.py" "$extras"
-    echo "wheel: every module that [$extras] is for is imported"
-done
+try_extras() {
+    new_environment "$1"
+    install "$wheel[$1]"
+    "$python" "$here/import_all.py" "$1"
+    echo "wheel: every module that [$1] is for is imported"
+}
+export -f new_environment install try_extras
+export UV PYTHON WORK here wheel
+# The longest first.
+printf '%s\n' trainer,tracking,lora,ray trainer inference weights rewards plots export redis \
+    | xargs -P 2 -I{} bash -euo pipefail -c 'try_extras {}'

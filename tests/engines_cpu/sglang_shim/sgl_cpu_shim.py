@@ -1,8 +1,8 @@
-"""Lets SGLang import torchvision and triton on a machine that has neither in a usable form, and have
-memory of a host without a GPU, also for adapters.
+"""Lets SGLang import torchvision and triton on a machine that has neither in a usable form, have memory
+of a host without a GPU, also for adapters, and fork its processes.
 
-Imported by `sgl_cpu_shim.pth` at the start of every interpreter, so it does nothing until one of the
-four is asked for.
+Imported by `sgl_cpu_shim.pth` at the start of every interpreter, so it does nothing until one of these
+is asked for.
 """
 
 import importlib.abc
@@ -51,6 +51,18 @@ def _plain_memory(dims, dtype, device, **ignored):
     return torch.empty(dims, dtype=dtype, device=device)
 
 
+def _fork_processes():
+    """Each of SGLang's processes would import for seconds what the first one has imported."""
+    import multiprocessing
+
+    choose = multiprocessing.set_start_method
+
+    def forked(method, force=False):
+        choose("fork" if method == "spawn" else method, force)
+
+    multiprocessing.set_start_method = forked
+
+
 def _pin_nothing():
     """Nothing is copied to another device."""
     import torch
@@ -75,7 +87,9 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if self._is_asking:
             return None
-        if name == "torchvision":
+        if name == "sglang":
+            _fork_processes()
+        elif name == "torchvision":
             self._declare_operators()
         elif name == "triton" and not self._has_triton():
             return self._spec(name, self._mock_triton())
