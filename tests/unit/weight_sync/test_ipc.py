@@ -102,10 +102,9 @@ def test_who_is_killed_is_left_behind_by_the_next_epoch(
 def test_a_stopped_member_ends_the_publication_within_its_time(
     make_publisher: Callable[..., CollectivePublisher], spawn: Spawn, pool: ThreadPoolExecutor
 ) -> None:
-    publisher, stopped = make_publisher(timeout_s=1.0), spawn()
-    path = publisher.announce(7).path
+    publisher, stopped = make_publisher(timeout_s=4.0), spawn()
+    stopped.tell(Half(publisher.announce(7).path, 7, GroupRank(1, 1, 2), True, 4))
     published = pool.submit(publisher.publish, 7, weights().items())
-    stopped.tell(Half(path, 7, GroupRank(1, 1, 2), True, 4))
     assert stopped.heard() == ("holding", "half")
     os.kill(stopped.pid, signal.SIGSTOP)
     with pytest.raises(SyncError, match="no progress"):
