@@ -195,15 +195,15 @@ class Publications:
         else:
             async with self._alone():
                 await self._reservation.take(wanted)
-        self._seat()
+        self._review_all()
         return self._reservation.status()
 
     async def end_reservation(self, name: str) -> None:
         """Let its servers go on with the newest version."""
         if await self._reservation.end(name):
-            self._seat()
+            self._review_all()
 
-    def _seat(self) -> None:
+    def _review_all(self) -> None:
         for member in self._members.present():
             self.review(member)
 
@@ -225,10 +225,10 @@ class Publications:
         """
         await self._lock.look()
         await self.adapters.refresh()
-        before, seats = self._state.committed, self._state.reserved_servers
+        before, reserved = self._state.committed, self._state.reserved_servers
         await self._state.refresh()
-        if self._state.reserved_servers != seats:
-            self._seat()
+        if self._state.reserved_servers != reserved:
+            self._review_all()
         if self._state.committed == before or self._publishing is not None:
             return
         for member in self._members.ready():
@@ -242,7 +242,7 @@ class Publications:
         """Nobody else changes what serves; the publication state shows what others did before."""
         async with self._lock.held():
             await self._state.refresh()
-            self._seat()
+            self._review_all()
             yield
 
     async def _go_to(self, version: PolicyVersion, pinned: PolicyVersion | None) -> None:

@@ -92,11 +92,11 @@ class Reservation:
             NotFound, Conflict: as `check`.
         """
         self.check(wanted)
-        seats = self._choose(wanted)
-        if set(seats) != set(self._state.reserved_servers):
-            log.info("servers reserved", extra={"version": wanted.version, "servers": seats})
+        servers = self._choose(wanted)
+        if set(servers) != set(self._state.reserved_servers):
+            log.info("servers reserved", extra={"version": wanted.version, "servers": servers})
             self._failure = None
-        await self._state.reserve(wanted, seats)
+        await self._state.reserve(wanted, servers)
 
     async def end(self, name: str) -> bool:
         """End the reservation; return True if there was one of this name."""

@@ -255,7 +255,7 @@ class WorkerPool:
             RewardOutage: the worker was lost.
             ServiceError: what the function raised.
         """
-        async with self._seat() as place:
+        async with self._taken_slot() as place:
             worker = await self._forked(place, frozenset())
             async with _limited(worker, timeout_s):
                 reply = await worker.ask((function, args))
@@ -269,7 +269,7 @@ class WorkerPool:
             RewardOutage: the worker was lost.
             ServiceError: what is wrong with it.
         """
-        async with self._seat() as place:
+        async with self._taken_slot() as place:
             worker = await self._forked(place, job.modules)
             async with _limited(worker, timeout_s):
                 await worker.ask((job.reward, None))
@@ -291,7 +291,7 @@ class WorkerPool:
             answer.completion_ids,
             answer.messages,
         )
-        async with self._seat() as place:
+        async with self._taken_slot() as place:
             worker = await self._settled(place, job)
             async with _limited(worker, timeout_s):
                 reply = await worker.ask((job.reward, given))
@@ -300,7 +300,7 @@ class WorkerPool:
             return reply
 
     @asynccontextmanager
-    async def _seat(self) -> AsyncIterator[WorkerSlot]:
+    async def _taken_slot(self) -> AsyncIterator[WorkerSlot]:
         """A slot for one call; its worker is killed if the call is aborted."""
         async with self._turns.take() as place:
             try:

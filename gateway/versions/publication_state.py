@@ -219,9 +219,9 @@ class PublicationState:
         async with self._updating:
             await self._update(lambda current: {"pinned": pinned})
 
-    async def reserve(self, wanted: WeightReservation | None, seats: Iterable[str] = ()) -> None:
+    async def reserve(self, wanted: WeightReservation | None, servers: Iterable[str] = ()) -> None:
         """These servers stay at a version from now on; None ends that."""
-        held = tuple(seats)
+        held = tuple(servers)
         async with self._updating:
             await self._update(
                 lambda current: {"reserved": wanted, "seats": held, "repeats": current.repeats + 1}

@@ -94,7 +94,7 @@ class CollectiveSource:
         on_device: whether to hold payloads on a device that the group has.
         """
         self._path = path
-        self._seat = group_rank
+        self._group_rank = group_rank
         self._deadline = deadline
         self._kept = kept
         self._memory = memory
@@ -145,7 +145,7 @@ class CollectiveSource:
         self._payloads.clear()
 
     def _gone(self) -> SyncError:
-        return SyncError(f"rank {self._seat.rank} left {self._path} before it had everything")
+        return SyncError(f"rank {self._group_rank.rank} left {self._path} before it had everything")
 
     def _take(self) -> _ReceivedBucket:
         while True:
@@ -180,7 +180,7 @@ class CollectiveSource:
                 group.close()
 
     def _join_group(self) -> BroadcastGroup:
-        member, group_rank = self._member, self._seat
+        member, group_rank = self._member, self._group_rank
         kept = self._kept.take(member.host, member.port, group_rank)
         try:
             group_setup = member.join("" if kept is None else kept.address.name)

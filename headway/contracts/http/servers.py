@@ -60,7 +60,7 @@ class ServerReport(Config):
     max_context_tokens: int | None = Field(None, ge=1, lt=MAX_COUNT)
     """Tokens per sequence that it can hold, prompt included; None if that is not known."""
     num_ranks: int = Field(1, ge=1, lt=MAX_COUNT)
-    """Seats that this server takes in a process group: its engine's ranks."""
+    """Ranks that this server takes in a process group: those of its engine."""
     vocab_size: int | None = Field(None, ge=1, lt=MAX_COUNT)
     """Token ids that its model knows are below it; None if that is not known."""
     tokenizer_digest: str | None = Field(None, max_length=128)
