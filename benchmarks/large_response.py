@@ -57,7 +57,7 @@ def prompt_of(mib: int) -> list[int]:
     return [1] * ((mib << 20) // (LAYERS * TOP_K) - TOKENS + 1)
 
 
-def serve(mib: int, told: Connection) -> None:
+def serve(mib: int, ready: Connection) -> None:
     """A service that has one answer."""
     num_tokens = len(prompt_of(mib)) + TOKENS - 1
     ids = np.random.default_rng(0).integers(0, 128, (num_tokens, LAYERS, TOP_K), np.int16)
@@ -79,7 +79,7 @@ def serve(mib: int, told: Connection) -> None:
     app.state.service = SimpleNamespace(generator=SimpleNamespace(agenerate=agenerate))
     app.include_router(common)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        told.send(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        ready.send(f"http://127.0.0.1:{listener.getsockname()[1]}")
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listener])
 
 

@@ -66,12 +66,12 @@ def check_engine(
         tempfile.tempdir = previous
     count = Counter(result.mark for result in results.found)
     if json_file is not None:
-        told = {
+        report = {
             "engine": engine.kind,
             "url": engine.url,
             "promises": [r._asdict() for r in results.found],
         }
-        json_file.write_text(json.dumps(told, indent=2) + "\n")
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
     click.echo(f"{count['ok']} hold, {count['FAILED']} do not, {count['left out']} left out")
     if count["FAILED"] or not count["ok"]:
         raise CommandFailed(

@@ -39,8 +39,8 @@ class RememberingBackend(EmbeddedTorchBackend):
             return response
         if on_delta is not None:
             tokens, logprobs = known.output_tokens, known.output_logprobs
-            told = {"output_tokens": tokens, "output_logprobs": logprobs}
-            on_delta(LLMDelta(**told, version=self.version, top_logprobs=known.top_logprobs))
+            fields = {"output_tokens": tokens, "output_logprobs": logprobs}
+            on_delta(LLMDelta(**fields, version=self.version, top_logprobs=known.top_logprobs))
         return known.model_copy(update={"rid": req.rid, "latency_s": 0.0, "ttft_s": 0.0})
 
 

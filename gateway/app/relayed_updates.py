@@ -69,7 +69,7 @@ class RelayedUpdates:
             version=self._fleet.version,
             head=self._fleet.head,
         )
-        answer = await self._told(server, order)
+        answer = await self._relay_to(server, order)
         offered = answer.offered
         if step == "begin" or answer.kept is not None:
             self.is_under_way = True
@@ -92,7 +92,7 @@ class RelayedUpdates:
         if self.is_under_way:
             await self.take("complete")
 
-    async def _told(self, server: Member, order: RelayRequest) -> RelayResponse:
+    async def _relay_to(self, server: Member, order: RelayRequest) -> RelayResponse:
         try:
             if server.state == "lost":
                 raise BackendError(server.reason)

@@ -306,11 +306,11 @@ class RolloutExecutor:
         group: TrajectoryGroup | None = None,
     ) -> None:
         """Tell the ledger what came of a lease, however long it does not answer; then the observer."""
-        await self._until_told(lease, report)
+        await self._until_reported(lease, report)
         seconds = self._now() - self._leased_at[lease.key]
         self._observer.ended(Attempt(lease.request, outcome, seconds, group))
 
-    async def _until_told(self, lease: Lease, report: Callable[[], Awaitable[None]]) -> None:
+    async def _until_reported(self, lease: Lease, report: Callable[[], Awaitable[None]]) -> None:
         self._reporting.add(lease.key)
         while True:
             try:

@@ -52,12 +52,12 @@ def rollouts_failed(ended: Sequence[tuple[str, str, str | None]]) -> RolloutsFai
     Args:
         ended: id, state and reason of each.
     """
-    told = [
+    reasons = [
         f"rollout {rollout_id!r} is {state}: {(reason or 'no reason kept')[:MAX_REASON_CHARS]}"
         for rollout_id, state, reason in ended[:MAX_NAMED]
     ]
     more = [f"and {len(ended) - MAX_NAMED} more"] if len(ended) > MAX_NAMED else []
-    return RolloutsFailed("; ".join(told + more))
+    return RolloutsFailed("; ".join(reasons + more))
 
 
 def given_out(rollout_id: str) -> Conflict:

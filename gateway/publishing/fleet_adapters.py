@@ -77,8 +77,8 @@ class FleetAdapters:
             if failed:
                 loaded = [one for one in servers if one.name not in failed]
                 await asyncio.gather(*(self._undo(one, name, before) for one in loaded))
-                told = "; ".join(f"{server}: {why}" for server, why in failed.items())
-                raise SyncError(f"adapter {name!r} was not loaded, and nothing changed: {told}")
+                reasons = "; ".join(f"{server}: {why}" for server, why in failed.items())
+                raise SyncError(f"adapter {name!r} was not loaded, and nothing changed: {reasons}")
             await self._state.put(name, record)
             return version
 

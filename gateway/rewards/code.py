@@ -31,11 +31,11 @@ from gateway.rewards.code_rows import (
     CallTests,
     StdinTests,
     Tests,
+    decode_tests,
+    encode_tests,
+    fields_of_tests,
     header_of,
     read_tests,
-    read_told,
-    tell_tests,
-    told_fields,
 )
 from gateway.sandbox.values import read_value, write_source
 from headway.contracts.errors import DataError
@@ -133,13 +133,13 @@ class CodeReward:
         return self._result(tally)
 
     async def _read(self, data: Mapping[str, Any], task_pool: TaskPool) -> Tests:
-        fields = told_fields(data)
+        fields = fields_of_tests(data)
         size = size_of(fields)
         if size <= SMALL_TESTS:
             return read_tests(data, self._max_tests)
         if not isinstance(fields.get("input_output", ""), str):
             return await offload(size, read_tests, data, self._max_tests)
-        return read_told(await task_pool.call(tell_tests, fields, self._max_tests))
+        return decode_tests(await task_pool.call(encode_tests, fields, self._max_tests))
 
     def _result(self, tally: Tally) -> RewardResult:
         share = tally.passed / tally.num_tests

@@ -83,13 +83,13 @@ def header_of(data: Mapping[str, Any]) -> str:
     return above if found else ""
 
 
-def told_fields(data: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of_tests(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a row that `read_tests` looks at."""
     return {name: data[name] for name in _FIELDS if name in data}
 
 
-def tell_tests(fields: Mapping[str, Any], max_tests: int | None) -> dict[str, Any]:
-    """The tests in JSON's types, to be read by `read_told` in another process.
+def encode_tests(fields: Mapping[str, Any], max_tests: int | None) -> dict[str, Any]:
+    """The tests in JSON's types, to be read by `decode_tests` in another process.
 
     Raises:
         DataError: as `read_tests`, or there is more text than anybody reads.
@@ -102,17 +102,17 @@ def tell_tests(fields: Mapping[str, Any], max_tests: int | None) -> dict[str, An
     tests = read_tests(fields, max_tests)
     if not isinstance(tests, AssertTests):
         return {"kind": type(tests).__name__, **asdict(tests)}
-    told = asdict(replace(tests, checks=()))
+    encoded = asdict(replace(tests, checks=()))
     checks = [asdict(c) | {"expected": encode(c.expected)} for c in tests.checks]
-    return {"kind": "AssertTests", **told, "checks": checks}
+    return {"kind": "AssertTests", **encoded, "checks": checks}
 
 
-def read_told(told: Mapping[str, Any]) -> Tests:
-    """The tests that `tell_tests` told."""
-    fields = {name: value for name, value in told.items() if name != "kind"}
-    if told["kind"] == "StdinTests":
+def decode_tests(encoded: Mapping[str, Any]) -> Tests:
+    """The tests that `encode_tests` encoded."""
+    fields = {name: value for name, value in encoded.items() if name != "kind"}
+    if encoded["kind"] == "StdinTests":
         return StdinTests(tuple((given, wanted) for given, wanted in fields["cases"]))
-    if told["kind"] == "CallTests":
+    if encoded["kind"] == "CallTests":
         cases = tuple((given, wanted) for given, wanted in fields["cases"])
         return CallTests(fields["function"], cases)
     checks = [

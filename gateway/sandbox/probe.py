@@ -75,11 +75,11 @@ async def probe(pool: SandboxPool) -> None:
         raise Unavailable(f"a program {', '.join(breaches)}")
 
 
-def _breaches(bait: Bait, told: str, forks: tuple[dict[str, object], ...]) -> list[str]:
+def _breaches(bait: Bait, printed: str, forks: tuple[dict[str, object], ...]) -> list[str]:
     with open(bait.path) as file:
         content = file.read()
     found = {
-        "read a file of this machine": bait.secret in told,
+        "read a file of this machine": bait.secret in printed,
         "wrote to a file of this machine": content != bait.secret,
         "reached a port of this machine": bool(bait.connections),
         "started processes without limit": not forks or forks[0].get("value") == MAX_FORKS,

@@ -63,8 +63,8 @@ async def status_of(request: Request) -> StatusResponse:
     """Return the service's status, and its process's."""
     stalls: StallWatch = request.app.state.stalls
     status = await service_of(request).status()
-    told = {"longest_stall_s": stalls.longest_s, "stalls": stalls.num_long}
-    return status.model_copy(update=told)
+    measured = {"longest_stall_s": stalls.longest_s, "stalls": stalls.num_long}
+    return status.model_copy(update=measured)
 
 
 @rollouts.post(paths.ROLLOUTS)

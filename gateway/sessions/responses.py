@@ -65,8 +65,8 @@ def _earlier(body: ResponsesRequest, session: Session) -> list[Message]:
 
 
 def _failed_event(failure: ApiFailure) -> str:
-    told = {"code": failure.code, "message": failure.message, "param": failure.param}
-    return event({"type": "error", "sequence_number": 0, **told}, "error")
+    details = {"code": failure.code, "message": failure.message, "param": failure.param}
+    return event({"type": "error", "sequence_number": 0, **details}, "error")
 
 
 class ResponseAnswer:

@@ -101,14 +101,14 @@ async def _opened(
         (is_new,) = await host.submit([rollout])
         if not is_new:
             _check_coming(await _entry(host.ledger, body.rollout_id))
-        told = await sessions.until_open(body.rollout_id, base_url, body.timeout_s)
-    if told is None:
+        response = await sessions.until_open(body.rollout_id, base_url, body.timeout_s)
+    if response is None:
         _check_coming(await _entry(host.ledger, body.rollout_id))
         raise later(
             f"rollout {body.rollout_id!r} was not running within {body.timeout_s:g} s; it keeps its "
             "place in the queue for the same request"
         )
-    return told
+    return response
 
 
 def _rollout(body: SessionRequest) -> RolloutRequest:

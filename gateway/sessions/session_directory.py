@@ -25,26 +25,26 @@ class SessionDirectory:
 
     async def find(self, rollout_id: str) -> SessionResponse | None:
         """The session of a rollout, on whichever gateway."""
-        told = _read(await self._notes.get_value(_key(rollout_id))).get(rollout_id)
-        return None if told is None else SessionResponse.model_validate(told)
+        response = _read(await self._notes.get_value(_key(rollout_id))).get(rollout_id)
+        return None if response is None else SessionResponse.model_validate(response)
 
-    async def post(self, told: SessionResponse) -> None:
+    async def post(self, response: SessionResponse) -> None:
         """Tell where a rollout's session is."""
-        await self._change(told.rollout_id, told)
+        await self._change(response.rollout_id, response)
 
-    async def take(self, told: SessionResponse) -> None:
+    async def take(self, response: SessionResponse) -> None:
         """It has ended; what another gateway posted for the same rollout stays."""
-        if await self.find(told.rollout_id) == told:
-            await self._change(told.rollout_id, None)
+        if await self.find(response.rollout_id) == response:
+            await self._change(response.rollout_id, None)
 
-    async def _change(self, rollout_id: str, told: SessionResponse | None) -> None:
+    async def _change(self, rollout_id: str, response: SessionResponse | None) -> None:
         key = _key(rollout_id)
         while True:
             text = await self._notes.get_value(key)
             entries = _read(text)
             entries.pop(rollout_id, None)
-            if told is not None:
-                entries[rollout_id] = told.model_dump()
+            if response is not None:
+                entries[rollout_id] = response.model_dump()
             if await self._notes.compare_and_set(key, text, json.dumps(entries)):
                 return
 

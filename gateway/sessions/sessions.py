@@ -84,12 +84,12 @@ class Sessions:
         if self.board is None or session.sample.prompt.group_size > 1:
             yield
             return
-        told = self.describe(session)
-        await self.board.post(told)
+        response = self.describe(session)
+        await self.board.post(response)
         try:
             yield
         finally:
-            await self.board.take(told)
+            await self.board.take(response)
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
@@ -128,8 +128,8 @@ class Sessions:
                         return self.describe(session, base_url)
                     if self.board is None:
                         await changed.wait()
-                    elif (told := await self.board.find(rollout_id)) is not None:
-                        return told
+                    elif (response := await self.board.find(rollout_id)) is not None:
+                        return response
                     else:
                         with suppress(TimeoutError):
                             async with asyncio.timeout(LOOK_S):

@@ -47,10 +47,10 @@ class Python:
 
     async def call(self, arguments: Mapping[str, Any], services: SharedServices) -> str:
         program = replace(self._blank, source=read_text(arguments, "code"))
-        return _told(await services.sandbox.run(program))
+        return _describe(await services.sandbox.run(program))
 
 
-def _told(outcome: ProgramResult) -> str:
+def _describe(outcome: ProgramResult) -> str:
     if outcome.status == "ok":
         return outcome.stdout or "(the program printed nothing)"
     ended = f"[the program ended with {outcome.status.replace('_', ' ')}]"

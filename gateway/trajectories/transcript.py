@@ -141,7 +141,7 @@ class Transcript:
             stop_reason=stop_reason or (self._turns[-1].stop_reason if self._turns else "stop"),
             verdict=result.verdict,
             details=result.details,
-            turns=self._told_turns(),
+            turns=self._reported_turns(),
             branch=branch,
             sampling_mask=self._whole_mask(),
             routed_experts=self._experts,
@@ -157,7 +157,7 @@ class Transcript:
             end = start + len(mask)
         return SamplingMask.join([*parts, SamplingMask.whole(len(self._ids) - end)])
 
-    def _told_turns(self) -> tuple[Turn, ...]:
+    def _reported_turns(self) -> tuple[Turn, ...]:
         """A single turn with nothing to report is left out."""
         turns = tuple(self._turns)
         is_plain = len(turns) < 2 and all(t.reward is None and not t.note for t in turns)

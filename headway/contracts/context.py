@@ -31,9 +31,9 @@ class ContextLimits:
     def of(reports: Iterable[ServerReport]) -> ContextLimits:
         """Return the limits from the servers' reports; of two at one address the later one
         counts."""
-        told = {report.url: report.max_context_tokens for report in reports}.values()
-        known = [limit for limit in told if limit is not None]
-        is_whole = len(known) == len(told)
+        limits = {report.url: report.max_context_tokens for report in reports}.values()
+        known = [limit for limit in limits if limit is not None]
+        is_whole = len(known) == len(limits)
         return ContextLimits(
             min(known, default=None), max(known, default=None) if is_whole else None
         )

@@ -68,14 +68,14 @@ class RunLogs:
         lines = self.lines(name)
         reason = reason_of(lines) if code > 0 else None
         if reason is not None:
-            told = [f"{name}: {reason.text}", f"its log: {self.path(name)}"]
+            parts = [f"{name}: {reason.text}", f"its log: {self.path(name)}"]
         else:
-            told = [f"{name} {_ending(code)}; its log, {self.path(name)}, ends:"]
-            told += [f"  {line}" for line in lines[-LAST_LINES:]]
-        if advice and "resume" not in told[0]:
-            told.append(advice)
+            parts = [f"{name} {_ending(code)}; its log, {self.path(name)}, ends:"]
+            parts += [f"  {line}" for line in lines[-LAST_LINES:]]
+        if advice and "resume" not in parts[0]:
+            parts.append(advice)
         is_bad_input = reason is not None and reason.is_bad_input
-        return CommandFailed("\n".join(told), EXIT_USAGE if is_bad_input else EXIT_FAILURE)
+        return CommandFailed("\n".join(parts), EXIT_USAGE if is_bad_input else EXIT_FAILURE)
 
 
 @contextmanager

@@ -56,25 +56,27 @@ class Deployment:
             if self._token is not None:
                 headers["authorization"] = f"Bearer {self._token.read_text().strip()}"
             answer = self._client.request(method, self._path, json=body, headers=headers)
-            told = answer.json()
+            state = answer.json()
         except (httpx.HTTPError, ValueError, OSError) as error:
             raise BackendError(f"Kubernetes gave no answer: {error!r}") from error
         if answer.status_code == 404:
             raise NotFound(f"there is no Deployment {self.name}")
         if not answer.is_success:
-            why = told.get("message") if isinstance(told, dict) else None
-            told = f"Kubernetes answered {answer.status_code} to {method} {self._path}: {why}"
+            why = state.get("message") if isinstance(state, dict) else None
+            message = f"Kubernetes answered {answer.status_code} to {method} {self._path}: {why}"
             if answer.status_code in (401, 403):
-                told += "; the service account needs a Role to get and patch deployments/scale"
-            raise BackendError(told)
-        return told
+                message += "; the service account needs a Role to get and patch deployments/scale"
+            raise BackendError(message)
+        return state
 
-    def _size(self, told: Any) -> int:
+    def _size(self, state: Any) -> int:
         try:
             # Kubernetes leaves out a 0.
-            return int(told["spec"].get("replicas", 0))
+            return int(state["spec"].get("replicas", 0))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise BackendError(f"Kubernetes told no scale of {self.name}: {told!r:.200}") from error
+            raise BackendError(
+                f"Kubernetes gave no scale of {self.name}: {state!r:.200}"
+            ) from error
 
 
 @contextmanager

@@ -38,10 +38,10 @@ def run_command(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> N
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
-        told = _told(error)
-        if told is None:
+        described = _describe(error)
+        if described is None:
             raise
-        text, status = told
+        text, status = described
         sys.stderr.write(f"{text}\n")
         sys.exit(status)
     sys.exit(0)
@@ -60,7 +60,7 @@ def import_main(module: str) -> Callable[..., None]:
     return main
 
 
-def _told(error: Exception) -> tuple[str, int] | None:
+def _describe(error: Exception) -> tuple[str, int] | None:
     """Return the message for an error, and the exit status; None for one that is not ours."""
     from headway.contracts.errors import ConfigError, DataError, ServiceError
 

@@ -97,13 +97,13 @@ def by_weight(problems: Iterable[Problem]) -> list[Problem]:
     for its wrong items."""
     found = list(problems)
     places = [tuple(each["loc"]) for each in found]
-    told = [
+    messages = [
         each
         for each, place in zip(found, places, strict=True)
         if each["type"] != "too_short"
         or not any(len(place) < len(other) and other[: len(place)] == place for other in places)
     ]
-    return sorted(told, key=lambda each: each["type"] != "extra_forbidden")
+    return sorted(messages, key=lambda each: each["type"] != "extra_forbidden")
 
 
 def explain_unknown(

@@ -28,10 +28,10 @@ def settle_score(
         return RewardResult(judged.score, judged.details, judged.verdict)
     body = judged.error
     if failed_score is None:
-        told = ErrorBody(
+        failure = ErrorBody(
             code=body.code, message=f"answer {place}: {body.message}", retryable=body.retryable
         )
-        raise ServiceError.from_body(told)
+        raise ServiceError.from_body(failure)
     return RewardResult(failed_score, {"error": body.message})
 
 

@@ -94,8 +94,8 @@ async def post_generate(
         else:
             response = LLMResponse.from_response(answer.content)
     except ValueError as error:
-        told = f"{target} answered with no generation: {error}"
-        raise BackendError(told[:MAX_MESSAGE]) from InvalidGeneration()
+        message = f"{target} answered with no generation: {error}"
+        raise BackendError(message[:MAX_MESSAGE]) from InvalidGeneration()
     problem = _problem(response, req, req.rid if rid is None else rid, vocab_size)
     if events is not None and response.output_tokens[: len(events.tokens)] != events.tokens:
         problem = "other tokens at the end than on the way"

@@ -17,7 +17,7 @@ from headway.contracts.config.base import ComponentConfig
 from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.types import RewardResult
 from headway.runtime.fair_pool import CALLER
-from tests.unit.gateway.sandboxes import BACKENDS, facilities_of, open_pool, run
+from tests.unit.gateway.sandboxes import BACKENDS, open_pool, run, services_of
 
 pytestmark = pytest.mark.extended
 
@@ -128,7 +128,7 @@ async def pool(request):
 
 
 async def judge(pool: SandboxPool, program: str, row: dict = ROW, **args) -> RewardResult:
-    return await CodeReward(**args).score(Answer("", program, row), facilities_of(pool))
+    return await CodeReward(**args).score(Answer("", program, row), services_of(pool))
 
 
 def value(outcome: ProgramResult, index: int = 0):
@@ -307,7 +307,7 @@ async def test_sleepers_of_one_caller_cost_another_neither_its_answer_nor_its_tu
         await asyncio.sleep(0)  # they are before us
         CALLER.set("honest")
         config = ExecutorConfig(reward_wait_s=20.0, reward_attempts=1)
-        scorer = Scorer(config, facilities_of(pool))
+        scorer = Scorer(config, services_of(pool))
         code = ComponentConfig(name="code", args={"cpu_s": 8.0})
         for _ in range(5):
             assert (await scorer.score(code, Answer("", HONEST, ROW))).verdict == "accepted"

@@ -155,7 +155,7 @@ def setting_paths() -> set[str]:
 @cache
 def literals() -> str:
     """All of the packages' text, with adjoining strings joined and on one line."""
-    files = [path for room in CODE for path in sorted((ROOT / room).rglob("*.py"))]
+    files = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py"))]
     joined = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in files))
     return re.sub(r"\s+", " ", joined)
 

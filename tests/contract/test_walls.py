@@ -16,7 +16,7 @@ HEAVY = ("torch", "transformers", "sglang", "vllm", "ray", "megatron")
 
 
 def modules_below(folder: str) -> list[str]:
-    """Dotted names of all modules of a room, read from the tree, not imported."""
+    """Dotted names of all modules of a folder, read from the tree, not imported."""
     return [
         ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for file in sorted((ROOT / folder).rglob("*.py"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).parents[2]
 REGISTRY = "localhost/"
@@ -26,8 +28,9 @@ RUN apt-get update \\
 """
 FILES_AND_PROCESSES = ("nofile=4096:4096", "nproc=8192:8192")
 """No more than a container may ask for where its host is one itself."""
-TORCH_INDEX = "HEADWAY_TORCH_INDEX"
-"""Variable with the index that PyTorch comes from; else the Dockerfile's."""
+TORCH_VERSION = f"{torch.__version__.partition('+')[0]}+cpu"
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+TORCH_FOLDER = Path("/var/tmp/headway-torch-index")
 
 
 def missing_programs() -> str:
@@ -56,13 +59,11 @@ def build(target: str) -> str:
     _ensure_base()
     image = f"{REGISTRY}headway-{target}:{TAG}"
     arguments = [f"BASE_IMAGE={BASE}", f"ENGINE_IMAGE={BASE}"]
-    if index := os.environ.get(TORCH_INDEX):
-        arguments.append(f"TORCH_INDEX={index}")
-    _bud(
-        image,
-        ["--target", target, *_each("--build-arg", arguments)],
-        ROOT / "docker" / "Dockerfile",
-    )
+    options = ["--target", target]
+    if target != "control":
+        options += ["--volume", f"{_torch_index()}:/torch:ro"]
+        arguments.append("TORCH_INDEX=file:///torch")
+    _bud(image, [*options, *_each("--build-arg", arguments)], ROOT / "docker" / "Dockerfile")
     return image
 
 
@@ -96,6 +97,20 @@ def _bud(image: str, options: Sequence[str], file: Path | None) -> None:
     words = ["buildah", "bud", "--isolation", "chroot", "--network", "host", "--layers"]
     words += ["--tag", image, *options, "--file", "-" if file is None else str(file)]
     run(*words, *([] if file is None else [str(ROOT)]), given=REDIS_FILE if file is None else None)
+
+
+@cache
+def _torch_index() -> Path:
+    """A folder that serves as an index of PyTorch alone.
+
+    pip brings it: where a machine has a copy, its pip knows, and the uv of an image does not.
+    """
+    folder = TORCH_FOLDER / "torch"
+    words = ["download", "--quiet", "--no-deps", "--dest", folder, f"torch=={TORCH_VERSION}"]
+    run(sys.executable, "-m", "pip", *words, "--extra-index-url", TORCH_INDEX)
+    wheels = [f'<a href="{wheel.name}"></a>' for wheel in folder.glob("*.whl")]
+    (folder / "index.html").write_text("\n".join(wheels))
+    return TORCH_FOLDER
 
 
 @cache

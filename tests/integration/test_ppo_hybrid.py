@@ -114,8 +114,11 @@ def test_it_learns_in_one_process(start: Path, tmp_path: Path):
 def test_pools_and_numbers_of_workers_change_no_result(start: Path, tmp_path: Path):
     one = steps_of(start, tmp_path / "one", 3, **PPO)
     split = steps_of(start, tmp_path / "split", 3, workers=SPLIT, **PPO)
-    assert one[-1]["handover_copied_bytes"] == 0  # generation uses the trainer's own memory
-    assert split[-1]["handover_copied_bytes_all_ranks"] == 2 * one[-1]["handover_model_bytes"]
+    assert one[-1]["weight_transfer_copied_bytes"] == 0  # generation uses the trainer's own memory
+    assert (
+        split[-1]["weight_transfer_copied_bytes_all_ranks"]
+        == 2 * one[-1]["weight_transfer_model_bytes"]
+    )
     for name in ("reward", "loss", "grad_norm", "value_loss", "reference_kl", "response_tokens"):
         expected = [step[name] for step in one]
         assert [step[name] for step in split] == pytest.approx(expected, rel=1e-3, abs=1e-5), name
@@ -150,7 +153,10 @@ def test_servers_beside_the_workers_generate_what_the_hybrid_engine_does(
         assert [step[name] for step in served] == pytest.approx(expected, rel=1e-3, abs=1e-5), name
     assert max(step["logprob_diff_max"] for step in served) < 1e-4
     # A server has its own weights, and rank 0 keeps the version that was handed over.
-    assert served[-1]["handover_copied_bytes_all_ranks"] == 3 * served[-1]["handover_model_bytes"]
+    assert (
+        served[-1]["weight_transfer_copied_bytes_all_ranks"]
+        == 3 * served[-1]["weight_transfer_model_bytes"]
+    )
     assert not list(Path("/dev/shm").glob(f"{PREFIX}*"))
 
 

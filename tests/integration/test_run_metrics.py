@@ -20,7 +20,7 @@ pytestmark = pytest.mark.extended
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 SINKS = [name for name in ("tensorboard", "wandb") if importlib.util.find_spec(name) is not None]
 STEPS, KILLED_AFTER = 6, 3
-HYBRID = {name for name in GROUPS["speed"].split() if name.startswith("handover_")}
+HYBRID = {name for name in GROUPS["speed"].split() if name.startswith("weight_transfer_")}
 ABSENT = {"stopped_fraction", "reference_kl", "kl_coef", "teacher_kl"}.union(
     HYBRID, *(GROUPS[part].split() for part in ("critic", "preference", "evaluation", "float16"))
 )

@@ -130,7 +130,9 @@ def documented() -> set[str]:
         if section.split("\n")[0] in ("optimizer", "preference", "speed", "run"):
             cells = re.findall(r"^\| (`[^|]*)\|", section, re.MULTILINE)
             names |= {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
-    return {name for name in names if not name.startswith("handover_")}  # of the hybrid engine
+    return {
+        name for name in names if not name.startswith("weight_transfer_")
+    }  # of the hybrid engine
 
 
 def test_demonstrations_are_imitated_and_held_out_rows_judged(start, tmp_path):

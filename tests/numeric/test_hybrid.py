@@ -250,7 +250,7 @@ def test_a_bad_request_fails_its_call_and_no_more(opened, llama_dir):
     assert largest_error(engine, requests(0), answered) < EXACT
 
 
-def test_a_handover_that_fails_serves_nothing_and_can_be_done_again(opened, llama_dir):
+def test_a_transfer_that_fails_serves_nothing_and_can_be_done_again(opened, llama_dir):
     engine = opened(llama_dir, lora=LORA, hybrid={"dtype": "float32"})
     engine.rollout_mode()
     engine.trainer_mode()
@@ -273,7 +273,7 @@ def test_a_handover_that_fails_serves_nothing_and_can_be_done_again(opened, llam
     train(engine, 1)
 
 
-def test_after_a_torn_handover_training_can_go_on(opened, llama_dir):
+def test_after_a_failed_transfer_training_can_go_on(opened, llama_dir):
     engine = opened(llama_dir)
     torch.manual_seed(1)
     expected = torch.get_rng_state()
@@ -459,7 +459,7 @@ def memory_of_rank(topology: Topology, folder: Path) -> list[tuple[int, int, int
 
 
 @pytest.mark.extended
-def test_a_handover_holds_one_tensor_besides_the_copy(tmp_path):
+def test_a_transfer_holds_one_tensor_besides_the_copy(tmp_path):
     folder = save_model(tmp_path / "model", "llama", num_layers=4)
     for rank in run_ranks(2, tmp_path / "ranks", memory_of_rank, folder):
         for peak, held, copy, largest in rank:

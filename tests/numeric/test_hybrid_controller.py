@@ -109,7 +109,7 @@ def test_a_step_tells_what_other_experiments_tell(root: Path, tmp_path: Path, st
         assert step["trajectories"] == 12
         assert step["staleness_trajectories"] == [12]
         assert step["logprob_diff_max"] < 1e-4
-        assert step["handover_copied_bytes"] == 0
+        assert step["weight_transfer_copied_bytes"] == 0
         assert step["tokens"] > 36
         assert step["train_tokens_per_s"] > 0
 

@@ -131,16 +131,16 @@ class Upload:
     def _share_base(self) -> None:
         """Rank 0 knows it; the others take part in what follows from it, and in checkpoints."""
         known = b"" if self._base is None else self._base.model_dump_json().encode()
-        told = self._topology.broadcast_bytes(known)
-        self._base = Base.model_validate_json(told) if told else None
+        received = self._topology.broadcast_bytes(known)
+        self._base = Base.model_validate_json(received) if received else None
 
     def _gathering(self) -> Whole:
         """Return the function that gathers parameters in the type that rank 0's publisher sends;
         collective.
         """
         mine = None if self._publisher is None else self._publisher.dtype
-        told = self._topology.broadcast_bytes((mine or "").encode()).decode()
-        return partial(whole, dtype=DTYPES.get(told))
+        received = self._topology.broadcast_bytes((mine or "").encode()).decode()
+        return partial(whole, dtype=DTYPES.get(received))
 
     def _whole_model(self, gather: Whole) -> Tensors:
         if self._lora is not None:

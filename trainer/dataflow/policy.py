@@ -55,12 +55,12 @@ def policy_calls(config: PolicyLearner) -> tuple[Call, ...]:
         asked = POLICY if config.has_base_reference else REFERENCE
         adds = ("reference_logprobs",)
         calls.append(Call("ref_inf", "inference", "reference", TOKENS, adds, asked))
-    told = "teacher_top" if algorithm.distillation_top_k else "teacher_logprobs"
+    column = "teacher_top" if algorithm.distillation_top_k else "teacher_logprobs"
     if config.teacher is not None:
-        adds = (told,)
+        adds = (column,)
         calls.append(Call("teacher_inf", "inference", "teacher", TOKENS, adds, TEACHER))
     if config.teacher_servers is not None:
-        adds, reads = (told,), ("input_ids", "action_mask")
+        adds, reads = (column,), ("input_ids", "action_mask")
         calls.append(Call("teacher_inf", "inference", "teacher_servers", reads, adds))
     if has_critic:
         adds = ("values", "normalized_values")

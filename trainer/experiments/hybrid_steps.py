@@ -13,7 +13,7 @@ import torch
 from headway.contracts.config.ppo_hybrid import PPOHybridExperiment
 from trainer.checkpoint import CheckpointContents, RunState
 from trainer.exports import Exports
-from trainer.hybrid.handover import Handover
+from trainer.hybrid.transfer_cost import TransferCost
 from trainer.workers.data_proto import DataProto
 from trainer.workers.resource_pools import RoleGroups
 
@@ -136,14 +136,14 @@ class StepWatcher:
         """
         if num_done - 1 in self._config.profiler.steps:
             self._write_profiles(num_done - 1)
-        handovers = self._handovers()
-        longest_s = max((each.seconds for each in handovers), default=0.0)
+        transfers = self._transfers()
+        longest_s = max((each.seconds for each in transfers), default=0.0)
         generate_s, train_s = timer.seconds
         actor = self._groups.actor_rollout
         stats = actor.end_step(tokens, generate_s - longest_s, train_s, longest_s)[0]
-        stats |= _describe(handovers)
+        stats |= _describe(transfers)
         if num_done == 1:
-            log.info("weights were handed over to generation", extra=_describe(handovers))
+            log.info("weights were handed over to generation", extra=_describe(transfers))
         self._exports.after_step(num_done, self.contents.models)
         settings = self._config.evaluation
         if self._evaluate is not None and settings is not None:
@@ -152,10 +152,10 @@ class StepWatcher:
                 stats |= self._evaluate()
         return dict(stats)
 
-    def _handovers(self) -> list[Handover]:
+    def _transfers(self) -> list[TransferCost]:
         actor = self._groups.actor_rollout
-        each = [actor.worker(rank).last_handover() for rank in range(actor.world_size)]
-        return [handover for handover in each if handover is not None]
+        each = [actor.worker(rank).last_transfer() for rank in range(actor.world_size)]
+        return [cost for cost in each if cost is not None]
 
     def _write_profiles(self, step: int) -> None:
         folder = Path(self._config.run_dir).resolve() / PROFILES / f"step-{step}"
@@ -163,13 +163,13 @@ class StepWatcher:
             group.stop_profile(str(folder / name))
 
 
-def _describe(handovers: list[Handover]) -> dict[str, float]:
+def _describe(transfers: list[TransferCost]) -> dict[str, float]:
     """Return the metrics of the rank with the largest copy, and their sum over the ranks."""
-    if not handovers:
+    if not transfers:
         return {}
-    largest = max(handovers, key=lambda each: each.copied_bytes)
-    copied = float(sum(each.copied_bytes for each in handovers))
-    return {**largest.metrics(), "handover_copied_bytes_all_ranks": copied}
+    largest = max(transfers, key=lambda each: each.copied_bytes)
+    copied = float(sum(each.copied_bytes for each in transfers))
+    return {**largest.metrics(), "weight_transfer_copied_bytes_all_ranks": copied}
 
 
 def mean_score(batch: DataProto) -> dict[str, float]:

@@ -38,10 +38,10 @@ from trainer.api import (
 )
 from trainer.batching.sequences import SequenceBatch
 from trainer.hybrid.backend import RolloutBackend
-from trainer.hybrid.handover import Handover
 from trainer.hybrid.parameter_source import ParameterSource, share_parameters
 from trainer.hybrid.random_state import RandomState
 from trainer.hybrid.shares import generate_shares, seeded
+from trainer.hybrid.transfer_cost import TransferCost
 from trainer.wrapper import EngineWrapper
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class HybridEngine(EngineWrapper[ParameterSource]):
         """True if parameters may differ from those of `version`."""
         self._num_calls = 0
         """Number of calls of `generate` under this version."""
-        self.handover: Handover | None = None
+        self.last_transfer: TransferCost | None = None
         """Cost of the last weight transfer."""
         self._training_draws: RandomState | None = None
         self._runner = asyncio.Runner()
@@ -253,7 +253,7 @@ class HybridEngine(EngineWrapper[ParameterSource]):
         if not engine.topology.max(int(failure is not None)):
             seconds = time.perf_counter() - begin
             model_bytes = sum(p.numel() * p.element_size() for _, p in engine.weights())
-            self.handover = Handover(seconds, model_bytes, self._backend.own_bytes)
+            self.last_transfer = TransferCost(seconds, model_bytes, self._backend.own_bytes)
             return
         what = "another rank failed; see its log" if failure is None else _described(failure)
         self._why_torn = f"version {version} was not transferred whole: {what}"

@@ -16,8 +16,8 @@ from headway.runtime.config import validate_config
 from trainer.api import TrainEngine
 from trainer.hybrid.backend import make_backend
 from trainer.hybrid.engine import HybridEngine
-from trainer.hybrid.handover import Handover
 from trainer.hybrid.parameter_source import ParameterSource
+from trainer.hybrid.transfer_cost import TransferCost
 from trainer.topology import Topology
 
 _REQUESTS = TypeAdapter(list[LLMRequest])
@@ -55,8 +55,8 @@ class HybridRollout:
         return responses[end - len(requests) : end]
 
     @property
-    def handover(self) -> Handover | None:
-        return self._engine.handover
+    def last_transfer(self) -> TransferCost | None:
+        return self._engine.last_transfer
 
     def close(self) -> None:
         self._engine.stop()

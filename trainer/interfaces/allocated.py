@@ -44,10 +44,10 @@ class AllocatedInterface:
         return metrics
 
     def _shared(self, run: Callable[[], Any]) -> Any:
-        told = None
+        mine = None
         if self._is_member:
-            told = (run(), {name: part.state_dict() for name, part in self.states.items()})
-        result, learned = self._everyone.broadcast(told, self._source)
+            mine = (run(), {name: part.state_dict() for name, part in self.states.items()})
+        result, learned = self._everyone.broadcast(mine, self._source)
         if not self._is_member:
             for name, part in self.states.items():
                 part.load_state_dict(learned[name])

@@ -53,8 +53,8 @@ class FrozenModel:
         """
         hook = self._top if self._top_k else self._logprobs
         with self._engine.without_adapters() if self._is_base else nullcontext():
-            told: Tensor = self._engine.forward(share, self._mb_spec, post_hook=hook)
-        return told
+            values: Tensor = self._engine.forward(share, self._mb_spec, post_hook=hook)
+        return values
 
     def inference(self, batch: SequenceBatch) -> Columns:
         """The same of a whole batch, under the name that was given."""

@@ -112,8 +112,8 @@ def _score(server: ServiceCalls, input_ids: Sequence[int], mask: Tensor, top_k: 
             f"{f', {top_k} at each position' if top_k else ''}; a teacher needs a backend that reports "
             "the logprobs of prompts"
         )
-    told = torch.tensor(found, dtype=torch.float64)  # [wanted] or [wanted, top_k, 2]
-    scored[start - 1 : len(input_ids) - 1] = told.transpose(1, 2) if top_k else told
+    values = torch.tensor(found, dtype=torch.float64)  # [wanted] or [wanted, top_k, 2]
+    scored[start - 1 : len(input_ids) - 1] = values.transpose(1, 2) if top_k else values
     scored[~mask] = 0.0
     return scored
 

@@ -30,8 +30,8 @@ GROUPS = {
     "float16": "loss_scale critic_loss_scale",
     "speed": (
         "wait_s train_s publish_s idle_share train_tokens_per_s train_tokens_per_s_per_rank mfu "
-        "padding_share micro_batch_fill peak_memory_bytes handover_s handover_model_bytes "
-        "handover_copied_bytes handover_copied_bytes_all_ranks"
+        "padding_share micro_batch_fill peak_memory_bytes weight_transfer_s weight_transfer_model_bytes "
+        "weight_transfer_copied_bytes weight_transfer_copied_bytes_all_ranks"
     ),
     "run": "time sink_failures",
 }

@@ -25,7 +25,7 @@ from headway.contracts.errors import ConfigError, DataError
 from headway.contracts.types import LLMRequest, LLMResponse
 from trainer.api import SaveLoadMeta, TrainEngine
 from trainer.batching.sequences import SequenceBatch
-from trainer.hybrid.handover import Handover
+from trainer.hybrid.transfer_cost import TransferCost
 from trainer.interfaces.frozen_model import FrozenModel
 from trainer.interfaces.ppo_actor import PPOActor
 from trainer.interfaces.ppo_critic import PPOCritic
@@ -160,9 +160,9 @@ class ActorRolloutRefWorker(ModelWorker):
         return metrics
 
     @register(Dispatch.DIRECT_ROLLOUT_METHOD)
-    def last_handover(self) -> Handover | None:
+    def last_transfer(self) -> TransferCost | None:
         """Return the cost of the last transfer of weights to generation on this worker."""
-        return None if self._rollout is None else self._rollout.handover
+        return None if self._rollout is None else self._rollout.last_transfer
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:

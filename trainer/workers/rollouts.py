@@ -17,7 +17,7 @@ from headway.contracts.registry import Registry
 from headway.contracts.types import LLMRequest, LLMResponse
 from trainer.api import MicroBatchSpec, ModelOutput, TrainEngine
 from trainer.batching.sequences import SequenceBatch
-from trainer.hybrid.handover import Handover
+from trainer.hybrid.transfer_cost import TransferCost
 from trainer.topology import Topology
 
 
@@ -25,7 +25,7 @@ class RolloutEngine(Protocol):
     """Generates on all ranks of a group."""
 
     @property
-    def handover(self) -> Handover | None:
+    def last_transfer(self) -> TransferCost | None:
         """Cost of the last transfer of weights to it; None if it needs none."""
 
     def generate(self, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
@@ -123,7 +123,7 @@ class ForwardRollout:
         return [_response(row, time.perf_counter() - begin) for row in rows]
 
     @property
-    def handover(self) -> None:
+    def last_transfer(self) -> None:
         return None
 
     def close(self) -> None:

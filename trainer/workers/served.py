@@ -36,7 +36,7 @@ from headway.runtime.inference_client import RemoteInferenceEngine
 from headway.runtime.process import Process, ProcessSpec
 from headway.runtime.tasks import all_or_none
 from trainer.api import TrainEngine
-from trainer.hybrid.handover import Handover
+from trainer.hybrid.transfer_cost import TransferCost
 from trainer.topology import Topology
 from trainer.workers.worker import RANK_VARIABLES
 from weight_sync.transports.base import make_publisher
@@ -74,7 +74,7 @@ class ServedRollout:
         self._topology = topology
         self._has_seeds = settings.seeds
         self._version = 0
-        self.handover: Handover | None = None
+        self.last_transfer: TransferCost | None = None
         self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         self._memory: Path | None = None
         sync = None if not topology.is_main else settings.weight_sync or self._in_memory()
@@ -157,7 +157,9 @@ class ServedRollout:
         self._client.update_weights(WeightUpdateMeta(self._version, path.decode())).result()
         model_bytes = sum(p.numel() * p.element_size() for _, p in self._policy.weights())
         copies = 1 + (self._publisher is not None)
-        self.handover = Handover(time.perf_counter() - begin, model_bytes, copies * model_bytes)
+        self.last_transfer = TransferCost(
+            time.perf_counter() - begin, model_bytes, copies * model_bytes
+        )
 
 
 def _without_seed(request: LLMRequest) -> LLMRequest:

@@ -21,14 +21,14 @@ async def show(ledger: LedgerReader, rollout_id: str) -> None:
         raise NotFound(
             f"no rollout {rollout_id!r} in this ledger; `headway ledger export` lists what is there"
         )
-    told = row_of(entry) | {
+    shown = row_of(entry) | {
         "request": entry.request.model_dump(mode="json"),
         "events": [asdict(event) for event in await ledger.events(rollout_id)],
     }
     if entry.payload is not None:
         (group,) = decode_groups(entry.payload)
-        told["trajectories"] = [_summary(trajectory) for trajectory in group.trajectories]
-    sys.stdout.write(json.dumps(told, indent=1) + "\n")
+        shown["trajectories"] = [_summary(trajectory) for trajectory in group.trajectories]
+    sys.stdout.write(json.dumps(shown, indent=1) + "\n")
 
 
 def _summary(trajectory: Trajectory) -> dict[str, Any]:

@@ -141,9 +141,9 @@ async def an_error_has_openais_shape(service: Service) -> None:
     body = {"model": await name_of(service), "prompt": list(PROMPT), "max_tokens": -5}
     answer = await service.status(COMPLETIONS, body)
     expect(400 <= answer.status_code < 500, f"max_tokens=-5 answered {answer.status_code}")
-    told = answer.json()
-    told = told.get("error", told)
-    expect("message" in told and "type" in told, f"{answer.text[:200]}")
+    error = answer.json()
+    error = error.get("error", error)
+    expect("message" in error and "type" in error, f"{answer.text[:200]}")
 
 
 async def another_model_is_not_found(service: Service) -> None:

@@ -111,12 +111,12 @@ def judge(
     for name, why in clients.items():
         click.echo(f"{'served' if not why else 'NOT SERVED':10}  {name}{why and ': ' + why}")
     if json_file is not None:
-        told = {
+        report = {
             "url": url,
             "promises": [asdict(verdict) for verdict in verdicts],
             "clients": {name: why or "served" for name, why in clients.items()},
         }
-        json_file.write_text(json.dumps(told, indent=2) + "\n")
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
     marks = Counter(verdict.mark for verdict in verdicts)
     click.echo(f"{marks['ok']} hold, {marks['FAILED']} do not, {marks['left out']} left out")
     if marks["FAILED"] or not marks["ok"]:

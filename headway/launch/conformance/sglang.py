@@ -58,10 +58,10 @@ def spans_of(answer: dict[str, Any]) -> list[tuple[str, int, int]]:
         LeftOut: the service does not tell them.
         Broken: they do not cover the tokens.
     """
-    told = answer["meta_info"].get("weight_versions")
-    if told is None:
+    reported = answer["meta_info"].get("weight_versions")
+    if reported is None:
         raise LeftOut("meta_info has no weight_versions: versions of single tokens are not told")
-    spans = [(str(each["version"]), each["start"], each["end"]) for each in told]
+    spans = [(str(each["version"]), each["start"], each["end"]) for each in reported]
     ends = [0, *(end for _, _, end in spans)]
     expect(
         [start for _, start, _ in spans] == ends[:-1] and ends[-1] == len(answer["output_ids"]),

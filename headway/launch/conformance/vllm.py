@@ -85,8 +85,8 @@ async def an_abort_returns_the_tokens_so_far(service: Service) -> None:
 async def a_pause_is_told_and_ends(service: Service) -> None:
     await service.post("/pause?mode=keep&clear_cache=false", None)
     try:
-        told = await service.get("/is_paused")
-        expect(told.get("is_paused") is True, f"/is_paused: {told}")
+        status = await service.get("/is_paused")
+        expect(status.get("is_paused") is True, f"/is_paused: {status}")
     finally:
         await service.post("/resume", None)
     expect((await service.get("/is_paused")).get("is_paused") is False, "it is still paused")

@@ -64,14 +64,14 @@ class _Keeper:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: Process | None = None
-        self._told: signal.Signals | None = None
+        self._sent_signal: signal.Signals | None = None
 
     def run(self, spec: ProcessSpec) -> int:
         """Exit status, once it has ended; a process ends with the thread that started it."""
         argv = [sys.executable, *(word.replace(HERE, _address()) for word in spec.argv[1:])]
         with self._lock:
-            if self._told is not None:
-                return -self._told
+            if self._sent_signal is not None:
+                return -self._sent_signal
             self._process = Process(replace(spec, argv=argv))
         code = self._process.wait()
         return -signal.SIGKILL if code is None else code
@@ -81,7 +81,7 @@ class _Keeper:
 
     def signal(self, number: signal.Signals) -> None:
         with self._lock:
-            self._told = number
+            self._sent_signal = number
             if self._process is not None:
                 self._process.signal(number)
 

@@ -98,8 +98,8 @@ class GrammarState:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            told = " ".join(self._matcher.get_error().split())
-            raise DataError(f"json_schema or regex cannot be followed: {told[:MAX_MESSAGE]}")
+            reason = " ".join(self._matcher.get_error().split())
+            raise DataError(f"json_schema or regex cannot be followed: {reason[:MAX_MESSAGE]}")
 
 
 class _Vocabulary:

@@ -31,8 +31,8 @@ def expect_success(answer: EngineResponse, key: str = "success") -> None:
     """
     body = answer.json()
     if not answer.is_ok or not isinstance(body, dict) or not body.get(key):
-        told = body if isinstance(body, dict) else {}
-        message = told.get("message") or told.get("error_message")
+        fields = body if isinstance(body, dict) else {}
+        message = fields.get("message") or fields.get("error_message")
         raise SyncError(f"SGLang refused ({answer.status}): {message or answer.text()}")
 
 

@@ -45,7 +45,7 @@ async def run(pool: SandboxPool, source: str, *calls: str, **fields: Any) -> Pro
     return await pool.run(Program(textwrap.dedent(source), calls=calls, **fields))
 
 
-def facilities_of(pool: SandboxPool) -> SharedServices:
+def services_of(pool: SandboxPool) -> SharedServices:
     """A sandbox, and nothing to call."""
     return SharedServices(pool, NoOutbound())
 

@@ -21,7 +21,7 @@ from gateway.rewards.code_compare import same_output, same_result
 from gateway.sandbox.backends import BUBBLEWRAP
 from headway.contracts.errors import ConfigError, DataError, RewardOutage
 from headway.contracts.types import RewardResult
-from tests.unit.gateway.sandboxes import facilities_of, open_pool
+from tests.unit.gateway.sandboxes import open_pool, services_of
 
 ASSERTS = {
     "test_list": [
@@ -55,7 +55,7 @@ RIGHT_STDIN = "print(int(input()) * 2)"
 @pytest.fixture
 async def services():
     async with open_pool(BUBBLEWRAP, num_workers=2) as pool:
-        yield facilities_of(pool)
+        yield services_of(pool)
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from gateway.rewards import pool
 from gateway.rewards.base import Answer
 from gateway.rewards.code_rows import (
     MAX_TESTS_CHARS,
+    decode_tests,
+    encode_tests,
+    fields_of_tests,
     read_tests,
-    read_told,
-    tell_tests,
-    told_fields,
 )
 from gateway.rewards.scoring import Scorer
 from headway.contracts.config.base import ComponentConfig
@@ -47,14 +47,14 @@ FIELDS = '"' + "{x}" * 90_000 + '"'
 @pytest.mark.parametrize("max_tests", [None, 3], ids=str)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: next(iter(row)))
 def test_tests_that_were_told_are_those_that_are_read(row, max_tests):
-    told = json.loads(json.dumps(tell_tests(told_fields(row | {"prompt": "x"}), max_tests)))
-    assert read_told(told) == read_tests(row, max_tests)
+    told = json.loads(json.dumps(encode_tests(fields_of_tests(row | {"prompt": "x"}), max_tests)))
+    assert decode_tests(told) == read_tests(row, max_tests)
 
 
 def test_more_text_than_anybody_reads_is_refused():
     row = {"test_list": ["assert f(1) == 1"] * (MAX_TESTS_CHARS // 10)}
     with pytest.raises(DataError, match=f"{MAX_TESTS_CHARS} are the most"):
-        tell_tests(row, None)
+        encode_tests(row, None)
 
 
 class Twos:
@@ -91,7 +91,7 @@ async def test_tests_that_take_too_long_to_read_are_an_error_and_the_loop_goes_o
     turning = asyncio.create_task(turn())
     try:
         row = {"test_list": [f"assert f(1) == f{FIELDS}"]}
-        with pytest.raises(RewardError, match=r"tell_tests ran longer than 0\.2 s"):
+        with pytest.raises(RewardError, match=r"encode_tests ran longer than 0\.2 s"):
             await scorer.score(ComponentConfig(name="code"), Answer("", "def f(n): ...", row))
     finally:
         turning.cancel()

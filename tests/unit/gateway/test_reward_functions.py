@@ -54,7 +54,7 @@ def test_a_row_without_a_ground_truth_is_a_data_error():
         made(sample_rewards.compute_score)(Answer("p", "4", {"level": 1}))
 
 
-async def test_an_async_function_awaits_with_the_facilities():
+async def test_an_async_function_awaits_with_the_services():
     services = SharedServices(NoSandbox(), NoOutbound())
     result = await made(sample_rewards.plain_async_reward).score(ANSWER, services)
     assert result == RewardResult(0.5, {"sandbox": "NoSandbox"})

@@ -372,7 +372,7 @@ async def test_closing_ends_all_processes(open_scorer):
         await running
 
 
-async def test_an_awaiting_reward_runs_here_with_its_facilities(scorer):
+async def test_an_awaiting_reward_runs_here_with_its_services(scorer):
     result = await score(scorer, "out_until", outages=0)
     assert (result.score, result.details) == (0.5, {"services": "SharedServices"})
 

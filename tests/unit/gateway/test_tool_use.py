@@ -43,7 +43,7 @@ from tests.unit.gateway.games import (
     check_row,
     said,
 )
-from tests.unit.gateway.sandboxes import facilities_of, open_pool
+from tests.unit.gateway.sandboxes import open_pool, services_of
 
 PROMPT = chat_prompt("2+2?")
 CALCULATOR = {"name": "calculator"}
@@ -250,7 +250,7 @@ async def test_python_really_runs(tokenizer):
     answer = said("4<|im_end|>")
     args = {**UNTOLD, "tools": [{"name": "python"}]}
     async with open_pool(BUBBLEWRAP) as pool:
-        row, _, _ = await play(tokenizer, [asks, answer], args, services=facilities_of(pool))
+        row, _, _ = await play(tokenizer, [asks, answer], args, services=services_of(pool))
     (record,) = row.turns[0].note["calls"]
     assert record["result"].startswith("4\n")
     assert "runtime error" in record["result"]

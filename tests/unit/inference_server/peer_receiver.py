@@ -14,7 +14,7 @@ from weight_sync.manifest import TensorEntry, content_digest, tensor_checksum
 DEADLINE_S = 10.0
 
 
-class ShelfReceiver:
+class PeerReceiver:
     """Every version is there, with one tensor that holds its number."""
 
     def __init__(self) -> None:
@@ -29,8 +29,8 @@ class ShelfReceiver:
         self.kept: list[StagedWeights] = []
         self.is_closed = False
 
-    def within(self, deadline: Deadline) -> ShelfReader:
-        return ShelfReader(self, deadline)
+    def within(self, deadline: Deadline) -> PeerReader:
+        return PeerReader(self, deadline)
 
     def keep(self, staged) -> None:
         self.kept = [*self.kept, staged][-1:]
@@ -42,10 +42,10 @@ class ShelfReceiver:
         self.is_closed = True
 
 
-class ShelfReader:
+class PeerReader:
     """Reads as soon as the versions may be read, or its deadline passes."""
 
-    def __init__(self, peer_store: ShelfReceiver, deadline: Deadline) -> None:
+    def __init__(self, peer_store: PeerReceiver, deadline: Deadline) -> None:
         self._peer_store = peer_store
         self._deadline = deadline
 

@@ -23,7 +23,7 @@ from headway.contracts.types import LLMRequest
 from inference_server.backends.base import HeldVersion
 from inference_server.backends.fake import FakeBackend
 from inference_server.version_gate import VersionGate
-from tests.unit.inference_server.peer_receiver import DEADLINE_S, ShelfReceiver, make_staged
+from tests.unit.inference_server.peer_receiver import DEADLINE_S, PeerReceiver, make_staged
 from tests.waiting import until
 
 
@@ -33,8 +33,8 @@ def make_backend(version: int = 0, latency_s: float = 0.0) -> FakeBackend:
 
 
 @pytest.fixture
-def peer_store() -> ShelfReceiver:
-    return ShelfReceiver()
+def peer_store() -> PeerReceiver:
+    return PeerReceiver()
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ async def publish(gate: VersionGate, epoch: int, version: int, policy=None):
     return await gate.commit(commit(epoch, version, policy))
 
 
-async def held_up(gate: VersionGate, peer_store: ShelfReceiver, wanted: WeightPrepareRequest):
+async def held_up(gate: VersionGate, peer_store: PeerReceiver, wanted: WeightPrepareRequest):
     """A prepare whose reader waits."""
     peer_store.may_go.clear()
     peer_store.entered.clear()

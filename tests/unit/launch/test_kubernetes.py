@@ -63,8 +63,8 @@ def test_none_can_be_wanted(api: KubernetesApi, deployment: Deployment) -> None:
     [
         ((403, failure(403, "Forbidden", "cannot patch")), "cannot patch; .* needs a Role"),
         ((500, failure(500, "InternalError", "etcd")), "answered 500"),
-        ((200, {"kind": "Scale"}), "told no scale of rl/headway-server"),
-        ((200, ["a list"]), "told no scale"),
+        ((200, {"kind": "Scale"}), "gave no scale of rl/headway-server"),
+        ((200, ["a list"]), "gave no scale"),
         ((503, b"<html>"), "gave no answer"),
     ],
 )

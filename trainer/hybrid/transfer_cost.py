@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Handover:
+class TransferCost:
     """The last transfer of weights on one rank."""
 
     seconds: float
@@ -18,7 +18,7 @@ class Handover:
     def metrics(self) -> dict[str, float]:
         """Return it as metrics of a step."""
         return {
-            "handover_s": self.seconds,
-            "handover_model_bytes": float(self.model_bytes),
-            "handover_copied_bytes": float(self.copied_bytes),
+            "weight_transfer_s": self.seconds,
+            "weight_transfer_model_bytes": float(self.model_bytes),
+            "weight_transfer_copied_bytes": float(self.copied_bytes),
         }
