@@ -33,6 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::Deprecat
 @pytest.fixture(autouse=True)
 def compiler() -> Iterator[None]:
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
 
@@ -88,6 +89,20 @@ def test_layers_and_sizes_share_what_is_compiled(tmp_path, monkeypatch):
             )
         assert num_graphs() - before == graphs[num_layers]
     assert graphs[12] == graphs[2] > 0
+
+
+def test_every_model_of_a_process_is_compiled(tmp_path, monkeypatch):
+    """An actor with an adapter, a critic, a teacher and a reward model, each of another width."""
+    monkeypatch.setattr(packed_model, "COMPILER", "eager")
+    frames = torch._dynamo.utils.counters["frames"]
+    engines = []  # what is compiled for a model is forgotten with it
+    for width, model in ((32, {"lora": LoraConfig(rank=2)}), (64, {}), (96, {}), (128, {})):
+        folder = save_model(tmp_path / str(width), "llama", hidden_size=width)
+        engines.append(open_engine(folder, trainer=COMPILED, **model))
+        before = frames["ok"]
+        train(engines[-1], 0)
+        assert frames["ok"] > before
+        assert frames["ok"] == frames["total"]
 
 
 def test_the_real_compiler_gives_the_same_numbers(llama_dir):

@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 COMPILER = "inductor"
+MAX_VARIANTS = 64
+"""Number of times that a block's code may be compiled: with and without gradients, for the hidden size of
+each model of the process. At PyTorch's default of 8, a fourth model runs without, and nothing says so."""
 MARK = 1000.0
 """Larger than any cap of logits."""
 ROUNDINGS = 64
@@ -172,7 +175,8 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True, backend=COMPILER)
+    options: dict[str, Any] = {"dynamic": True, "recompile_limit": MAX_VARIANTS}
+    return torch.compile(function, backend=COMPILER, **options)
 
 
 def _compiling(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
