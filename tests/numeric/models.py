@@ -39,7 +39,6 @@ def save_model(
     num_layers: int = 2,
     context: int = CONTEXT,
     spread: float = SPREAD,
-    hidden_size: int = 32,
 ) -> Path:
     """Write a random model of a kind: llama (grouped heads, untied), qwen3 (tied, q/k norms), sliding
     (qwen3 whose second layer reads the last 24 positions only), gpt2; qwen3_moe and mixtral (2 of 4
@@ -47,7 +46,7 @@ def save_model(
     torch.manual_seed(seed)
     common = {
         "vocab_size": VOCAB_SIZE,
-        "hidden_size": hidden_size,
+        "hidden_size": 32,
         "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "max_position_embeddings": context,
