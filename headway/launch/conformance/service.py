@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,9 +56,19 @@ class Service:
         """See `get`."""
         return _content(path, await self.http.post(path, json=body, headers=headers))
 
-    async def status(self, path: str, body: Any) -> httpx.Response:
-        """The response, whatever it is."""
-        return await self.http.post(path, json=body)
+    async def status(self, path: str, body: Any, may_be_404: bool = False) -> httpx.Response:
+        """The response, whatever it is.
+
+        Args:
+            may_be_404: 404 is an answer of the route, not the want of one.
+
+        Raises:
+            LeftOut: there is no such route.
+        """
+        answer = await self.http.post(path, json=body)
+        if not (may_be_404 and answer.status_code == 404):
+            _check_route(path, answer)
+        return answer
 
     async def stream(self, path: str, body: Any) -> AsyncGenerator[dict[str, Any]]:
         """The events of a stream, which has to end with `[DONE]`.
@@ -92,9 +102,13 @@ class Service:
             await asyncio.sleep(TICK_S)
 
 
-def _content(path: str, answer: httpx.Response) -> Any:
+def _check_route(path: str, answer: httpx.Response) -> None:
     if answer.status_code in (404, 405, 501):
         raise LeftOut(f"{path} is not there ({answer.status_code})")
+
+
+def _content(path: str, answer: httpx.Response) -> Any:
+    _check_route(path, answer)
     expect(answer.is_success, f"{path} answered {answer.status_code}: {answer.text[:200]}")
     try:
         return answer.json()
@@ -109,6 +123,7 @@ def check_logprobs(logprobs: list[float], count: int) -> None:
     expect(not wrong, f"logprobs such as {wrong[:3]}")
 
 
-def mean_error(got: list[float], wanted: list[float]) -> float:
-    """Mean absolute difference."""
-    return sum(abs(a - b) for a, b in zip(got, wanted, strict=True)) / max(1, len(got))
+def mean_error(got: Sequence[float], wanted: Sequence[float | None]) -> float:
+    """Mean absolute difference from those that are there."""
+    errors = [abs(a - b) for a, b in zip(got, wanted, strict=True) if b is not None]
+    return sum(errors) / max(1, len(errors))

@@ -70,18 +70,24 @@ def spans_of(answer: dict[str, Any]) -> list[tuple[str, int, int]]:
     return spans
 
 
-async def rescored(service: Service, tokens: list[int]) -> list[float]:
-    """The logprobs that the weights that serve give to these tokens, after the prompt."""
+async def rescored(service: Service, tokens: list[int]) -> list[float | None]:
+    """The logprobs that the weights that serve give to these tokens, after the prompt.
+
+    None where another token was scored: SGLang 0.5.23 scores token 0 for the last one of a vocabulary.
+    """
     ids = [*PROMPT, *tokens]
     fields = {"input_ids": ids, "logprob_start_len": len(PROMPT) - 1}
     answer = await generate(service, 1, **fields)
     rows = answer["meta_info"].get("input_token_logprobs") or []
     rows = rows[-len(tokens) :]
+    expect(len(rows) == len(tokens), f"{len(rows)} input_token_logprobs of {len(tokens)} tokens")
+    scores = [row[0] if row[1] == token else None for row, token in zip(rows, tokens, strict=True)]
+    num_others = scores.count(None)
     expect(
-        [row[1] for row in rows] == tokens and all(row[0] is not None for row in rows),
-        f"input_token_logprobs are of {len(rows)} tokens, {len(tokens)} were asked for",
+        num_others < len(tokens) / 4,
+        f"{num_others} of {len(tokens)} input_token_logprobs are of other tokens, or null",
     )
-    return [row[0] for row in rows]
+    return scores
 
 
 async def an_answer_has_tokens_and_a_reason(service: Service) -> None:
@@ -283,7 +289,11 @@ async def an_update_serves_the_new_weights_alone(service: Service) -> str:
 
 
 async def versions_are_true_at_a_swap_under_load(service: Service) -> str:
-    """Each token of sequences that meet a swap, scored again by the weights that it is said to be of."""
+    """Each token of sequences that meet a swap, scored again by the weights that it is said to be of.
+
+    An engine may go on over the keys and values of the old weights. Tokens behind the swap are then near
+    to the version that they name, and nearer than to the other one.
+    """
     await update(service, 0, "load-a")
     body = body_of(LONG, stream=True, sampling={"temperature": 1.0})
     ended: list[dict[str, Any]] = []
@@ -308,18 +318,29 @@ async def versions_are_true_at_a_swap_under_load(service: Service) -> str:
         for task in tasks:
             task.cancel()
     lasts = sorted(ended, key=lambda last: -len(spans_of(last)))[: 2 * NUM_STREAMS]
-    spans = [spans_of(last) for last in lasts]
-    mixed = sum(len(each) > 1 for each in spans)
-    worst = 0.0
-    for number, label in ((1, "load-b"), (0, "load-a")):
-        if number == 0:
-            await update(service, 0, "load-c")
-        for last, versions in zip(lasts, spans, strict=True):
-            again = await rescored(service, last["output_ids"])
-            own = logprobs_of(last)
-            for version, start, end in versions:
-                if version == label and end > start:
-                    worst = max(worst, mean_error(own[start:end], again[start:end]))
+    scores = {"load-b": [await rescored(service, last["output_ids"]) for last in lasts]}
+    await update(service, 0, "load-c")
+    scores["load-a"] = [await rescored(service, last["output_ids"]) for last in lasts]
+    mixed, worst = 0, 0.0
+    own_after: list[float] = []
+    named_after: list[float | None] = []
+    other_after: list[float | None] = []
+    for place, last in enumerate(lasts):
+        own, spans = logprobs_of(last), spans_of(last)
+        mixed += len(spans) > 1
+        for version, start, end in spans:
+            if version not in scores:
+                continue
+            other = "load-a" if version == "load-b" else "load-b"
+            named = scores[version][place][start:end]
+            if start == 0:
+                worst = max(worst, mean_error(own[:end], named))
+            else:
+                own_after += own[start:end]
+                named_after += named
+                other_after += scores[other][place][start:end]
+    after, from_other = mean_error(own_after, named_after), mean_error(own_after, other_after)
+    off = f"off by {after:.2g} from the version they name, by {from_other:.2g} from the other"
     expect(
         worst <= service.tolerance, f"tokens are not of the version they name: off by {worst:.2g}"
     )
@@ -327,7 +348,17 @@ async def versions_are_true_at_a_swap_under_load(service: Service) -> str:
         raise LeftOut(
             "no sequence met the swap: the service lets what runs end first, or is too fast"
         )
-    return f"{mixed} sequences met the swap, mean error {worst:.1g}"
+    if after <= service.tolerance:
+        return f"{mixed} sequences met the swap, mean error {max(worst, after):.1g}"
+    expect(
+        from_other > service.tolerance and 2 * from_other > after,
+        f"tokens after a swap are {off}",
+    )
+    if 2 * after > from_other:
+        raise LeftOut(
+            f"old keys and values are kept, and the two directories differ too much: {off}"
+        )
+    return f"{mixed} sequences met the swap and kept their keys and values: {off}"
 
 
 async def an_update_that_fails_changes_nothing(service: Service) -> None:
