@@ -217,13 +217,16 @@ class RolloutService:
             return found.payloads, found.num_ready
         is_bounded = request.consumer == self._consumers.name
         bound = self._consumers.bound if is_bounded else None
+        max_staleness = None if bound is None else bound.max_staleness
+        # One too high by mistake must not drop what is sampled now.
+        furthest = self.version + max(1, max_staleness or 0)
         found = await self._deliveries.deliver(
             request.delivery_id,
             request.count,
             request.consumer,
             self.version,
-            None if bound is None else bound.max_staleness,
-            request.version,
+            max_staleness,
+            None if request.version is None else min(request.version, furthest),
         )
         self._observe(found)
         if found.dropped:

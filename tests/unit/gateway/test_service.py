@@ -81,6 +81,14 @@ async def test_a_trainer_ahead_of_what_serves_gets_nothing_too_stale(open_servic
     assert (await bench.service.ledger.audit()).counts.stale == 2
 
 
+async def test_a_version_that_is_far_too_high_drops_nothing_that_is_sampled_now(open_service):
+    bench = await open_service()
+    await bench.attach(batch_size=2, max_staleness=1)
+    await bench.submit(*names(2))
+    await bench.until_counts(ready=2)
+    assert len(await bench.wait(2, version=2**30)) == 2
+
+
 async def test_rollouts_of_others_are_not_bounded(open_service):
     bench = await open_service()
     await bench.attach(batch_size=1, max_staleness=0)
