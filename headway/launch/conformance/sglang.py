@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -295,13 +295,25 @@ async def versions_are_true_at_a_swap_under_load(service: Service) -> str:
     to the version that they name, and nearer than to the other one.
     """
     await update(service, 0, "load-a")
+    ended = await _generated_until(service, lambda: update(service, 1, "load-b"))
+    lasts = sorted(ended, key=lambda last: -len(spans_of(last)))[: 2 * NUM_STREAMS]
+    by_new = [await rescored(service, last["output_ids"]) for last in lasts]
+    await update(service, 0, "load-c")
+    by_old = [await rescored(service, last["output_ids"]) for last in lasts]
+    return check_versions(lasts, {"load-a": by_old, "load-b": by_new}, service.tolerance)
+
+
+async def _generated_until(
+    service: Service, work: Callable[[], Awaitable[None]]
+) -> list[dict[str, Any]]:
+    """The last chunks of long sequences that ran while this work was done, and before."""
     body = body_of(LONG, stream=True, sampling={"temperature": 1.0})
     ended: list[dict[str, Any]] = []
     begun: set[int] = set()
     is_over = False
 
     async def follow(place: int) -> None:
-        while not is_over:  # so that some run at the swap, however long an update takes
+        while not is_over:  # so that some run at the end, however long the work takes
             last: dict[str, Any] = {}
             async for chunk in service.stream(GENERATE, body):
                 last = chunk
@@ -311,49 +323,58 @@ async def versions_are_true_at_a_swap_under_load(service: Service) -> str:
     tasks = [asyncio.create_task(follow(place)) for place in range(NUM_STREAMS)]
     try:
         await service.until(lambda: len(begun) == NUM_STREAMS, "the first tokens")
-        await update(service, 1, "load-b")
+        await work()
         is_over = True
         await asyncio.wait_for(asyncio.gather(*tasks), service.timeout_s)
     finally:
         for task in tasks:
             task.cancel()
-    lasts = sorted(ended, key=lambda last: -len(spans_of(last)))[: 2 * NUM_STREAMS]
-    scores = {"load-b": [await rescored(service, last["output_ids"]) for last in lasts]}
-    await update(service, 0, "load-c")
-    scores["load-a"] = [await rescored(service, last["output_ids"]) for last in lasts]
+    return ended
+
+
+def check_versions(
+    answers: Sequence[dict[str, Any]],
+    scores: Mapping[str, Sequence[Sequence[float | None]]],
+    tolerance: float,
+) -> str:
+    """Compare the logprobs of answers with those of the versions that they name.
+
+    Args:
+        scores: logprobs of the answers' tokens under each of two versions.
+    Raises:
+        Broken: tokens are of another version than they name.
+        LeftOut: nothing met the swap, or nobody can tell.
+    """
+    first, second = scores
+    other_than = {first: second, second: first}
     mixed, worst = 0, 0.0
     own_after: list[float] = []
     named_after: list[float | None] = []
     other_after: list[float | None] = []
-    for place, last in enumerate(lasts):
-        own, spans = logprobs_of(last), spans_of(last)
+    for place, answer in enumerate(answers):
+        own, spans = logprobs_of(answer), spans_of(answer)
         mixed += len(spans) > 1
         for version, start, end in spans:
             if version not in scores:
                 continue
-            other = "load-a" if version == "load-b" else "load-b"
             named = scores[version][place][start:end]
             if start == 0:
                 worst = max(worst, mean_error(own[:end], named))
             else:
                 own_after += own[start:end]
                 named_after += named
-                other_after += scores[other][place][start:end]
-    after, from_other = mean_error(own_after, named_after), mean_error(own_after, other_after)
-    off = f"off by {after:.2g} from the version they name, by {from_other:.2g} from the other"
-    expect(
-        worst <= service.tolerance, f"tokens are not of the version they name: off by {worst:.2g}"
-    )
+                other_after += scores[other_than[version]][place][start:end]
+    expect(worst <= tolerance, f"tokens are not of the version they name: off by {worst:.2g}")
     if not mixed:
         raise LeftOut(
             "no sequence met the swap: the service lets what runs end first, or is too fast"
         )
-    if after <= service.tolerance:
+    after, from_other = mean_error(own_after, named_after), mean_error(own_after, other_after)
+    if after <= tolerance:
         return f"{mixed} sequences met the swap, mean error {max(worst, after):.1g}"
-    expect(
-        from_other > service.tolerance and 2 * from_other > after,
-        f"tokens after a swap are {off}",
-    )
+    off = f"off by {after:.2g} from the version they name, by {from_other:.2g} from the other"
+    is_other = from_other <= tolerance or 2 * from_other <= after
+    expect(not is_other, f"tokens after a swap are {off}")
     if 2 * after > from_other:
         raise LeftOut(
             f"old keys and values are kept, and the two directories differ too much: {off}"

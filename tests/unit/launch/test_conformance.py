@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from headway.launch.conformance.referee import judge
+from headway.launch.conformance.service import Broken, LeftOut
+from headway.launch.conformance.sglang import check_versions
 from headway.runtime.command import CommandFailed
 
 Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]
@@ -86,3 +88,40 @@ def test_tokens_that_were_not_scored_are_not_compared(tmp_path: Path, num_others
     else:
         assert mark == "FAILED"
         assert remark == "12 of 24 input_token_logprobs are of other tokens, or null"
+
+
+def check_swap(first: float, named: float, other: float) -> str:
+    """A sequence of five tokens of the old weights and five of the new ones, each off by so much."""
+    rows = [[-1.0, token, None] for token in range(10)]
+    spans = [
+        {"version": "old", "start": 0, "end": 5},
+        {"version": "new", "start": 5, "end": 10},
+    ]
+    meta = {"output_token_logprobs": rows, "weight_versions": spans}
+    scores: dict[str, list[list[float | None]]] = {
+        "old": [[-1.0 - first] * 5 + [-1.0 - other] * 5],
+        "new": [[-3.0] * 5 + [-1.0 - named] * 5],
+    }
+    return check_versions([{"output_ids": list(range(10)), "meta_info": meta}], scores, 0.001)
+
+
+def test_tokens_of_the_version_that_they_name_pass():
+    assert check_swap(0.0, 0.0, 0.5) == "1 sequences met the swap, mean error 0"
+
+
+def test_kept_keys_and_values_are_near_to_the_new_version():
+    assert "kept their keys and values" in check_swap(0.0, 0.1, 0.5)
+
+
+@pytest.mark.parametrize("other", [0.1, 0.15])
+def test_directories_that_differ_too_much_decide_nothing(other: float):
+    with pytest.raises(LeftOut, match="differ too much"):
+        check_swap(0.0, 0.1, other)
+
+
+@pytest.mark.parametrize(
+    ("first", "named", "other"), [(0.01, 0.0, 0.5), (0.0, 0.5, 0.0), (0.0, 0.5, 0.2)]
+)
+def test_tokens_of_another_version_than_they_name_fail(first: float, named: float, other: float):
+    with pytest.raises(Broken, match="off by"):
+        check_swap(first, named, other)
