@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from weight_sync.gpu_checksum import PREFIX
 from weight_sync.manifest import bytes_of, has_checksum
 
-CHUNK_BYTES = 1 << 19
-"""Chunks of the source and of the target both fit a core's cache, also where two processes share it."""
+CHUNK_BYTES = 1 << 20
+"""A chunk of the source fits a core's cache. The C library writes one of this size past the cache: an eighth
+faster than half of it, where a write first reads what it is about to overwrite."""
 _INFINITY = {
     torch.float64: 0x7FF0000000000000,
     torch.float32: 0x7F800000,
