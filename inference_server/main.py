@@ -13,6 +13,7 @@ from headway.runtime.logging import configure_logging
 from headway.runtime.secret import read_token
 from inference_server.app import make_app
 from inference_server.engine import make_generator
+from inference_server.engine_node import is_later_node, run_node
 
 ANY_HOST = ("0.0.0.0", "::")
 
@@ -21,6 +22,8 @@ def main(argv: Sequence[str]) -> None:
     """Load the model, serve it, and register with the gateway if there is one."""
     config = load_config(ServerConfig, argv)
     configure_logging("inference_server", config.service.log_format)
+    if is_later_node(config.backend):
+        run_node(config, config.backend)
     if config.gateways and not config.advertise_url and config.service.host in ANY_HOST:
         raise ConfigError(
             f"service.host={config.service.host} cannot be called by the gateway; set advertise_url"

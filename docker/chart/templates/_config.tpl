@@ -49,6 +49,9 @@ backend:
 {{- if .Values.server.gpus }}
   device: cuda
 {{- end }}
+{{- else if gt (int .Values.server.nodes) 1 }}
+backend:
+  args: {"--tp-size": {{ mul .Values.server.nodes (.Values.server.gpus | default 1) }}}
 {{- end }}
 {{- end }}
 
