@@ -189,6 +189,15 @@ class WeightReceiver(Protocol):
             SyncError: it does not fit.
         """
 
+    def fetch(self, url: str, deadline: Deadline, is_base: bool = False) -> Path | None:
+        """Bring a directory of an object store to this machine; None if there is none.
+
+        Args:
+            is_base: the version that was fetched before builds on it.
+        Raises:
+            SyncError: it cannot be read, or does not fit on the disk.
+        """
+
     @property
     def start(self) -> Path | None:
         """Directory of the weights that served before any version, if they came from one."""

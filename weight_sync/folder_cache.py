@@ -36,7 +36,7 @@ class FolderCache:
 
     def __init__(self, folder: str | None) -> None:
         self._is_ours = folder is None
-        self._store = _own_store() if folder is None else LocalStore(folder, is_durable=False)
+        self._store = own_store() if folder is None else LocalStore(folder, is_durable=False)
         self._publisher = StoredPublisher(self._store, StoredSync())
         self._digests: dict[PolicyVersion, str] = {}
         self._remove_all_but(None)
@@ -85,7 +85,7 @@ class FolderCache:
                 self._store.delete(version)
 
 
-def _own_store() -> LocalStore:
+def own_store() -> LocalStore:
     """Open a store in a fresh directory; directories that no process holds any more are removed."""
     home = Path(tempfile.gettempdir()) / f"headway-weights-{os.getuid()}"
     try:

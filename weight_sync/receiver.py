@@ -30,6 +30,7 @@ from weight_sync.channel import (
 )
 from weight_sync.codecs import check_stored_size, decode
 from weight_sync.deadline import Deadline
+from weight_sync.fetched_folders import FetchedFolders
 from weight_sync.folder_cache import FolderCache
 from weight_sync.incoming import IncomingVersion, Shapes
 from weight_sync.manifest import Base, TensorEntry, has_checksum
@@ -40,6 +41,7 @@ from weight_sync.transports.base import (
     check_allowed,
     local_path,
     open_source,
+    place_of,
     scheme_of,
 )
 from weight_sync.transports.daemon_calls import call_detached
@@ -60,6 +62,7 @@ class Receiver:
         self._held: StagedWeights | VerifiedVersion | None = None
         self._offered: StagedWeights | None = None
         self._cache: FolderCache | None = None
+        self._fetched: FetchedFolders | None = None
 
     def within(self, deadline: Deadline) -> WeightReader:
         return Reader(self, self._config, deadline)
@@ -68,6 +71,8 @@ class Receiver:
         self._held, self._offered = staged, None
         if self._cache is not None:
             self._cache.collect(staged)
+        if self._fetched is not None:
+            self._fetched.keep()
 
     def offer(self, staged: StagedWeights) -> None:
         self._offered = staged
@@ -105,10 +110,16 @@ class Receiver:
             self._cache = FolderCache(self._config.cache_dir)
         return self._cache.lay_out(staged, self._held)
 
+    def fetch(self, url: str, deadline: Deadline, is_base: bool = False) -> Path | None:
+        if self._fetched is None:
+            self._fetched = FetchedFolders(self._config.cache_dir)
+        return self._fetched.fetch(url, deadline, is_base)
+
     def close(self) -> None:
         self._held = self._offered = None
-        if self._cache is not None:
-            self._cache.close()
+        for cache in (self._cache, self._fetched):
+            if cache is not None:
+                cache.close()
 
 
 def make_receiver(config: ReceiverConfig, start: str | None = None) -> Receiver:
@@ -274,8 +285,8 @@ class Reader:
 
 
 def _in_folder(meta: WeightUpdateMeta, path: str) -> WeightUpdateMeta:
-    """The version at a path that names a directory of this machine."""
-    return replace(meta, path=str(local_path(path)))
+    """The version at a path that names a directory, of this machine or in an object store."""
+    return replace(meta, path=str(local_path(path) or place_of(path)))
 
 
 def _reads(version: StagedWeights | VerifiedVersion) -> ReadTensor:

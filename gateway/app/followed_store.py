@@ -1,9 +1,10 @@
-"""A directory in which somebody else's trainer leaves versions: each is published when it is complete.
+"""A store in which somebody else's trainer leaves versions: each is published when it is complete.
 
     weight_v000001/     a Hugging Face directory, or what changed since another one
     latest              optional: name of the version that is to serve, also below a directory of its run
 
-See `weight_sync.checkpoint_deltas`, with which the servers read it.
+It is a directory, or an object store by its URL. See `weight_sync.checkpoint_deltas`, with which the
+servers read it.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Gauge
 
+from gateway.app.followed_objects import FollowedObjects, Newest
 from gateway.app.foreign_weights import ForeignWeights
 from gateway.publishing.updates import WeightUpdates
 from headway.contracts.checkpoint_store import (
     INDEX_NAME,
     POINTER_NAME,
     PREFIX,
+    named_version,
     number_of,
-    version_name,
 )
 from headway.contracts.config.gateway import FollowConfig
-from headway.contracts.errors import DataError, ServiceError
+from headway.contracts.errors import ServiceError
+from headway.runtime.object_stores import is_url
 
 log = logging.getLogger(__name__)
 
@@ -42,17 +45,23 @@ class FollowedStore:
         updates: WeightUpdates,
         metrics: CollectorRegistry,
     ) -> None:
-        self._root = Path(config.path).resolve()
+        """
+        Raises:
+            ConfigError: no package is installed that reads the store's URL.
+        """
+        path = config.path.removeprefix("file://")
+        self._objects = FollowedObjects(path) if is_url(path) else None
+        self._path = path if is_url(path) else str(Path(path).resolve())
         self._interval_s = config.interval_s
         self._weights = weights
         self._updates = updates
-        self._identity: Identity | None = None
+        self._identity: object = None
         """Identity of the version that was published last; None if we have not seen it."""
         self.failure: str | None = None
-        """Why the newest version was refused; None if it was not."""
+        """Why the newest version was refused, or not found; None if neither is so."""
         Gauge(
             "headway_follow_refused_versions",
-            "1 while the newest version of the followed store is refused",
+            "1 while the newest version of the followed store is refused, or the store cannot be read",
             registry=metrics,
         ).set_function(lambda: self.failure is not None)
 
@@ -63,9 +72,7 @@ class FollowedStore:
                 await self.look()
             except (ServiceError, OSError) as error:
                 if str(error) != self.failure:  # said once
-                    log.warning(
-                        "not published", extra={"store": str(self._root), "why": str(error)}
-                    )
+                    log.warning("not published", extra={"store": self._path, "why": str(error)})
                 self.failure = str(error)
             await asyncio.sleep(self._interval_s)
 
@@ -75,24 +82,30 @@ class FollowedStore:
         Raises:
             ServiceError: it was refused; the old one serves on.
         """
-        folder, identity = await asyncio.to_thread(_newest, self._root)
-        if folder is None:
+        place, identity = await self._newest()
+        if place is None:
+            self.failure = None
             return
-        if self._weights.newest_path == str(folder) and self._identity in (None, identity):
+        if self._weights.newest_path == place and self._identity in (None, identity):
             self._identity = identity  # before a restart of ours it may have been another one
             self.failure = None
             return
-        await self._weights.publish(self._updates, str(folder), _label(folder), aborts=False)
+        await self._weights.publish(self._updates, place, _label(place), aborts=False)
         self._identity, self.failure = identity, None
 
+    async def _newest(self) -> Newest:
+        if self._objects is not None:
+            return await self._objects.newest()
+        return await asyncio.to_thread(_newest, Path(self._path))
 
-def _label(folder: Path) -> str:
-    return str(number_of(folder.name))
+
+def _label(place: str) -> str:
+    return str(number_of(place.rpartition("/")[2]))
 
 
-def _newest(root: Path) -> tuple[Path | None, Identity | None]:
+def _newest(root: Path) -> Newest:
     folder = newest_version(root)
-    return folder, None if folder is None else identity_of(folder)
+    return (None, None) if folder is None else (str(folder), identity_of(folder))
 
 
 def newest_version(root: Path) -> Path | None:
@@ -106,12 +119,8 @@ def newest_version(root: Path) -> Path | None:
     pointer = root / POINTER_NAME
     if pointer.is_file():
         with pointer.open() as file:
-            text = file.read(MAX_POINTER_CHARS).strip()
-        run, _, name = text.rpartition("/")
-        number = number_of(f"{PREFIX}{name.removeprefix(PREFIX)}")
-        if number is None or run.startswith("/") or ".." in run.split("/"):
-            raise DataError(f"{pointer} holds {text[:80]!r}; wanted is a name like weight_v000007")
-        folder = root / run / version_name(number)
+            text = file.read(MAX_POINTER_CHARS)
+        folder = root / named_version(text, pointer)
         return folder if folder.is_dir() else None
     complete = {
         number: each

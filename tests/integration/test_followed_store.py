@@ -1,7 +1,8 @@
-"""A trainer that only leaves versions in a directory, and a gateway that follows it.
+"""A trainer that only leaves versions in a store, and a gateway that follows it.
 
-Two servers are brought through twenty versions: differences in both encodings, one whole version, one
-that is torn until it is mended, and a server that joins late.
+The store is a directory, or one that servers reach by a URL alone. Two servers are brought through twenty
+versions: differences in both encodings, one whole version, one that is torn until it is mended, and a
+server that joins late.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pytest
 from headway.contracts.config.gateway import FollowConfig
 from tests.integration.version_fleet import LIMIT_S, PROMPT, Fleet, sampling
 from tests.integration.version_model import token_of
-from tests.unit.weight_sync.foreign_store import ForeignStore
+from tests.unit.weight_sync.foreign_store import ForeignStore, upload
 from tests.waiting import eventually
 from weight_sync.tensors import weights_digest
 
@@ -24,14 +25,19 @@ pytestmark = pytest.mark.extended
 LAST, TORN, WHOLE, JOINS, OVERWRITES = 20, 7, 10, 12, 14
 
 
+@pytest.fixture(params=["directory", "objects"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
+    return None if request.param == "directory" else f"local://{tmp_path}/objects/run"
+
+
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    follow = FollowConfig(path=str(tmp_path / "weights"), interval_s=0.05)
+def fleet(url: str | None, tmp_path: Path) -> Iterator[Fleet]:
+    follow = FollowConfig(path=url or str(tmp_path / "weights"), interval_s=0.05)
     with closing(Fleet(tmp_path, num_servers=2, follow=follow)) as opened:
         yield opened
 
 
-def test_a_store_is_followed_through_twenty_versions(fleet: Fleet) -> None:
+def test_a_store_is_followed_through_twenty_versions(fleet: Fleet, url: str | None) -> None:
     store = ForeignStore(fleet.weights, fleet.tensors(0))
     num_servers = 2
     for version in range(1, LAST + 1):
@@ -40,9 +46,9 @@ def test_a_store_is_followed_through_twenty_versions(fleet: Fleet) -> None:
             fleet.join()
             num_servers += 1
         if version == TORN:
-            see_that_it_is_refused(fleet, store)
+            see_that_it_is_refused(fleet, store, url)
         else:
-            store.publish(fleet.tensors(version), is_whole=version == WHOLE)
+            brought(store.publish(fleet.tensors(version), is_whole=version == WHOLE), url)
         fleet.until_served(version, num_servers)
         answer = fleet.sglang.generate(input_ids=PROMPT, sampling_params=sampling(3))
         assert answer["output_ids"] == [token_of(version)] * 3
@@ -53,7 +59,13 @@ def test_a_store_is_followed_through_twenty_versions(fleet: Fleet) -> None:
         assert checked["per_engine_checksum"] == wanted, "bit by bit"
 
 
-def see_that_it_is_refused(fleet: Fleet, store: ForeignStore) -> None:
+def brought(folder: Path, url: str | None) -> None:
+    """Bring a version to where it is followed."""
+    if url is not None:
+        upload(folder, url)
+
+
+def see_that_it_is_refused(fleet: Fleet, store: ForeignStore, url: str | None) -> None:
     """The version before it serves on, until it is mended."""
     before = store.version
     whole: dict[Path, bytes] = {}
@@ -63,13 +75,15 @@ def see_that_it_is_refused(fleet: Fleet, store: ForeignStore) -> None:
         whole[shard] = shard.read_bytes()
         shard.write_bytes(whole[shard][:-50])
 
-    store.publish(fleet.tensors(before + 1), harm=tear)
+    folder = store.publish(fleet.tensors(before + 1), harm=tear)
+    brought(folder, url)
     log = fleet.runs[0].process("gateway").spec.log
     assert log is not None
     eventually(lambda: "not published" in log.read_text(), LIMIT_S, "it is refused")
     fleet.until_served(before, 2)
     for shard, content in whole.items():
         shard.write_bytes(content)
+    brought(folder, url)
 
 
 def test_a_trainer_pulls_a_version_and_has_it_loaded(tmp_path: Path) -> None:

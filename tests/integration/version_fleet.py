@@ -52,7 +52,7 @@ class Fleet:
     ) -> None:
         """
         Args:
-            follow: of the gateway; below `weights`.
+            follow: of the gateway; servers may read what is below.
             has_traps: see `trapped_service`.
             write_model: fills a directory, and returns it.
         """
@@ -152,7 +152,8 @@ class Fleet:
             }
         )
         config = config.model_copy(update={"gateway": gateway})
-        return with_weight_sync(config, DiskSync(root=str(self.weights)))
+        root = str(self.weights) if self._follow is None else self._follow.path
+        return with_weight_sync(config, DiskSync(root=root))
 
 
 def sampling(tokens: int, **more: Any) -> dict[str, Any]:

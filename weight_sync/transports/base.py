@@ -10,6 +10,7 @@ from headway.contracts.errors import SyncError
 from headway.contracts.http.paths import WEIGHTS_HELD
 from headway.contracts.registry import Registry
 from headway.contracts.types import WeightUpdateMeta
+from headway.runtime.object_stores import is_url
 from headway.runtime.plugins import plugin_args
 from weight_sync.channel import Source, WeightChannel, WeightPublisher
 from weight_sync.deadline import Deadline
@@ -91,7 +92,13 @@ def local_path(path: str) -> Path | None:
     """The directory that a path names on this machine, if it does."""
     if scheme_of(path) not in _LOCAL:
         return None
-    return Path(path.partition("://")[2] if "://" in path else path)
+    place = place_of(path)
+    return None if is_url(place) else Path(place)
+
+
+def place_of(path: str) -> str:
+    """Return a path without the scheme in front of it; it may be a URL itself (`model://s3://…`)."""
+    return path.partition("://")[2] if "://" in path else path
 
 
 def check_allowed(path: str, config: ReceiverConfig) -> None:

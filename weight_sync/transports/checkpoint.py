@@ -1,15 +1,14 @@
 """Versions as Hugging Face directories, for engines that are not ours, and for servers that are.
 
 See `weight_sync.checkpoint_deltas` for the layout. A version counts once its index is there, and `latest`
-names it then. Our servers wait for that while the directory says that it was announced.
+names it then. Our servers wait for that while the directory says that it was announced. The versions lie
+in a directory or an object store.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -35,7 +34,6 @@ from weight_sync.checkpoint_deltas import (
     ANNOUNCED_NAME,
     checksum_of,
     encode,
-    read_delta,
 )
 from weight_sync.deadline import Deadline
 from weight_sync.device_copy import buckets_on_host
@@ -43,22 +41,20 @@ from weight_sync.manifest import bytes_of
 from weight_sync.published_tensors import Bucket, buckets, outgoing
 from weight_sync.store import surplus_of
 from weight_sync.tensors import check_finite, digest_of, digest_row
-from weight_sync.transports.disk import lock_root
+from weight_sync.transports.checkpoint_files import open_files
 
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 """Files of a model that are no weights."""
 
 
 class CheckpointPublisher:
-    """`WeightPublisher` into a directory."""
+    """`WeightPublisher` into a directory or an object store."""
 
     sends_from_device = False
 
     def __init__(self, config: CheckpointSync) -> None:
         self._config = config
-        self._root = Path(config.root).resolve()
-        self._root.mkdir(parents=True, exist_ok=True)
-        self._lock = lock_root(self._root)
+        self._files = open_files(config.root)
         self._held: dict[str, torch.Tensor] = {}
         """The last version as it was published: the base of the next difference."""
         self._held_version: PolicyVersion | None = None
@@ -66,29 +62,28 @@ class CheckpointPublisher:
         """Differences since the last whole version."""
         self._announced: PolicyVersion | None = None
         self._deadline = Deadline(math.inf)
-        for folder in self._root.iterdir():
-            if number_of(folder.name) is not None and not (folder / INDEX_NAME).is_file():
-                shutil.rmtree(folder)
+        for name in self._files.names():
+            if number_of(name) is not None and not self._is_complete(name):
+                self._files.delete(name)
 
     @property
     def dtype(self) -> Dtype | None:
         return self._config.dtype
 
     def announce(self, version: PolicyVersion) -> WeightUpdateMeta:
-        folder = self._folder(version)
-        if (folder / INDEX_NAME).is_file():
-            raise SyncError(f"{folder} exists; a version is published once, take a newer number")
+        name, path = version_name(version), self._path(version)
         try:
-            folder.mkdir(exist_ok=True)
-            (folder / ANNOUNCED_NAME).touch()
+            if self._is_complete(name):
+                raise SyncError(f"{path} exists; a version is published once, take a newer number")
+            self._files.write(f"{name}/{ANNOUNCED_NAME}", b"")
         except OSError as error:
             raise self._failure(version, error) from error
         self._announced = version
         self._deadline = Deadline(math.inf)
-        return WeightUpdateMeta(version, f"model://{folder}")
+        return WeightUpdateMeta(version, f"model://{path}")
 
     def publish(self, version: PolicyVersion, tensors: NamedTensors) -> WeightUpdateMeta:
-        if self._announced != version or not self._folder(version).is_dir():
+        if self._announced != version or not self._files.names(version_name(version)):
             self.announce(version)
         base = self._base_of(version)
         with self._whole_or_nothing(version):
@@ -99,14 +94,14 @@ class CheckpointPublisher:
                 self._deadline.check()
                 check_finite(bucket, f"version {version}")
                 shard = f"model-{number:05d}.safetensors"
-                names = self._write_shard(self._folder(version) / shard, bucket, base)
+                names = self._write_shard(f"{version_name(version)}/{shard}", bucket, base)
                 files |= dict.fromkeys(names, shard)
                 rows += [digest_row(name, tensor) for name, tensor in bucket]
             self._deadline.check()
             self._complete(version, base, files)
         self._held_version = version
         self._chain = 0 if base is None else self._chain + 1
-        return WeightUpdateMeta(version, f"model://{self._folder(version)}", digest_of(rows))
+        return WeightUpdateMeta(version, f"model://{self._path(version)}", digest_of(rows))
 
     def follow(self, version: PolicyVersion, decision: Future[PolicyVersion]) -> None:
         if version == self._announced:
@@ -121,38 +116,49 @@ class CheckpointPublisher:
         versions = self._versions()
         surplus = surplus_of(versions, committed, self._config.keep, pinned, self._base_version)
         for version in surplus:
-            shutil.rmtree(self._folder(version), ignore_errors=True)
+            self._files.delete(version_name(version))
         return surplus
 
     def close(self) -> None:
-        self._lock.close()
+        self._files.close()
 
-    def _folder(self, version: PolicyVersion) -> Path:
-        return self._root / version_name(version)
+    def _path(self, version: PolicyVersion) -> str:
+        return f"{self._files.root}/{version_name(version)}"
+
+    def _is_complete(self, name: str) -> bool:
+        return INDEX_NAME in self._files.names(name)
 
     def _versions(self) -> list[PolicyVersion]:
-        found = (
-            number_of(folder.name)
-            for folder in self._root.iterdir()
-            if (folder / INDEX_NAME).is_file()
+        numbers = {name: number_of(name) for name in self._files.names()}
+        return sorted(
+            number
+            for name, number in numbers.items()
+            if number is not None and self._is_complete(name)
         )
-        return sorted(number for number in found if number is not None)
 
     def _base_version(self, version: PolicyVersion) -> PolicyVersion | None:
-        delta = read_delta(self._folder(version))
-        return None if delta is None else delta.base_version
+        file = f"{version_name(version)}/{INDEX_NAME}"
+        try:
+            base = json.loads(self._files.read(file))["metadata"].get("base_version")
+            return None if base is None else int(base)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SyncError(
+                f"{self._files.root}/{file} is no index of a version: {error!r}"
+            ) from error
 
     def _base_of(self, version: PolicyVersion) -> PolicyVersion | None:
         delta, held = self._config.delta, self._held_version
-        if delta is None or held is None or held >= version or not self._folder(held).is_dir():
+        if delta is None or held is None or held >= version:
+            return None
+        if not self._files.names(version_name(held)):
             return None
         return held if self._chain + 1 < delta.full_every else None
 
-    def _write_shard(self, file: Path, bucket: Bucket, base: PolicyVersion | None) -> list[str]:
+    def _write_shard(self, file: str, bucket: Bucket, base: PolicyVersion | None) -> list[str]:
         """Write what changed of a bucket, or all of it; return the names that it holds."""
         copies = {name: tensor.clone() for name, tensor in bucket}  # some may share memory
         if base is None:
-            _write(file, save_tensors(copies, metadata={"format": "pt"}))
+            self._files.write(file, save_tensors(copies, metadata={"format": "pt"}))
             self._held |= copies if self._config.delta is not None else {}
             return list(copies)
         delta = self._config.delta
@@ -166,7 +172,7 @@ class CheckpointPublisher:
                 data = np.frombuffer(bytes_of(tensor), np.uint8)
                 checksums[name] = checksum_of(data, self._config.checksum)
         if frames:
-            _write(file, save_arrays(frames, metadata=checksums))
+            self._files.write(file, save_arrays(frames, metadata=checksums))
         self._held |= copies
         return list(frames)
 
@@ -183,7 +189,7 @@ class CheckpointPublisher:
         self, version: PolicyVersion, base: PolicyVersion | None, files: dict[str, str]
     ) -> None:
         """Write the index, and let `latest` name the version."""
-        folder = self._folder(version)
+        folder = version_name(version)
         metadata = {"version": f"{version:06d}"}
         if base is not None:
             metadata |= {
@@ -196,11 +202,11 @@ class CheckpointPublisher:
             for pattern in COPIED:
                 for file in Path(self._config.files_from).glob(pattern):
                     if file.name != INDEX_NAME:
-                        shutil.copy(file, folder)
+                        self._files.write(f"{folder}/{file.name}", file.read_bytes())
         index = json.dumps({"metadata": metadata, "weight_map": files})
-        _write(folder / INDEX_NAME, index.encode())
-        (folder / ANNOUNCED_NAME).unlink()
-        _write(self._root / POINTER_NAME, folder.name.encode())
+        self._files.write(f"{folder}/{INDEX_NAME}", index.encode())
+        self._files.remove(f"{folder}/{ANNOUNCED_NAME}")
+        self._files.write(POINTER_NAME, folder.encode())
 
     @contextmanager
     def _whole_or_nothing(self, version: PolicyVersion) -> Iterator[None]:
@@ -209,7 +215,7 @@ class CheckpointPublisher:
         except BaseException as error:
             self._held.clear()  # some of it is of this version
             self._held_version = None
-            shutil.rmtree(self._folder(version), ignore_errors=True)
+            self._files.delete(version_name(version))
             if isinstance(error, OSError):
                 raise self._failure(version, error) from error
             raise
@@ -218,17 +224,7 @@ class CheckpointPublisher:
             self._deadline = Deadline(math.inf)
 
     def _failure(self, version: PolicyVersion, error: OSError) -> SyncError:
-        return SyncError(f"cannot write version {version} to {self._root}: {error}")
-
-
-def _write(file: Path, content: bytes) -> None:
-    """Write a file that is there whole or not at all, also after a crash."""
-    part = file.with_name(f".{file.name}.part")
-    with part.open("wb") as opened:
-        opened.write(content)
-        opened.flush()
-        os.fsync(opened.fileno())
-    part.replace(file)
+        return SyncError(f"cannot write version {version} to {self._files.root}: {error}")
 
 
 class CheckpointChannel:

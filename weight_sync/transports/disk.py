@@ -18,13 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-import fsspec
 import torch
 
 from headway.contracts.config.weight_sync import DiskSync, ReceiverConfig, StoredSync
-from headway.contracts.errors import SyncError
+from headway.contracts.errors import ConfigError, SyncError
 from headway.contracts.types import PolicyVersion, WeightUpdateMeta
 from headway.runtime.model_files import MAX_TEXT_BYTES
+from headway.runtime.object_stores import open_objects
 from weight_sync.buffers import Buffers
 from weight_sync.deadline import Deadline
 from weight_sync.manifest import MANIFEST_NAME, TensorEntry, bytes_of
@@ -343,10 +343,9 @@ def _fsync(folder: str) -> None:
 
 def _filesystem(url: str) -> tuple[Any, str]:
     try:
-        filesystem, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
-    except (ImportError, ValueError) as error:
-        raise SyncError(f"{url} cannot be opened: {error}") from error
-    return filesystem, str(path).rstrip("/")
+        return open_objects(url)
+    except ConfigError as error:
+        raise SyncError(error.message) from error
 
 
 def _object_text(filesystem: Any, key: str) -> bytes | None:

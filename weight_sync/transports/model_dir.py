@@ -5,7 +5,8 @@ every parameter of the model, in its shape, and no other. The digest is computed
 out of the files, and must be the one that was published, if that is known: its writer
 may have written another version over it. One with our manifest is read by the receiver, with all of
 its proofs. One that holds differences (`weight_sync.checkpoint_deltas`) is made of the version that
-serves, if that is its base, else of its neighbours, back to a whole one.
+serves, if that is its base, else of its neighbours, back to a whole one. Directories of an object store
+are fetched first (`weight_sync.fetched_folders`), each when it is wanted.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from headway.contracts.config.weight_sync import MAX_CHAIN, ReceiverConfig
 from headway.contracts.errors import ConfigError, SyncError
 from headway.contracts.types import WeightUpdateMeta
 from headway.runtime.model_files import check_regular, read_object, read_text
+from headway.runtime.object_stores import is_url
 from weight_sync.channel import (
     ReadTensor,
     StagedWeights,
@@ -54,11 +56,14 @@ class ModelDirReader:
         self._config = config
         self._receiver = receiver
         self._deadline = deadline or Deadline(config.stage_timeout_s)
+        self._fetched: Path | None = None
+        """What lies below it was fetched from where the version is."""
+        self._url = ""
 
     def stage(self, meta: WeightUpdateMeta, expected: Mapping[str, torch.Size]) -> StagedWeights:
         folder = self._folder(meta)
         if (folder / MANIFEST_NAME).is_file():
-            staged = self._published().stage(_as_published(folder), expected)
+            staged = self._published().stage(self._as_published(folder), expected)
             _check_digest(meta, staged.digest)
             return replace(staged, version=meta.version)
         delta, origin = read_delta(folder), None
@@ -78,7 +83,7 @@ class ModelDirReader:
         folder = self._folder(meta)
         reader = self._published()
         if (folder / MANIFEST_NAME).is_file() and isinstance(reader, WeightVerifier):
-            verified = reader.verify(_as_published(folder), expected)
+            verified = reader.verify(self._as_published(folder), expected)
             return replace(verified, version=meta.version)
         if read_delta(folder) is not None:
             return self._receiver.lay_out(self.stage(meta, expected))
@@ -126,13 +131,14 @@ class ModelDirReader:
         deltas = [last]
         while len(deltas) <= MAX_CHAIN:
             first = deltas[0]
-            if not first.base.is_dir():
+            base = self._base(first)
+            if base is None:
                 kept = self._receiver.made_by(f"{first.base}#")
                 start = self._receiver.start if first.base_version == 0 else None
                 return deltas, kept or self._whole(stack, first, start)
-            earlier = read_delta(self._allowed(first.base))
+            earlier = read_delta(self._allowed(base))
             if earlier is None:
-                return deltas, self._whole(stack, first, first.base)
+                return deltas, self._whole(stack, first, base)
             if read := self._receiver.made_by(_origin_of(earlier)):
                 return deltas, read
             deltas.insert(0, earlier)
@@ -157,7 +163,16 @@ class ModelDirReader:
 
         return read
 
+    def _base(self, delta: CheckpointDelta) -> Path | None:
+        """Directory of the version that a difference builds on, if there is one."""
+        if self._fetched is None:
+            return delta.base if delta.base.is_dir() else None
+        url = f"{self._url.rpartition('/')[0]}/{delta.base.name}"
+        return self._receiver.fetch(url, self._deadline, is_base=True)
+
     def _folder(self, meta: WeightUpdateMeta) -> Path:
+        if is_url(meta.path):
+            return self._fetched_folder(meta.path.rstrip("/"))
         folder = self._allowed(Path(meta.path))
         while (folder / ANNOUNCED_NAME).exists():  # it is being written
             self._deadline.pause()
@@ -165,9 +180,22 @@ class ModelDirReader:
             raise SyncError(f"{meta.path} is not a directory; give one with *.safetensors")
         return folder
 
+    def _fetched_folder(self, url: str) -> Path:
+        check_allowed(url, self._config)
+        folder = self._receiver.fetch(url, self._deadline)
+        if folder is None:
+            raise SyncError(f"{url} is not a directory; give one with *.safetensors")
+        self._fetched, self._url = folder.parent, url
+        return folder
+
     def _allowed(self, path: Path) -> Path:
-        check_allowed(str(path.resolve()), self._config)
-        return path.resolve()
+        path = path.resolve()
+        if self._fetched is None or not path.is_relative_to(self._fetched):
+            check_allowed(str(path), self._config)
+        return path
+
+    def _as_published(self, folder: Path) -> WeightUpdateMeta:
+        return replace(_as_published(folder), path=self._url or str(folder))
 
     def _published(self) -> WeightReader:
         return self._receiver.within(Deadline(self._config.stage_timeout_s))

@@ -282,11 +282,11 @@ class FleetConfig(Config):
 
 
 class FollowConfig(Config):
-    """A directory in which somebody else's trainer leaves versions, to be published by the gateway."""
+    """A store in which somebody else's trainer leaves versions, to be published by the gateway."""
 
     path: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")
-    """Directory of `weight_v000001` and so on, which every server has too, below its
-    `weights.allow`."""
+    """Directory of `weight_v000001` and so on, or its fsspec URL (`s3://bucket/run`); every server
+    reads it too, below its `weights.allow`."""
     interval_s: float = Field(1.0, gt=0.0)
     """Seconds between looks at it."""
 
@@ -312,7 +312,7 @@ class GatewayConfig(Config):
     executor: ExecutorConfig = ExecutorConfig()
     fleet: FleetConfig = FleetConfig()
     follow: Annotated[FollowConfig | None, BeforeValidator(_named_path)] = None
-    """Publish what a trainer leaves in a directory; a text is its path. None follows none."""
+    """Publish what a trainer leaves in a store; a text is its path. None follows none."""
     sandbox: SandboxConfig = SandboxConfig()
     outbound: OutboundConfig = OutboundConfig()
     sessions: SessionsConfig = SessionsConfig()

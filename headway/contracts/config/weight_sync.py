@@ -134,8 +134,8 @@ class CheckpointSync(PublishConfig):
 
     type: Literal["checkpoint"] = "checkpoint"
     root: str = Field(min_length=1)
-    """Directory that holds one subdirectory per version (`weight_v000001`), and `latest`, which names the
-    newest."""
+    """Directory, or fsspec URL (`s3://bucket/run`), that holds one subdirectory per version
+    (`weight_v000001`), and `latest`, which names the newest."""
     keep: int = Field(default=3, ge=1)
     """Newest versions to keep; older ones are deleted, but never what a kept one is based on."""
     delta: DeltaConfig | None = DeltaConfig()
@@ -158,7 +158,7 @@ class CheckpointSync(PublishConfig):
     @property
     def origin(self) -> str:
         """Entry that a server's `weights.allow` must hold."""
-        return f"model://{Path(self.root).resolve()}"
+        return self.root if "://" in self.root else f"model://{Path(self.root).resolve()}"
 
 
 class PluginSync(PluginConfig, PublishConfig):
@@ -196,7 +196,8 @@ class ReceiverConfig(Config):
     """Also fetch from generation servers that the gateway names, and serve them what this one holds."""
     cache_dir: str | None = None
     """Directory for versions that an engine has to read as files (SGLang, vLLM) but that do not come
-    as such; None takes one below the system's temporary directory."""
+    as such, and for directories that are fetched from an object store; None takes one below the
+    system's temporary directory."""
     token_env: EnvironmentName | None = None
     """Environment variable with the bearer token for fetching over HTTP."""
     num_connections: int = Field(default=4, ge=1, le=64)

@@ -12,6 +12,7 @@ from pathlib import Path
 from headway.contracts.checkpoint_store import INDEX_NAME, version_name
 from headway.dialects.error_shapes import InvalidField
 from headway.dialects.sglang.types import PullBody
+from headway.runtime.object_stores import is_url
 
 MAX_DIRECTORIES = 64
 
@@ -35,7 +36,9 @@ class PulledCheckpoints:
         """
         place = self._start
         if body.target_version:
-            folder = Path(body.source_dir) / version_name(body.target_version)
+            place = f"{body.source_dir.rstrip('/')}/{version_name(body.target_version)}"
+        if body.target_version and not is_url(place):
+            folder = Path(place)
             if folder.parent.is_dir() and not (folder / INDEX_NAME).is_file():
                 raise InvalidField(
                     f"{folder} has no {INDEX_NAME}, so version {body.target_version} is not complete; "

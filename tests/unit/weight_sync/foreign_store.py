@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import torch
 import xxhash
@@ -86,6 +87,16 @@ class ForeignStore:
             return bytes(after ^ before)
         (places,) = np.nonzero(after - before)
         return struct.pack(f"<I{len(places)}I", len(places), *places) + bytes(after[places])
+
+
+def upload(folder: Path, url: str) -> str:
+    """Copy a version into an object store, its index and `latest` last; return where it is."""
+    objects, base = fsspec.core.url_to_fs(url)
+    objects.makedirs(f"{base}/{folder.name}", exist_ok=True)
+    for file in sorted(folder.iterdir(), key=lambda file: file.name.endswith("index.json")):
+        objects.pipe_file(f"{base}/{folder.name}/{file.name}", file.read_bytes())
+    objects.pipe_file(f"{base}/latest", (folder.parent / "latest").read_bytes())
+    return f"{url}/{folder.name}"
 
 
 def read_store(root: Path, version: int, base: Tensors) -> Tensors:
