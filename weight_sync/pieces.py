@@ -14,8 +14,8 @@ from weight_sync.gpu_checksum import PREFIX
 from weight_sync.manifest import bytes_of, has_checksum
 
 CHUNK_BYTES = 1 << 20
-"""A chunk of the source fits a core's cache. The C library writes one of this size past the cache: an eighth
-faster than half of it, where a write first reads what it is about to overwrite."""
+"""A chunk of the source fits a core's cache. The C library copies one of this size past the cache, an
+eighth faster than half of it: such a copy does not first read what it is about to overwrite."""
 _INFINITY = {
     torch.float64: 0x7FF0000000000000,
     torch.float32: 0x7F800000,
