@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import ast
 import os
 import queue
 import signal
@@ -14,27 +14,31 @@ from typing import Any
 
 import pytest
 
-from tests.integration.real_engines import engine_python, needs, show
+from tests.integration.real_engines import ROOT, engine_python, needs, show
 from tests.integration.test_fleet_adapters import write_plain_model
 from tests.integration.version_fleet import LIMIT_S, Fleet
 
 pytestmark = needs("vllm")
 STEPS = 10
 START_S = 150.0
+ASYNCHRONOUS = Path(__file__).with_name("trl_trainer.py")
+GRPO = ROOT / "examples" / "trl" / "grpo.py"
 
 
 class TRL:
     """The trainer, a process in an environment of its own."""
 
-    def __init__(self, fleet: Fleet, folder: Path) -> None:
+    def __init__(self, folder: Path, *command: object) -> None:
+        """
+        Args:
+            command: script and arguments.
+        """
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         quiet = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": "1"}
-        script = Path(__file__).with_name("trl_trainer.py")
-        wanted = [fleet.url, fleet.model, fleet.weights / "trl", STEPS]
         self._log = folder / "trl.log"
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [engine_python("vllm"), script, *map(str, wanted)],
+                [engine_python("vllm"), *map(str, command)],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -51,8 +55,8 @@ class TRL:
         while True:
             line = self._lines.get(timeout=limit_s)
             assert line, self._log.read_text()[-4000:]
-            if line.startswith('{"step"'):
-                return json.loads(line)
+            if line.startswith("{") and "reward" in line:
+                return ast.literal_eval(line)
 
     def close(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)  # its rollout worker, too
@@ -70,7 +74,9 @@ class TRL:
 def test_the_asynchronous_trainer_learns_while_servers_die_and_join(tmp_path: Path) -> None:
     with (
         closing(Fleet(tmp_path, 2, write_model=write_plain_model)) as fleet,
-        closing(TRL(fleet, tmp_path)) as trl,
+        closing(
+            TRL(tmp_path, ASYNCHRONOUS, fleet.url, fleet.model, fleet.weights / "trl", STEPS)
+        ) as trl,
     ):
         steps = [trl.step(START_S)]
         fleet.kill(0, 0)
@@ -85,3 +91,22 @@ def test_the_asynchronous_trainer_learns_while_servers_die_and_join(tmp_path: Pa
     assert float(steps[0]["kl"]) == pytest.approx(0.0, abs=1e-3)
     assert min(rewards[-2:]) > 0.1 + max(rewards[:2])
     assert names == [f"trl-policy-v{STEPS}", f"trl-policy-v{STEPS + 1}"]
+
+
+def test_the_trainer_of_server_mode_learns_while_servers_die_and_join(tmp_path: Path) -> None:
+    with closing(Fleet(tmp_path, 2, write_model=write_plain_model)) as fleet:
+        folder = fleet.weights / "trl"
+        command = [GRPO, "--url", fleet.url, "--model", fleet.model, "--folder", folder]
+        with closing(TRL(tmp_path, *command, "--steps", STEPS)) as trl:
+            steps = [trl.step(START_S)]
+            fleet.kill(0, 0)
+            steps += [trl.step() for _ in range(2)]
+            fleet.join()
+            steps += [trl.step() for _ in range(STEPS - 3)]
+        status = fleet.engine.status()
+    rewards = [float(step["reward"]) for step in steps]
+    show(f"rewards {' '.join(f'{reward:.3f}' for reward in rewards)}")
+    ratios = [float(step["sampling/importance_sampling_ratio/mean"]) for step in steps]
+    assert ratios == pytest.approx([1.0] * STEPS, abs=1e-3)  # sampled by the weights that train
+    assert min(rewards[-2:]) > 0.1 + max(rewards[:2])
+    assert status.version == STEPS

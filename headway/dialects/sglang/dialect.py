@@ -154,6 +154,7 @@ class SGLangDialect:
                 "model": self.model_path,
                 "dtype": self._dtype,
                 "max_model_len": self._model.max_context,
+                "logprobs_mode": "processed_logprobs",
             },
             "parallel_config": {
                 "world_size": 1,
