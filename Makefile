@@ -88,7 +88,8 @@ test-clients: clients
 test-deploy: DEBIAN_PACKAGES += $(DEPLOY_PACKAGES)
 test-deploy: system-packages helm
 	$(BIN)/python -m pytest -s -m deploy $(ARGS)
-	$(BIN)/python -m pytest tests/contract/test_chart.py $(ARGS)
+	$(BIN)/python -m pytest tests/contract/test_chart.py tests/integration/test_ray_run.py \
+		tests/integration/test_upgrade.py tests/integration/test_scaling.py tests/unit/launch/test_kubernetes.py $(ARGS)
 
 test-engines: test-sglang test-vllm
 
