@@ -16,8 +16,8 @@ from urllib.parse import quote
 
 from fsspec.callbacks import Callback
 
-from headway.contracts.errors import ConfigError, ServiceError, SyncError
-from headway.runtime.object_stores import identity_of, open_objects
+from headway.contracts.errors import ConfigError, SyncError
+from headway.runtime.object_stores import identity_of, listed, open_objects, os_errors
 from weight_sync.checkpoint_deltas import ANNOUNCED_NAME
 from weight_sync.deadline import Deadline
 from weight_sync.folder_cache import own_store
@@ -70,13 +70,12 @@ class FetchedFolders:
         folder = self._store.root / quote(parent, safe=":") / name
         self._read.add(folder)
         try:
-            return self._fetch(url, folder, deadline)
+            with os_errors():
+                return self._fetch(url, folder, deadline)
         except ConfigError as error:
             raise SyncError(error.message) from error
-        except ServiceError:
-            raise
-        except Exception as error:  # each package raises its own
-            raise SyncError(f"{url} cannot be fetched: {error!r}") from error
+        except OSError as error:
+            raise SyncError(f"{url} cannot be fetched: {error}") from error
 
     def keep(self) -> None:
         """The version that was read last serves now."""
@@ -155,11 +154,7 @@ class _Progress(Callback):
 
 def _infos(objects: Any, base: str) -> Infos:
     """The files of a directory that are fetched: of a version of ours its manifest alone."""
-    try:
-        found = objects.ls(base, detail=True)
-    except FileNotFoundError:
-        return {}
-    infos = {str(info["name"]).rpartition("/")[2]: info for info in found if info["type"] == "file"}
+    infos = {n: info for n, info in listed(objects, base).items() if info["type"] == "file"}
     if MANIFEST_NAME in infos:
         return {MANIFEST_NAME: infos[MANIFEST_NAME]}
     return {name: info for name, info in infos.items() if name.endswith(ENDINGS)}

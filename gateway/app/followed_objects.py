@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from headway.contracts.checkpoint_store import INDEX_NAME, POINTER_NAME, named_version, number_of
-from headway.contracts.errors import DataError, ServiceAway, ServiceError
-from headway.runtime.object_stores import identity_of, open_objects
+from headway.contracts.errors import DataError, ServiceAway
+from headway.runtime.object_stores import identity_of, listed, open_objects, os_errors
 
 LOOK_TIMEOUT_S = 30.0
 MAX_POINTER_BYTES = 512
@@ -43,10 +43,10 @@ class FollowedObjects:
         if not self._look.done():
             raise ServiceAway(f"{self._url} did not answer within {self._timeout_s:g} s")
         found, self._look = self._look.result(), None
-        if isinstance(found, ServiceError):
+        if isinstance(found, OSError):
+            raise ServiceAway(f"{self._url} cannot be read: {found}") from found
+        if isinstance(found, Exception):
             raise found
-        if isinstance(found, Exception):  # each package raises its own
-            raise ServiceAway(f"{self._url} cannot be read: {found!r}") from found
         return found
 
     def _find(self) -> Newest:
@@ -74,11 +74,7 @@ class FollowedObjects:
 
     def _versions(self) -> list[str]:
         """Names of the versions, newest first, complete or not."""
-        try:
-            found = self._objects.ls(self._base, detail=False)
-        except FileNotFoundError:
-            return []
-        names = {str(each).rstrip("/").rpartition("/")[2] for each in found}
+        names = listed(self._objects, self._base)
         numbers = {number: name for name in names if (number := number_of(name)) is not None}
         return [numbers[number] for number in sorted(numbers, reverse=True)]
 
@@ -97,7 +93,8 @@ def _started(work: Callable[[], Newest]) -> Future[Newest | Exception]:
 
     def run() -> None:
         try:
-            answer.set_result(work())
+            with os_errors():
+                answer.set_result(work())
         except Exception as error:  # noqa: BLE001 - raised where it is waited for
             answer.set_result(error)
 

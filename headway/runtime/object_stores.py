@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from headway.contracts.errors import ConfigError
+from headway.contracts.errors import ConfigError, ServiceError
 
 _URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _MARKS = ("created", "etag", "ino", "last_modified", "lastmodified", "mtime", "size", "updated")
+_DEFECTS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
+"""They show a mistake in a program, not that a store is away."""
 
 
 def is_url(path: str) -> bool:
@@ -32,6 +35,26 @@ def open_objects(url: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         raise ConfigError(f"{url} cannot be opened: {error}") from error
     return filesystem, str(path).rstrip("/")
+
+
+def listed(objects: Any, folder: str) -> dict[str, dict[str, Any]]:
+    """What a folder holds: name -> what fsspec says of it; nothing if it is not there."""
+    try:
+        found = objects.ls(folder, detail=True)
+    except FileNotFoundError:
+        return {}
+    return {str(info["name"]).rstrip("/").rpartition("/")[2]: info for info in found}
+
+
+@contextmanager
+def os_errors() -> Iterator[None]:
+    """Raise `OSError` for the errors that each package has of its own."""
+    try:
+        yield
+    except (OSError, ServiceError, *_DEFECTS):
+        raise
+    except Exception as error:
+        raise OSError(repr(error)) from error
 
 
 def identity_of(info: Mapping[str, Any]) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from headway.contracts.checkpoint_store import INDEX_NAME
-from headway.runtime.object_stores import is_url, open_objects
+from headway.runtime.object_stores import is_url, listed, open_objects, os_errors
 from weight_sync.transports.disk import FILE_SCHEME, lock_root
 
 
@@ -82,29 +81,26 @@ class ObjectFiles:
         self._objects, self._base = open_objects(self.root)
 
     def names(self, folder: str = "") -> list[str]:
-        path = f"{self._base}/{folder}".rstrip("/")
-        with suppress(FileNotFoundError), _os_errors():
-            found = self._objects.ls(path, detail=False)
-            return [str(each).rstrip("/").rpartition("/")[2] for each in found]
-        return []
+        with os_errors():
+            return list(listed(self._objects, f"{self._base}/{folder}".rstrip("/")))
 
     def read(self, file: str) -> bytes:
-        with _os_errors():
+        with os_errors():
             return bytes(self._objects.cat_file(f"{self._base}/{file}"))
 
     def write(self, file: str, content: bytes) -> None:
         path = f"{self._base}/{file}"
-        with _os_errors():
+        with os_errors():
             self._objects.makedirs(path.rpartition("/")[0], exist_ok=True)
             self._objects.pipe_file(path, content)
 
     def remove(self, file: str) -> None:
-        with _os_errors():
+        with os_errors():
             self._objects.rm_file(f"{self._base}/{file}")
 
     def delete(self, folder: str) -> None:
         for path in (f"{folder}/{INDEX_NAME}", folder):  # first it is complete no more
-            with suppress(OSError), _os_errors():
+            with suppress(OSError), os_errors():
                 self._objects.rm(f"{self._base}/{path}", recursive=True)
 
     def close(self) -> None:
@@ -119,13 +115,3 @@ def open_files(root: str) -> CheckpointFiles:
         SyncError: another publisher has the directory.
     """
     return ObjectFiles(root) if is_url(root) else DirectoryFiles(root)
-
-
-@contextmanager
-def _os_errors() -> Iterator[None]:
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:  # each package raises its own
-        raise OSError(repr(error)) from error

@@ -174,6 +174,12 @@ async def test_a_store_that_is_away_is_said_once_and_asked_again(
     assert [record.message for record in caplog.records].count("not published") == 1
 
 
+async def test_a_defect_is_no_outage(url: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "info", None)
+    with pytest.raises(TypeError):
+        await FollowedObjects(url).newest()
+
+
 async def test_a_store_that_hangs_is_asked_by_one_thread_alone(
     url: str, monkeypatch: pytest.MonkeyPatch
 ):
