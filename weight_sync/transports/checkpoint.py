@@ -62,7 +62,7 @@ class CheckpointPublisher:
         """Differences since the last whole version."""
         self._announced: PolicyVersion | None = None
         self._deadline = Deadline(math.inf)
-        for name in self._files.names():
+        for name in self._names():
             if number_of(name) is not None and not self._is_complete(name):
                 self._files.delete(name)
 
@@ -83,10 +83,10 @@ class CheckpointPublisher:
         return WeightUpdateMeta(version, f"model://{path}")
 
     def publish(self, version: PolicyVersion, tensors: NamedTensors) -> WeightUpdateMeta:
-        if self._announced != version or not self._files.names(version_name(version)):
+        if self._announced != version or not self._names(version_name(version)):
             self.announce(version)
-        base = self._base_of(version)
         with self._whole_or_nothing(version):
+            base = self._base_of(version)
             files: dict[str, str] = {}
             rows: list[list[Any]] = []
             ready = buckets(outgoing(tensors, self._config), self._config.shard_bytes)
@@ -125,11 +125,17 @@ class CheckpointPublisher:
     def _path(self, version: PolicyVersion) -> str:
         return f"{self._files.root}/{version_name(version)}"
 
+    def _names(self, folder: str = "") -> list[str]:
+        try:
+            return self._files.names(folder)
+        except OSError as error:
+            raise SyncError(f"cannot read {self._files.root}: {error}") from error
+
     def _is_complete(self, name: str) -> bool:
-        return INDEX_NAME in self._files.names(name)
+        return INDEX_NAME in self._names(name)
 
     def _versions(self) -> list[PolicyVersion]:
-        numbers = {name: number_of(name) for name in self._files.names()}
+        numbers = {name: number_of(name) for name in self._names()}
         return sorted(
             number
             for name, number in numbers.items()
@@ -150,7 +156,7 @@ class CheckpointPublisher:
         delta, held = self._config.delta, self._held_version
         if delta is None or held is None or held >= version:
             return None
-        if not self._files.names(version_name(held)):
+        if not self._names(version_name(held)):
             return None
         return held if self._chain + 1 < delta.full_every else None
 

@@ -263,5 +263,10 @@ def test_a_failure_to_write_is_said(url, monkeypatch):
             patch.setattr(type(MEMORY), "pipe_file", away)
             with pytest.raises(SyncError, match=r"cannot write version 2 to .*no route"):
                 publisher.publish(2, weights(2).items())
+        with monkeypatch.context() as patch:
+            patch.setattr(type(MEMORY), "ls", away)
+            for read in (publisher.latest, lambda: publisher.publish(2, weights(2).items())):
+                with pytest.raises(SyncError, match=r"cannot read .*no route"):
+                    read()
         publisher.publish(2, weights(2).items())
         assert publisher.latest() == 2
