@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -32,3 +33,22 @@ async def until(condition: Callable[[], object], timeout_s: float = LIMIT_S) -> 
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - nothing notifies anybody
             await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def assert_loop_turns(times: int) -> AsyncIterator[None]:
+    """Fail unless the event loop turns so often meanwhile."""
+    turns = 0
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0.001)
+
+    turning = asyncio.create_task(turn())
+    try:
+        yield
+    finally:
+        turning.cancel()
+    assert turns > times

@@ -53,14 +53,7 @@ class Slurm:
 
     def bash(self, script: str) -> str:
         """What a script prints; it must not fail."""
-        done = subprocess.run(
-            ["bash", "-euc", script],
-            env=self._env,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=LIMIT_S,
-        )
+        done = self._run("bash", "-euc", script)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -71,15 +64,12 @@ class Slurm:
 
     def is_up(self) -> bool:
         """True once its machine takes jobs."""
-        done = subprocess.run(
-            ["sinfo", "--noheader", "--format=%t"],
-            env=self._env,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=LIMIT_S,
+        return self._run("sinfo", "--noheader", "--format=%t").stdout.strip() == "idle"
+
+    def _run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            words, env=self._env, capture_output=True, text=True, check=False, timeout=LIMIT_S
         )
-        return done.stdout.strip() == "idle"
 
 
 @contextmanager

@@ -150,19 +150,21 @@ def test_a_run_survives_its_server_and_its_gateway(
     assert audit.counts.consumed == 8 * BATCH
 
 
+COMMAND = [sys.executable, "-m", "headway.launch.cli", "run", "--config"]
+
+
+def summary_of(*command: str) -> dict[str, Any]:
+    """What a run prints last; it must not fail."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def test_the_run_command_prints_its_summary(make_config: MakeConfig, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     config = make_config(steps=3)
     file.write_text(dump_yaml(config))
-    done = subprocess.run(
-        [sys.executable, "-m", "headway.launch.cli", "run", "--config", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout.splitlines()[-1])
+    summary = summary_of(*COMMAND, str(file))
     assert (summary["steps"], summary["trajectories"]) == (3, 3 * BATCH)
     assert (summary["lost"], summary["duplicated"]) == (0, 0)
     assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
@@ -179,7 +181,7 @@ def test_an_interrupted_run_over_shared_memory_resumes_and_leaves_none_behind(
     tree = make_config(steps=6).model_dump(mode="json")
     del tree["trainer"]["weight_sync"]
     file.write_text(yaml.safe_dump(tree))
-    command = [sys.executable, "-m", "headway.launch.cli", "run", "--config", str(file)]
+    command = [*COMMAND, str(file)]
     memory = Path(shared_root(tree["trainer"]["run_dir"]))
     config = validate_config(LaunchConfig, tree)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as begun:
@@ -190,15 +192,7 @@ def test_an_interrupted_run_over_shared_memory_resumes_and_leaves_none_behind(
             begun.terminate()
             begun.communicate(timeout=60)
     assert not memory.exists()
-    done = subprocess.run(
-        [*command, "--trainer.recovery.mode", "resume"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout.splitlines()[-1])
+    summary = summary_of(*command, "--trainer.recovery.mode", "resume")
     assert (summary["steps"], summary["lost"], summary["duplicated"]) == (6, 0, 0)
     assert not memory.exists()
 
@@ -232,7 +226,7 @@ def test_ending_the_command_leaves_no_process_and_no_half_written_version(
     file = tmp_path / "run.yaml"
     file.write_text(dump_yaml(config))
     command = subprocess.Popen(
-        [sys.executable, "-m", "headway.launch.cli", "run", "--config", str(file)],
+        [*COMMAND, str(file)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         preexec_fn=_heed_interrupts,

@@ -441,14 +441,18 @@ def test_a_client_that_goes_away_frees_what_it_asked_for(served: Served) -> None
     eventually(lambda: running(served.client) == 0, 20, "nothing runs")
 
 
+def long_request(client: SGLangClient) -> InFlight:
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}}
+    return InFlight(client, **body)
+
+
 def running(client: SGLangClient) -> int:
     return client.get("/v1/loads").json()["loads"][0]["num_running_reqs"]
 
 
 def test_a_pause_that_aborts(served: Served) -> None:
     client = served.client
-    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}}
-    going = InFlight(client, **body)
+    going = long_request(client)
     client.pause("abort")
     assert going.result()["meta_info"]["finish_reason"]["type"] == "abort"
     assert client.post("/flush_cache").status_code == 200
@@ -536,8 +540,7 @@ def test_an_update_while_paused_shows_in_the_spans(served: Served, mode: str) ->
 def test_an_update_in_flight_needs_no_pause(served: Served) -> None:
     client, before, after = served.client, served.name("A"), served.name("B")
     served.serve(served.a, before)
-    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}}
-    going = InFlight(client, **body)
+    going = long_request(client)
     answer = client.update_from_disk(served.b, weight_version=after)
     assert answer.status_code == 200
     assert "not flushed" in answer.json()["message"]
@@ -549,8 +552,7 @@ def test_an_update_in_flight_needs_no_pause(served: Served) -> None:
 def test_an_update_may_abort_what_runs(served: Served) -> None:
     client, before, after = served.client, served.name("A"), served.name("B")
     served.serve(served.a, before)
-    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}}
-    going = InFlight(client, **body)
+    going = long_request(client)
     answer = client.update_from_disk(served.b, weight_version=after, abort_all_requests=True)
     assert answer.status_code == 200
     ended = going.result()
@@ -722,8 +724,7 @@ def test_an_update_from_a_group_shows_in_the_spans_of_what_runs(
     client, before, label = served.client, served.name("A"), served.name("D")
     served.serve(served.a, before)
     sender = trainer()
-    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}}
-    going = InFlight(client, **body)
+    going = long_request(client)
     client.pause("in_place")
     answer = sender.send(client, served.b, tensors_of(served.b), weight_version=label)
     assert answer.status_code == 200
@@ -811,8 +812,7 @@ def test_a_name_given_in_the_middle_of_an_update_is_the_new_weights_name(
     client, before, label = served.client, served.name("A"), served.name("D")
     served.serve(served.a, before)
     sender = trainer()
-    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}}
-    going = InFlight(client, **body)
+    going = long_request(client)
     client.pause("in_place")
     if in_session:
         assert client.post("/begin_weight_update").status_code == 200

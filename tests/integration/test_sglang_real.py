@@ -15,9 +15,10 @@ import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, STDOUT
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -155,10 +156,16 @@ async def backend(policies: Policies, tmp_path_factory: pytest.TempPathFactory):
         max_adapters=2,
         max_adapter_rank=8,
     )
+    async with serving(config, policies) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def serving(config: SGLangConfig, policies: Policies) -> AsyncIterator[SGLangBackend]:
+    """An engine that answers, with the first policy's weights."""
     folder = str(policies.folders[0])
-    engine = SGLangBackend(
-        config, ModelConfig(path=folder, dtype="float32"), 0, TextTokenizer(folder)
-    )
+    model = ModelConfig(path=folder, dtype="float32")
+    engine = SGLangBackend(config, model, 0, TextTokenizer(folder))
     started = time.monotonic()
     await engine.start()
     show(f"SGLang answers after {time.monotonic() - started:.0f} s")
@@ -601,6 +608,16 @@ async def test_deltas_in_shared_memory_reach_the_engine_as_files(backend, polici
     gate.receiver.close()
 
 
+async def broadcast(backend: Any, gate: VersionGate, trainer: Any, version: int) -> None:
+    """Publish a version over Gloo and commit it, while the engine generates."""
+    order = await trainer.announce(version)
+    trainer.tell(f"publish {version}")
+    digest = await gate.prepare(order)
+    assert await trainer.heard() == digest
+    assert not backend.is_paused
+    await gate.commit(WeightCommitRequest(epoch=order.epoch, version=version))
+
+
 @pytest.mark.usefixtures("as_files", "slowly")
 async def test_a_broadcast_reaches_the_engine_as_files_while_it_generates(
     backend, policies, trainer
@@ -609,12 +626,7 @@ async def test_a_broadcast_reaches_the_engine_as_files_while_it_generates(
     policies.newest = version = backend.version + 1
     crowd = Crowd(backend, 120)
     await crowd.is_under_way()
-    order = await trainer.announce(version)
-    trainer.tell(f"publish {version}")
-    digest = await gate.prepare(order)
-    assert await trainer.heard() == digest
-    assert not backend.is_paused
-    await gate.commit(WeightCommitRequest(epoch=order.epoch, version=version))
+    await broadcast(backend, gate, trainer, version)
     await crowd.assert_truthful(policies.replayed)
     await assert_serves(backend, policies, version)
     gate.receiver.close()

@@ -13,12 +13,9 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import SGLangConfig
 from headway.contracts.errors import BackendError
 from headway.contracts.http.weights import GroupRankBody, WeightCommitRequest
-from headway.text.tokenizer import TextTokenizer
-from inference_server.backends.sglang.backend import SGLangBackend
 from tests.integration import test_sglang_real as real
 from tests.integration.real_engines import check_logprobs, needs, show
 from tests.integration.test_sglang_real import Crowd, Progress, assert_serves, ready, request
@@ -38,15 +35,8 @@ async def backend(policies, tmp_path_factory: pytest.TempPathFactory):
     config = SGLangConfig(
         python=str(real.PYTHON), args=ARGS, env=ENV, log_file=str(log), receive="group"
     )
-    folder = str(policies.folders[0])
-    engine = SGLangBackend(
-        config, ModelConfig(path=folder, dtype="float32"), 0, TextTokenizer(folder)
-    )
-    started = time.monotonic()
-    await engine.start()
-    show(f"SGLang answers on {NUM_RANKS} ranks after {time.monotonic() - started:.0f} s")
-    yield engine
-    await engine.aclose()
+    async with real.serving(config, policies) as engine:
+        yield engine
 
 
 async def test_logprobs_are_those_of_transformers(backend, policies):

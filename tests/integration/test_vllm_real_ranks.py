@@ -16,7 +16,6 @@ import pytest_asyncio
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import VLLMConfig
 from headway.contracts.errors import BackendError
-from headway.contracts.http.weights import WeightCommitRequest
 from inference_server.backends.vllm.backend import VLLMBackend
 from inference_server.testing import Running
 from tests.integration import test_sglang_real, test_vllm_real
@@ -117,12 +116,7 @@ async def test_a_broadcast_over_gloo_reaches_both_ranks_while_they_generate(
     old, version = backend.version, backend.version + 1
     crowd = Crowd(backend)
     await crowd.is_under_way()
-    order = await trainer.announce(version)
-    trainer.tell(f"publish {version}")
-    digest = await gate.prepare(order)
-    assert await trainer.heard() == digest
-    assert not backend.is_paused
-    await gate.commit(WeightCommitRequest(epoch=order.epoch, version=version))
+    await test_sglang_real.broadcast(backend, gate, trainer, version)
     await crowd.assert_truthful(policies.replayed, old, version)
     await assert_serves(backend, policies, version)
     gate.receiver.close()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SMALLEST_BLOCKED = {torch.float32: 1 << 20, torch.bfloat16: 0}
+SMALLEST_BLOCKED = {torch.float32: 1 << 17, torch.bfloat16: 0}
 """Elements of a weight from which oneDNN's layout is the faster one: its calls cost 10 us more."""
 Beside = Callable[[Sequence[tuple[str, int, int]], Tensor, Tensor], Tensor]
 """Takes modules side by side (name, start and size of its columns), the input and the output."""

@@ -1,7 +1,7 @@
 """A row's tests, read by another process where there are many: the same tests, and bounded."""
 
-import asyncio
 import json
+from contextlib import aclosing
 
 import pytest
 
@@ -25,6 +25,7 @@ from gateway.rewards.scoring import Scorer
 from headway.contracts.config.base import ComponentConfig
 from headway.contracts.config.gateway import ExecutorConfig
 from headway.contracts.errors import DataError, RewardError
+from tests.waiting import assert_loop_turns
 
 ROWS = [
     {
@@ -80,20 +81,7 @@ async def test_a_row_of_many_tests_is_judged_like_one_of_few(scorer):
 async def test_tests_that_take_too_long_to_read_are_an_error_and_the_loop_goes_on(monkeypatch):
     monkeypatch.setattr(pool.WorkerTaskPool.__init__, "__defaults__", (0.2,))
     scorer = Scorer(ExecutorConfig(), SharedServices(NoSandbox(), NoOutbound()))
-    turns = 0
-
-    async def turn():
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0.001)
-
-    turning = asyncio.create_task(turn())
-    try:
-        row = {"test_list": [f"assert f(1) == f{FIELDS}"]}
+    row = {"test_list": [f"assert f(1) == f{FIELDS}"]}
+    async with aclosing(scorer), assert_loop_turns(50):
         with pytest.raises(RewardError, match=r"encode_tests ran longer than 0\.2 s"):
             await scorer.score(ComponentConfig(name="code"), Answer("", "def f(n): ...", row))
-    finally:
-        turning.cancel()
-        await scorer.aclose()
-    assert turns > 50

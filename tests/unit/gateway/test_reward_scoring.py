@@ -497,24 +497,12 @@ async def test_a_pattern_that_takes_long_to_compile_is_refused_and_the_loop_goes
     scorer, monkeypatch
 ):
     monkeypatch.setattr(scoring, "CHECK_S", 0.1)
-    turns = 0
-
-    async def turn():
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0.001)
-
-    turning = asyncio.create_task(turn())
-    try:
+    async with assert_loop_turns(10):
         with pytest.raises(ConfigError, match=r"took longer than 0\.1 s to check"):
             await scorer.prepare(ComponentConfig(name="exact", args={"pattern": SLOW_PATTERN}))
         with pytest.raises(ConfigError, match="is not a regular expression"):
             inner = {"name": "exact", "args": {"pattern": "("}}
             await scorer.prepare(ComponentConfig(name="format", args={"inner": inner}))
-    finally:
-        turning.cancel()
-    assert turns > 10
 
 
 async def test_a_pattern_that_tries_every_way_to_match_is_cut_off(scorer):

@@ -1,18 +1,3 @@
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-import torch
-
-from tests.numeric.models import save_model
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("llama"), "llama")
+from tests.numeric.conftest import _one_thread, llama_dir  # noqa: F401 - fixtures here, too

@@ -27,6 +27,13 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
+def save_start(folder: Path, tensors: Tensors) -> Path:
+    """A model's directory, as far as weights go."""
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 class ForeignStore:
     """A directory of versions; every n-th one is whole."""
 

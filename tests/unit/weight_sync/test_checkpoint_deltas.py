@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.errors import SyncError
 from headway.contracts.types import WeightUpdateMeta
-from tests.unit.weight_sync.foreign_store import ForeignStore, Tensors
+from tests.unit.weight_sync.foreign_store import ForeignStore, Tensors, save_start
 from weight_sync.checkpoint_deltas import (
     _DECODERS,
     INDEX_NAME,
@@ -44,10 +44,7 @@ def weights(seed: int) -> Tensors:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Path:
-    folder = tmp_path / "start"
-    folder.mkdir()
-    save_file(weights(0), folder / "model.safetensors")
-    return folder
+    return save_start(tmp_path / "start", weights(0))
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from headway.contracts.config.weight_sync import (
 )
 from headway.contracts.errors import SyncError
 from headway.contracts.types import WeightUpdateMeta
-from tests.unit.weight_sync.foreign_store import ForeignStore, Tensors, upload
+from tests.unit.weight_sync.foreign_store import ForeignStore, Tensors, save_start, upload
 from weight_sync.deadline import Deadline
 from weight_sync.receiver import Receiver, make_receiver
 from weight_sync.transports.base import make_publisher
@@ -51,10 +51,7 @@ def store(tmp_path: Path) -> ForeignStore:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Path:
-    folder = tmp_path / "start"
-    folder.mkdir()
-    save_file(weights(0), folder / "model.safetensors")
-    return folder
+    return save_start(tmp_path / "start", weights(0))
 
 
 @pytest.fixture
