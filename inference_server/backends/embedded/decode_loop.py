@@ -29,12 +29,13 @@ from headway.contracts.http.generation import PauseMode
 from headway.contracts.types import LLMResponse, PolicyVersion
 from inference_server.backends.base import Load
 from inference_server.backends.embedded.adapter_bank import LoadedAdapter
-from inference_server.backends.embedded.decoder import Decoder, InFlightStep, Refused, SampledToken
+from inference_server.backends.embedded.decoder import Decoder, InFlightStep, Refused
 from inference_server.backends.embedded.model import EmbeddedModel
 from inference_server.backends.embedded.orders import Orders
 from inference_server.backends.embedded.output_queue import News, OutputQueue
 from inference_server.backends.embedded.scheduler import ScheduledTokens, Scheduler, no_memory
 from inference_server.backends.embedded.sequence import Sequence
+from inference_server.backends.embedded.step_outputs import SampledToken
 from inference_server.backends.embedded.swaps import Swap
 from weight_sync.manifest import Adapter
 
