@@ -166,7 +166,7 @@ class DecodeLoop:
     def wake(
         self, version: PolicyVersion, weights: Mapping[str, Tensor], adapter: Adapter | None
     ) -> None:
-        """See `EmbeddedTorchBackend.wake`."""
+        """See `EmbeddedTorchBackend.take_weights`."""
         try:
             self._model.fill(weights, adapter)
             self._model.probe(self.cache)
@@ -180,7 +180,7 @@ class DecodeLoop:
         self.is_asleep = False
 
     def sleep(self) -> None:
-        """See `EmbeddedTorchBackend.sleep`."""
+        """See `EmbeddedTorchBackend.drop_weights`."""
         self.is_asleep = True
         self.interrupt(None)
         self.decoder.forget()
