@@ -159,8 +159,8 @@ def main() -> None:
             ModelConfig(path=folder, dtype=options.dtype),
             0,
         )
-    weight_bytes = sum(p.nbytes for p in backend._model.module.parameters())
-    token_bytes = backend._model.kv_shape.token_bytes
+    weight_bytes = sum(p.nbytes for p in backend.model.module.parameters())
+    token_bytes = backend.model.kv_shape.token_bytes
     instrument(backend, ledger)
     tokens, held = asyncio.run(decode(backend, options.in_flight, ledger, options.seconds))
     peak_bytes = memory_limit(backend.device)

@@ -128,7 +128,7 @@ async def open_scorer(workers: int) -> AsyncIterator[Scorer]:
     """Started, with math-verify in its workers."""
     config = ExecutorConfig(reward_workers=workers)
     scorer = Scorer(config, SharedServices(NoSandbox(), NoOutbound()))
-    await scorer.start()
+    await scorer.pool.start()
     try:
         first = Case(Answer("first", "$y + y$", {"answer": "2y"}), "first", 1.0)
         await grade(scorer, [first] * workers, workers)

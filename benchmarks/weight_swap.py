@@ -116,7 +116,7 @@ async def measure(backend: EmbeddedTorchBackend, sequences: int, swaps: int) -> 
     running = [asyncio.create_task(decode(index)) for index in range(sequences)]
     for version in range(1, swaps + 1):
         staged = StagedWeights(version, "0" * 64, weights[version % 2])
-        fitted = await asyncio.to_thread(backend.fit, staged)
+        fitted = await asyncio.to_thread(backend.model.fit, staged)
         await clock.after(4)
         await backend.swap(fitted)
     for task in running:

@@ -33,6 +33,7 @@ from inference_server.dialects.headway import generation, peer_files, weights
 from inference_server.dialects.sglang import routes as sglang_weights
 from inference_server.dialects.sglang import update_relay
 from inference_server.dialects.sglang.update_relay import UpdateRelay
+from inference_server.dialects.sglang.weight_groups import WeightGroups
 from inference_server.dialects.sglang.weight_updates import SGLangWeightUpdates
 from inference_server.engine import LocalGenerator, make_generator
 from inference_server.peer_store import PeerStore
@@ -100,7 +101,7 @@ def make_app(
 
 def _open_dialects(
     app: FastAPI, config: ServerConfig, generator: LocalGenerator
-) -> tuple[SGLangWeightUpdates, UpdateRelay]:
+) -> tuple[WeightGroups, WeightGroups]:
     """Give the app what the routes of other APIs work on; what is returned is to be closed."""
     backend, gate, limit_s = generator.backend, generator.gate, config.group_timeout_s
     updates = app.state.sglang_updates = SGLangWeightUpdates(backend, gate, config.weights, limit_s)
@@ -110,7 +111,7 @@ def _open_dialects(
     app.state.sglang = SGLangDialect(
         generator, ids, updates.labels.label, model.path, config.served_model_name, model.dtype
     )
-    return updates, relayed
+    return updates.groups.joined, relayed.groups.joined
 
 
 async def _end_with(backend: GenerationBackend) -> None:

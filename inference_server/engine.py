@@ -13,7 +13,6 @@ from headway.contracts.config.weight_sync import ReceiverConfig
 from headway.contracts.engines import OnDelta
 from headway.contracts.errors import Conflict, ServiceError, StaleVersion, VersionMoved
 from headway.contracts.http.adapters import adapter_views
-from headway.contracts.http.generation import PauseMode
 from headway.contracts.http.servers import ServerReport, ServerState, ServerStatus
 from headway.contracts.http.weights import (
     GroupRankBody,
@@ -74,6 +73,11 @@ class LocalGenerator:
         self.admission = admission or RequestAdmission()
         self.metrics = ServerMetrics()
         self.metrics.watch(self._snapshot)
+        # What `ServedModel` asks for is the backend's own.
+        self.abort = backend.abort
+        self.pause = backend.pause
+        self.resume = backend.resume
+        self.flush = backend.flush
         self._name = name
         self._gateways = gateways
         # Takes most of a second for a large vocabulary: now, while nothing runs.
@@ -185,18 +189,6 @@ class LocalGenerator:
             load.kv_capacity_tokens,
             load.kv_usage,
         )
-
-    async def abort(self, rid: str | None) -> None:
-        await self.backend.abort(rid)
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self.backend.pause(mode)
-
-    async def resume(self) -> None:
-        await self.backend.resume()
-
-    async def flush(self) -> bool:
-        return await self.backend.flush()
 
     def _check_version(self, req: LLMRequest) -> None:
         serving = self.version if req.adapter is None else self.adapters.version(req.adapter)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from headway.runtime.command_line import Command, Group
+from headway.runtime.command_line import Command, Group, json_option
 
 EXISTING = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -39,13 +39,7 @@ def command() -> None:
     type=click.FloatRange(min=0.0, min_open=True),
     help="Mean error of logprobs; by default 0.001 for float32 weights, else 0.03.",
 )
-@click.option(
-    "--json",
-    "json_file",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the results there, too.",
-)
+@json_option
 def check(
     url: str,
     model: Path | None,

@@ -12,7 +12,7 @@ from typing import NoReturn, TypeGuard
 
 from headway.contracts.config.server import BackendConfig, ServerConfig, SGLangConfig
 from headway.contracts.errors import ConfigError
-from inference_server.backends.engine_process import engine_command_line, engine_environment
+from inference_server.backends.engine_command_line import engine_command_line, engine_environment
 from inference_server.backends.sglang.features import sglang_command
 from inference_server.default_dtype import settled_model
 from inference_server.engine import has_tokenizer

@@ -26,12 +26,11 @@ from gateway.fleet.shared_aborts import SharedAborts
 from gateway.publishing.membership_sync import INTERVAL_S, MembershipSync
 from gateway.publishing.publication import Publications
 from gateway.versions.publication_state import PublicationState
-from headway.contracts.config.base import Config
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.errors import Conflict, ServiceError
-from headway.contracts.http.generation import FlushResponse, GenerationAbortRequest
+from headway.contracts.http.generation import GenerationAbortRequest
 from headway.contracts.http.ledger import LedgerCounts
-from headway.contracts.http.paths import GENERATION_ABORT, GENERATION_FLUSH
+from headway.contracts.http.paths import GENERATION_ABORT
 from headway.contracts.http.servers import (
     ScaleResponse,
     ServerReport,
@@ -70,7 +69,7 @@ class Fleet:
         ends: tokens that may end a sequence.
         """
         metrics = metrics or CollectorRegistry()
-        self._state = state
+        self.state = state
         self.members = members = Members(
             config, ResponseValidator(state, vocabulary.model_size), token, vocabulary
         )
@@ -117,12 +116,12 @@ class Fleet:
     @property
     def version(self) -> PolicyVersion:
         """Committed version of the fleet."""
-        return self._state.version
+        return self.state.version
 
     @property
     def head(self) -> PolicyVersion:
         """The newest published version."""
-        return self._state.head
+        return self.state.head
 
     @property
     def updates_in_flight(self) -> int:
@@ -156,7 +155,7 @@ class Fleet:
             raise Conflict(f"server {server_id!r} shuts down: its drain cannot be undone")
         await self.membership.set_draining(server_id, drain)
         if drain:
-            self._dispatch.forget(server_id)
+            self._dispatch.router.forget(server_id)
             await self._end_running(member)
         else:
             self.weights.review(member)
@@ -164,7 +163,7 @@ class Fleet:
 
     async def _end_running(self, member: Member) -> None:
         """Every sequence there is answered with its tokens so far."""
-        if self._state.notes.is_shared:
+        if self.state.notes.is_shared:
             await asyncio.sleep(2 * INTERVAL_S)  # until no other gateway sends anything there
         order = GenerationAbortRequest(rid=None)
         try:
@@ -176,15 +175,6 @@ class Fleet:
     def max_context(self) -> int | None:
         """Tokens per sequence that some server can hold; None while that is not known."""
         return self.members.context_limits().largest
-
-    async def flush(self) -> bool:
-        """Drop the prefixes that servers share; false if one could not, since sequences were running."""
-        orders = [
-            self.members.order(member, GENERATION_FLUSH, Config(), ABORT_TIMEOUT_S)
-            for member in self.members.present()
-        ]
-        answers = await asyncio.gather(*orders)
-        return all(FlushResponse.model_validate_json(answer).flushed for answer in answers)
 
     def scale(self, counts: LedgerCounts, headroom: int | None) -> ScaleResponse:
         """Return the number of servers that the work asks for; to be called every few seconds.

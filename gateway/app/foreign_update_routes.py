@@ -70,7 +70,7 @@ async def relabel(body: RelabelBody, request: Request) -> dict[str, Any]:
     if relayed.is_under_way:
         await relayed.take("relabel", body)
     else:
-        await _fleet(request).weights.rename(body.new_version)
+        await _fleet(request).state.rename(body.new_version)
     text = f"Weight version updated to {body.new_version}"
     return {"success": True, "message": text, "new_version": body.new_version}
 

@@ -80,7 +80,7 @@ class RelayedUpdates:
             meta = WeightUpdateMeta(offered.version, path, offered.digest, label=offered.label)
             await self._weights.publish_version(self._updates, meta, offered.aborts)
         if answer.renamed is not None:
-            await self._fleet.weights.rename(answer.renamed)
+            await self._fleet.state.rename(answer.renamed)
         return answer
 
     async def complete(self) -> None:

@@ -10,16 +10,19 @@ from pathlib import Path
 from gateway.app.fleet import Fleet
 from gateway.fleet.resume import generate_whole
 from gateway.fleet.stream_progress import interrupted
+from headway.contracts.config.base import Config
 from headway.contracts.config.gateway import GatewayConfig
 from headway.contracts.engines import OnDelta
 from headway.contracts.errors import BackendError
-from headway.contracts.http.generation import PauseMode
+from headway.contracts.http.generation import FlushResponse, PauseMode
+from headway.contracts.http.paths import GENERATION_FLUSH
 from headway.contracts.types import LLMDelta, LLMRequest, LLMResponse, PolicyVersion
 from headway.dialects.error_shapes import InvalidField
 from headway.dialects.served_model import ServedLoad
 from headway.runtime.tasks import cancel_and_wait
 from headway.text.tokenizer import TextTokenizer
 
+FLUSH_TIMEOUT_S = 5.0
 ABORT_GRACE_S = 5.0
 """Seconds for a server to return the tokens so far of a request that is aborted; then it ends with those
 that were streamed.
@@ -108,7 +111,13 @@ class ServedFleet:
         await self._fleet.pause.end()
 
     async def flush(self) -> bool:
-        return await self._fleet.flush()
+        members = self._fleet.members
+        orders = [
+            members.order(member, GENERATION_FLUSH, Config(), FLUSH_TIMEOUT_S)
+            for member in members.present()
+        ]
+        answers = await asyncio.gather(*orders)
+        return all(FlushResponse.model_validate_json(answer).flushed for answer in answers)
 
     def _is_over(self, req: LLMRequest, aborted: asyncio.Event) -> bool:
         """True if an interruption is the end: its client's, or that of its adapter."""

@@ -23,7 +23,7 @@ OBSERVE_S = 1.0
 async def warm_up(service: RolloutService) -> None:
     """Start the processes that run verifiers, for which the first answer would wait otherwise."""
     try:
-        await service.scorer.start()
+        await service.scorer.pool.start()
     except RewardOutage as error:
         log.warning("the first verifier will be tried again", extra={"reason": str(error)})
 

@@ -88,16 +88,12 @@ class Dispatcher:
         self._ends = ends
         self._asked: dict[str, tuple[str, Member]] = {}
         """By the id that a request has at a server: its own one, and that server."""
-        self._router = Router()
+        self.router = Router()
         self._routed: WeightRecord | None = None
         self._mark = uuid.uuid4().hex[:8]
         """Mark of this gateway: two may send the same request."""
         self._numbers = count()
         self._now = running_clock()
-
-    def forget(self, server_id: str) -> None:
-        """Nothing has its home there any more."""
-        self._router.forget(server_id)
 
     async def abort(self, rid: str) -> bool:
         """End a request with the tokens so far; false if no server has it at the moment."""
@@ -278,9 +274,9 @@ class Dispatcher:
     def _route(self, req: LLMRequest, free: Sequence[Member]) -> Member:
         if self._routed != self._state.committed:
             self._routed = self._state.committed
-            self._router.forget()  # what was computed with other weights is useless
+            self.router.forget()  # what was computed with other weights is useless
         lanes = {member.name: member for member in free}
-        return lanes[self._router.choose(req, lanes)]
+        return lanes[self.router.choose(req, lanes)]
 
     def _second(self, req: LLMRequest, first: Member) -> Member | None:
         """The least loaded of the other servers."""

@@ -71,13 +71,14 @@ class Members:
         """Number of quarantines that began."""
         self.is_out_of_sync = False
         """True while other gateways cannot be heard: no silence then loses their servers."""
+        self.by_name: dict[str, Member] = {}
+        """Every server that was seen lately."""
         self._config = config
         self._bounds = bounds
         self._vocabulary = vocabulary
         self._opened_at = 0.0
         self._lease_s = config.lease_s
         self._token = token
-        self._members: dict[str, Member] = {}
         self._forgotten_tokens = 0
         self._connections: Connections | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -99,11 +100,9 @@ class Members:
         """Close connections; calls in flight fail."""
         self.is_open = False
         await cancel_and_wait([self._watch])
-        for member in self._members.values():
+        for member in self.by_name.values():
             self.lose(member, "the gateway is shutting down")
-        catching_up = [
-            member.catching_up for member in self._members.values() if member.catching_up
-        ]
+        catching_up = [member.catching_up for member in self.by_name.values() if member.catching_up]
         await asyncio.gather(*catching_up, return_exceptions=True)
         if self._connections is not None:
             await self._connections.aclose()
@@ -111,33 +110,29 @@ class Members:
     @property
     def generated_tokens(self) -> int:
         """Tokens that were reported, also by servers that are gone."""
-        known = sum(member.report.generated_tokens for member in self._members.values())
+        known = sum(member.report.generated_tokens for member in self.by_name.values())
         return known + self._forgotten_tokens
 
     def statuses(self) -> list[ServerStatus]:
         """Every server that was seen lately."""
-        return [member.status for member in self._members.values()]
+        return [member.status for member in self.by_name.values()]
 
     def context_limits(self) -> ContextLimits:
         """Return the limits of every server that was seen lately: one that drains or was lost may
         come back."""
-        return ContextLimits.of(member.report for member in self._members.values())
+        return ContextLimits.of(member.report for member in self.by_name.values())
 
     def ready(self) -> list[Member]:
         """The servers that take traffic."""
-        return [member for member in self._members.values() if member.state == "ready"]
+        return [member for member in self.by_name.values() if member.state == "ready"]
 
     def serving(self) -> list[Member]:
         """The servers that take requests, if only for the version that is reserved."""
-        return [member for member in self._members.values() if member.is_serving]
+        return [member for member in self.by_name.values() if member.is_serving]
 
     def at(self, version: PolicyVersion) -> list[Member]:
         """The servers that take requests for exactly this version."""
         return [one for one in self.serving() if one.report.version == version]
-
-    def get(self, server_id: str) -> Member | None:
-        """The server of this name."""
-        return self._members.get(server_id)
 
     def find(self, server_id: str) -> Member:
         """The server of this name.
@@ -145,18 +140,16 @@ class Members:
         Raises:
             NotFound: it is lost, or was never here.
         """
-        member = self.get(server_id)
+        member = self.by_name.get(server_id)
         if member is None or member.state == "lost":
-            known = [one.name for one in self._members.values() if one.state != "lost"]
+            known = [one.name for one in self.by_name.values() if one.state != "lost"]
             raise NotFound(f"no server {server_id!r} is here; known: {known}")
         return member
 
     def present(self) -> list[Member]:
         """The servers that are here to stay, whatever version they serve."""
         return [
-            member
-            for member in self._members.values()
-            if not (member.is_leaving or member.mismatch)
+            member for member in self.by_name.values() if not (member.is_leaving or member.mismatch)
         ]
 
     async def until_back(self, count: int) -> None:
@@ -183,7 +176,7 @@ class Members:
         """Take a server's report to another gateway, some seconds old; return None if it is no
         news."""
         seen_at = monotonic() - age_s
-        known = self._members.get(report.server_id)
+        known = self.by_name.get(report.server_id)
         if known is not None and seen_at < max(known.last_seen, known.lost_at):
             return None
         member = self._take(report)
@@ -192,7 +185,7 @@ class Members:
         return member
 
     def _take(self, report: ServerReport) -> Member:
-        member = self._members.get(report.server_id)
+        member = self.by_name.get(report.server_id)
         if member is None or member.state == "lost":
             member = self._join(report)
         elif member.is_serving and report.uptime_s < member.report.uptime_s:
@@ -207,10 +200,10 @@ class Members:
 
     def _join(self, report: ServerReport) -> Member:
         log.info("server joins", extra={"server": report.server_id, "version": report.version})
-        for other in self._members.values():
+        for other in self.by_name.values():
             if other.report.url == report.url:
                 self.lose(other, f"{report.server_id} has its address")
-        before = self._members.get(report.server_id)
+        before = self.by_name.get(report.server_id)
         health = Health(self._config.max_failures, self._config.quarantine_s)
         if before is not None:
             health = before.health
@@ -218,7 +211,7 @@ class Members:
         member.drain_requested = before is not None and before.drain_requested
         if member.drain_requested:
             self.drain(member)
-        self._members[report.server_id] = member
+        self.by_name[report.server_id] = member
         self.arrival.notify()
         return member
 
@@ -385,7 +378,7 @@ class Members:
             await asyncio.sleep(self._lease_s / 4)
             if monotonic() - before > self._lease_s / 2:
                 continue  # this process was stopped or starved: heartbeats wait in its own sockets
-            for name, member in list(self._members.items()):
+            for name, member in list(self.by_name.items()):
                 silent_s = monotonic() - member.last_seen
                 if not member.is_own and self.is_out_of_sync:
                     continue
@@ -393,7 +386,7 @@ class Members:
                     self.lose(member, f"no heartbeat for {silent_s:.1f} s")
                 if silent_s > self._lease_s + FORGET_LOST_S:
                     self._forgotten_tokens += member.report.generated_tokens
-                    del self._members[name]
+                    del self.by_name[name]
 
     @property
     def _http(self) -> Connections:

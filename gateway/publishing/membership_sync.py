@@ -128,7 +128,7 @@ class MembershipSync:
     def _take(self, shared: SharedReport) -> Member | None:
         """Take an entry; return its server if there is something new to check."""
         name, is_own = shared.report.server_id, shared.gateway == self._gateway
-        member = self._members.get(name)
+        member = self._members.by_name.get(name)
         is_news = shared.number != self._numbers.get(name)
         self._numbers[name] = shared.number
         if is_news and not is_own:

@@ -160,14 +160,6 @@ class Publications:
                 await self._go_to(self._state.head, pinned=None)
         return self.status()
 
-    async def rename(self, label: str) -> None:
-        """Name the version that serves.
-
-        Raises:
-            NotFound: none was published.
-        """
-        await self._state.rename(label)
-
     def label(self, version: PolicyVersion) -> str | None:
         """Return the text by which a version's publisher names it, if it has one and is remembered."""
         return next((kept.label for kept in self._state.kept if kept.version == version), None)

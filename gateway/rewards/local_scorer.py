@@ -64,7 +64,7 @@ class LocalScorer:
     async def _start(self) -> None:
         if self._reward.name == "code":
             await self._sandbox.start()
-        await self._scorer.start()
+        await self._scorer.pool.start()
         await self._scorer.prepare(self._reward)
 
     async def _end(self) -> None:

@@ -69,20 +69,17 @@ class Scorer:
 
     def __init__(self, config: ExecutorConfig, services: SharedServices) -> None:
         self._config = config
-        self._pool = WorkerPool(config.reward_workers, config.reward_memory_bytes)
+        self.pool = WorkerPool(config.reward_workers, config.reward_memory_bytes)
+        """Workers that run verifiers; the first answer waits for them unless they were started."""
         self._clerk = WorkerPool(1, config.reward_memory_bytes)
         """Workers that check and read rows, apart from those that score: rows hold up no answers."""
         self._services = replace(services, task_pool=WorkerTaskPool(self._clerk))
         self._checked: OrderedDict[bytes, None] = OrderedDict()
         self._made: OrderedDict[tuple[str, str], Made] = OrderedDict()
 
-    async def start(self) -> None:
-        """Start the processes that run verifiers."""
-        await self._pool.start()
-
     async def aclose(self) -> None:
         """End them at once."""
-        await self._pool.aclose()
+        await self.pool.aclose()
         await self._clerk.aclose()
 
     async def prepare(self, reward: ComponentConfig) -> None:
@@ -146,7 +143,7 @@ class Scorer:
     async def _judge_in_process(self, made: Made, job: RewardJob, answer: Answer) -> RewardResult:
         timeout_s = self._config.reward_timeout_s
         try:
-            reply = await self._pool.score(job, answer, timeout_s)
+            reply = await self.pool.score(job, answer, timeout_s)
         except WorkerTimeout as error:
             if made.hang_verdict is not None:
                 if error.busy_s < BUSY_SHARE * timeout_s:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import click
@@ -32,6 +33,14 @@ CONTEXT = {
     "max_content_width": MAX_WIDTH,
     "show_default": True,
 }
+json_option = click.option(
+    "--json",
+    "json_file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the results there, too.",
+)
+"""Of commands that print results."""
 LazyCommands = Mapping[str, tuple[str, str]]
 """Name -> the module whose `command` it is, and what it does in one line."""
 

@@ -342,7 +342,7 @@ class RemoteInferenceEngine:
         """
         self._calls.end()
         self._updates.shutdown(wait=True)
-        self._calls.close()
+        self._calls.connections.close()
 
     async def aclose(self) -> None:
         """Close what `agenerate` opened."""

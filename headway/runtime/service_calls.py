@@ -51,9 +51,8 @@ class ServiceCalls:
         """The one that is asked comes first."""
         self.request_timeout_s = request_timeout_s
         self._connect_timeout_s = connect_timeout_s
-        self._connections = BlockingConnections(
-            client_context(), authorization(token), KEEP_ALIVE_S
-        )
+        self.connections = BlockingConnections(client_context(), authorization(token), KEEP_ALIVE_S)
+        """Kept open between requests; to be closed by who made this."""
         self._is_over = threading.Event()
 
     @property
@@ -64,10 +63,6 @@ class ServiceCalls:
     def end(self) -> None:
         """Ask no more than once from now on."""
         self._is_over.set()
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._connections.close()
 
     def call(
         self, method: str, path: str, body: BaseModel | None = None, deadline: float | None = None
@@ -104,7 +99,7 @@ class ServiceCalls:
     ) -> HttpResponse:
         content = None if body is None else to_json(body)
         try:
-            answer = self._connections.ask(
+            answer = self.connections.ask(
                 method, self.url + path, content, self._timeouts(deadline)
             )
         except OSError:

@@ -120,7 +120,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         tree: nodes.Template = _Counting().visit(super()._parse(source, name, filename))
         return tree
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(
+        __self: _Environment, __context: Context, __obj: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if isinstance(__obj, LoopContext):  # a recursive loop's next level
             args = (_counted(args[0]), *args[1:])
         call = super().call

@@ -14,55 +14,35 @@ import contextlib
 import json
 import logging
 import os
-import random
-import socket
-import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
-from pydantic import JsonValue
 
 from headway.contracts.config.server import EngineProcessConfig
 from headway.contracts.errors import BackendError, ConfigError
 from headway.runtime.process import Process, ProcessSpec
 from headway.runtime.tasks import cancel_and_wait
 from headway.runtime.wait_notice import WaitNotice
+from inference_server.backends.engine_command_line import (
+    LOOPBACK,
+    EngineCommand,
+    engine_command_line,
+    engine_environment,
+)
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LOOPBACK = "127.0.0.1"
-GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-FIRST_PORT = 20_000
-"""Above the ports that services, and Ray's workers, have by default."""
-PORT_TRIES = 100
 POLL_S = 0.25
 STOP_GRACE_S = 15.0
 """Seconds from SIGTERM to SIGKILL."""
 START_GRACE_S = 0.5
 """The same for an engine that is not up: it has nothing to put in order."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCommand:
-    """Command that starts one kind of engine: `python -m module` with our flags under the user's."""
-
-    name: str
-    """Name of the engine in messages."""
-    module: str
-    args: Mapping[str, JsonValue]
-    """Flags that we set; those of the user's config win."""
-    ready_path: str
-    """Answers 200 once requests are served."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    owned_flags: Mapping[str, str] = field(default_factory=dict)
-    """Flags that the user must not set, each with the setting of ours to use instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,69 +318,3 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             yield line
     if rest:
         yield rest
-
-
-def engine_command_line(
-    config: EngineProcessConfig, command: EngineCommand
-) -> tuple[list[str], int]:
-    """The command that starts an engine, and the port that it will serve.
-
-    Raises:
-        ConfigError: the flags cannot be passed on, or the engine is not installed.
-    """
-    for flag, setting in command.owned_flags.items():
-        if flag in config.args:
-            raise ConfigError(f"backend.args sets {flag}; set {setting} instead")
-    args = {"--host": LOOPBACK, "--port": _free_port(), **command.args, **config.args}
-    port = args["--port"]
-    if not isinstance(port, int):
-        raise ConfigError(f"backend.args: --port is {port!r}, needs a number")
-    python = config.python or sys.executable
-    package = command.module.partition(".")[0]
-    has_path = "PYTHONPATH" in {**command.env, **config.env}
-    if python == sys.executable and not has_path and find_spec(package) is None:
-        raise ConfigError(
-            f"{command.name} is not installed in {python} (no module {package}); install it "
-            f"(extra {package}), set backend.python to an interpreter that has it, or backend.url to "
-            "an engine that runs"
-        )
-    return [python, "-m", command.module, *command_flags(args)], port
-
-
-def engine_environment(config: EngineProcessConfig, command: EngineCommand) -> dict[str, str]:
-    """What an engine's environment has beside ours; it must not import files of our working directory."""
-    return {"PYTHONSAFEPATH": "1", **command.env, **config.env}
-
-
-def command_flags(args: Mapping[str, JsonValue]) -> list[str]:
-    """A mapping of flags as a command line.
-
-    `true` is a bare flag, `false` or null leaves it out, a list repeats values after the flag, a
-    mapping is written as JSON.
-
-    Raises:
-        ConfigError: a key is not a flag.
-    """
-    line: list[str] = []
-    for flag, value in args.items():
-        if not flag.startswith("-") or "=" in flag or " " in flag:
-            raise ConfigError(f"backend.args: {flag!r} is not a flag; write it like --tp-size")
-        if value is None or value is False:
-            continue
-        values = value if isinstance(value, list) else [] if value is True else [value]
-        line += [flag, *(one if isinstance(one, str) else json.dumps(one) for one in values)]
-    return line
-
-
-def _free_port() -> int:
-    """A port below those that the kernel gives out by itself: an engine binds it minutes later,
-    once its model is loaded, and nobody else has it by then."""
-    end = int(GIVEN_PORTS.read_text().split()[0])
-    low = range(FIRST_PORT, end) or range(0, 1)
-    for port in random.SystemRandom().sample(low, min(PORT_TRIES, len(low))):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((LOOPBACK, port))
-            return int(probe.getsockname()[1])
-    raise BackendError(
-        f"no port from {FIRST_PORT} to {end - 1} is free for an engine; set --port in backend.args"
-    )

@@ -129,7 +129,7 @@ async def test_graphs_give_what_launches_give(folders, caplog):
         backend = backend_of(folders[0], "bfloat16", cuda_graphs=has_graphs)
         responses = await played(backend, crowd())
         outputs.append(torch.tensor([x for r in responses for x in r.output_logprobs[:4]]))
-        graphs = backend._model.runner._graphs
+        graphs = backend.model.runner._graphs
         assert graphs is None or len(graphs._recorded) >= 2
     assert "without CUDA graphs" not in caplog.text
     assert (outputs[0] - outputs[1]).abs().mean() < 0.1
@@ -156,7 +156,7 @@ async def test_an_engine_on_the_last_gpu_leaves_the_first_alone(folders):
     backend = backend_of(folders[0], "bfloat16", CudaDevice(torch.device("cuda", last)))
     await backend.start()
     await generate_all(backend, crowd())
-    await asyncio.to_thread(backend.fit, stage(1, folders[1]))
+    await asyncio.to_thread(backend.model.fit, stage(1, folders[1]))
     assert backend.device == torch.device("cuda", last)
     assert torch.cuda.memory_allocated(0) == 0
     assert before - torch.cuda.mem_get_info(0)[0] < 1 << 20

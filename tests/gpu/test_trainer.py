@@ -76,9 +76,9 @@ def test_a_pass_waits_for_nothing(folder):
     engine = open_engine(folder, topology=Topology(0, 1, GPU), dtype="bfloat16")
     batch = random_batch(0).to(GPU)
     try:
-        engine._losses(token_loss, batch)[0].backward()
+        engine._passes._losses(token_loss, batch)[0].backward()
         torch.cuda.set_sync_debug_mode("error")
-        engine._losses(token_loss, batch)[0].backward()
+        engine._passes._losses(token_loss, batch)[0].backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
         engine.destroy()

@@ -509,12 +509,12 @@ async def test_a_damaged_adapter_is_refused_and_changes_nothing(
     damage, message = DAMAGES[name]
     folder = shutil.copytree(adapters["usual"], tmp_path / "damaged")
     damage(folder)
-    held = loaded_server._model.adapters._held["usual"]
+    held = loaded_server.model.adapters._held["usual"]
     for target in ("usual", "new"):
         with pytest.raises(SyncError, match=message):
             await loaded_server.load_adapter(target, folder, 2)
     assert loaded_server.adapters == {"usual": 1}
-    assert loaded_server._model.adapters._held["usual"] is held
+    assert loaded_server.model.adapters._held["usual"] is held
 
 
 async def test_what_peft_writes_for_dora_is_refused(llama_dir, tmp_path):

@@ -182,13 +182,14 @@ def test_ranks_are_named_once_and_in_order(tmp_path, ranks):
 def counted(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of micro-batches of every call of the model."""
     seen: list[int] = []
-    split = engine.train_engine._micro_batches
+    passes = engine.train_engine._passes
+    split = passes.micro_batches
 
     def count(batch: Any, bins: list[list[int]]) -> Any:
         seen.append(len(bins))
         return split(batch, bins)
 
-    monkeypatch.setattr(engine.train_engine, "_micro_batches", count)
+    monkeypatch.setattr(passes, "micro_batches", count)
     return seen
 
 

@@ -108,7 +108,7 @@ def test_adapters_take_part_beside_the_base(opened, llama_dir):
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process_generates_with_the_trainers_own_memory(opened, folders, kind):
     engine = opened(folders[kind])
-    generating = watched(engine)._engine._model
+    generating = watched(engine).model
     trained = dict(engine.train_engine.weights())
     with engine.rollouts():
         used = dict(generating.module.named_parameters())
@@ -205,7 +205,7 @@ def test_training_draws_as_if_nothing_had_been_generated(opened, llama_dir):
 
 def test_asleep_generation_holds_no_keys_and_values(opened, llama_dir):
     engine = opened(llama_dir, hybrid={"backend": {"max_sequences": 8, "kv_cache_bytes": KV_BYTES}})
-    cache = watched(engine)._engine._decode_loop.cache
+    cache = watched(engine)._decode_loop.cache
     asked = requests(0)
     with engine.rollouts():
         first = engine.generate(asked)
@@ -523,13 +523,13 @@ async def test_sleep_ends_what_runs_and_what_comes_then_waits(llama_dir):
 
     await backend.start()
     backend.wake(3, parts(), None)
-    running = Call(backend._engine, requests(0, max_new_tokens=200)[0])
+    running = Call(backend, requests(0, max_new_tokens=200)[0])
     await running.heard.until(2)
     backend.sleep("frozen")
     ended = await running.response()
     assert ended.stop_reason == "interrupt"
     assert ended.version_runs == [(3, 0, len(ended.output_tokens))]
-    waiting = Call(backend._engine, requests(0)[0])
+    waiting = Call(backend, requests(0)[0])
     await until(lambda: backend.load().queued == 1)
     backend.wake(4, parts(), None)
     assert (await waiting.response()).version_runs == [(4, 0, NEW_TOKENS)]

@@ -46,7 +46,7 @@ class InProcess:
         return {rank: self._host.answer(method, call) for rank, call in calls.items()}
 
     def close(self) -> None:
-        self._host.close()
+        self._host.worker.close()
 
 
 class Started:

@@ -111,7 +111,7 @@ class Play:
             kv_cache_bytes=(room + (BLOCK_SIZE if device else 0)) * 256,
             device=device,
         )
-        fit = self.backend.fit
+        fit = self.backend.model.fit
         self._weights = [fit(stage(0, folder)) for folder in folders]
         self._bad = fit(stage_value(0, folders[0], float("nan")))
         self.calls: list[Call] = []
@@ -305,7 +305,7 @@ async def test_an_engine_that_dies_ends_every_request_and_swap(folders, seed, de
         def die(*_):
             raise RuntimeError("the device is gone")
 
-        backend._model.module.register_forward_pre_hook(die)
+        backend.model.module.register_forward_pre_hook(die)
         await backend.resume()
         for _ in range(5):
             if backend.failure is None:

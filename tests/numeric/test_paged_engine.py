@@ -169,12 +169,12 @@ async def test_graphs_replay_with_the_weights_of_the_swap(folders, policy):
         graphs = engine.device.num_graphs
         staged = stage(1, folders["other"])
         kept = {name: tensor.clone() for name, tensor in staged.tensors.items()}
-        memory = [p.data_ptr() for p in backend._model.module.parameters()]
+        memory = [p.data_ptr() for p in backend.model.module.parameters()]
         await backend.swap(staged, policy)
         asked = request("new", prompt_of(300, 2), max_new_tokens=30, seed=1)
         fresh = (await generate_all(backend, [asked]))[0]
         response = await call.response()
-        assert [p.data_ptr() for p in backend._model.module.parameters()] == memory
+        assert [p.data_ptr() for p in backend.model.module.parameters()] == memory
     assert engine.device.num_graphs <= graphs + 1  # a batch of two
     assert all(torch.equal(tensor, kept[name]) for name, tensor in staged.tensors.items())
     assert [version for version, _, _ in response.version_runs] == [0, 1]
@@ -233,19 +233,19 @@ async def test_an_engine_without_weights_wakes_with_other_memory_and_sleeps_with
     graphs = 0
     for turn, name in enumerate(("llama", "other", "llama")):
         weights = dict(load_reference(folders[name]).named_parameters())
-        await asyncio.to_thread(backend.wake, turn + 1, weights, None)
+        await asyncio.to_thread(backend.take_weights, turn + 1, weights, None)
         requests = crowd()
         responses = await generate_all(backend, requests)
         check(folders[name], requests, responses)
         assert device.num_graphs > graphs
         graphs = device.num_graphs
-        await asyncio.to_thread(backend.sleep)
+        await asyncio.to_thread(backend.drop_weights)
         assert (
             backend._decode_loop.cache.allocated_tokens
             == backend._decode_loop.cache.used_tokens
             == 0
         )
-        assert not backend._model.runner._graphs._recorded
+        assert not backend.model.runner._graphs._recorded
     await backend.aclose()
 
 
@@ -261,7 +261,7 @@ async def test_an_engine_that_cannot_wake_holds_no_blocks(folders):
     weights = dict(load_reference(folders["llama"]).named_parameters())
     weights["model.norm.weight"] = torch.ones(3)
     with pytest.raises(BackendError, match="the model does not run on these weights"):
-        await asyncio.to_thread(backend.wake, 1, weights, None)
+        await asyncio.to_thread(backend.take_weights, 1, weights, None)
     assert backend._decode_loop.cache.allocated_tokens == 0
     await backend.aclose()
 
@@ -335,8 +335,8 @@ async def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_read(fol
             backend = engine.backend
             if not is_ahead:
                 backend._decode_loop._launch_behind = lambda: None
-            run, land = backend._model.runner.run, backend._decode_loop.decoder.land
-            backend._model.runner.run = lambda *a, e=events, f=run: e.append("run") or f(*a)
+            run, land = backend.model.runner.run, backend._decode_loop.decoder.land
+            backend.model.runner.run = lambda *a, e=events, f=run: e.append("run") or f(*a)
             backend._decode_loop.decoder.land = lambda step, e=events, f=land: (
                 e.append("land") or f(step)
             )

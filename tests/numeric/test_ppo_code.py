@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from headway.contracts.config.ppo_code import PPOCodeConfig, PPOCodeExperiment
+from headway.contracts.config.ppo_code import PPOCodeExperiment
+from headway.contracts.config.ppo_settings import PPOCodeConfig
 from headway.contracts.errors import RewardError
 from headway.contracts.types import Trajectory, TrajectoryBatch, TrajectoryGroup, Turn
 from headway.launch.quickstart import task

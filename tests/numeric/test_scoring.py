@@ -153,7 +153,7 @@ async def test_an_interrupted_score_says_which_positions_are_missing(folder, pre
             chunks.append(kwargs["input_ids"].shape[1])
             backend._decode_loop.call(lambda: backend._decode_loop.pause("in_place"))
 
-        hook = backend._model.module.register_forward_pre_hook(
+        hook = backend.model.module.register_forward_pre_hook(
             stop_after_one_chunk, with_kwargs=True
         )
         task = asyncio.create_task(backend.generate(asked))

@@ -153,7 +153,7 @@ async def test_long_prompts_do_not_hold_up_running_sequences(folder):
         def count(module, args, kwargs):
             steps.append((kwargs["input_ids"].shape[1], backend.load().generated_tokens))
 
-        backend._model.module.register_forward_pre_hook(count, with_kwargs=True)
+        backend.model.module.register_forward_pre_hook(count, with_kwargs=True)
         running = [request(f"r{i}", prompt_of(3, i), max_new_tokens=150) for i in range(4)]
         heard = Heard()
         tasks = [asyncio.create_task(backend.generate(r, heard)) for r in running]

@@ -81,7 +81,7 @@ async def publish(gate, folders, version, policy):
     """Stage and commit; what was in flight."""
     backend = gate._backend
     update = gate.update(
-        lambda _: version, lambda _: backend.fit(stage(version, folders[version])), policy
+        lambda _: version, lambda _: backend.model.fit(stage(version, folders[version])), policy
     )
     return await asyncio.wait_for(update, DEADLINE_S)
 
@@ -227,7 +227,7 @@ async def test_a_swap_whose_caller_gives_up_lets_waiting_ones_start(folders):
     async with serving(folders[0], max_sequences=3) as backend:
         [running] = start(backend, long("running", 1, count=490))
         await running.heard.until(5)
-        update = backend.fit(stage(1, folders[1]))
+        update = backend.model.fit(stage(1, folders[1]))
         swap = asyncio.create_task(backend.swap(update, "drain"))
         await until(lambda: backend._decode_loop.scheduler.is_draining)
         [late] = start(backend, long("late", 2, count=5))
@@ -273,7 +273,7 @@ async def test_nobody_writes_to_a_version_that_is_held(folders):
             await gate.prepare(prepared(epoch, version))
             await gate.commit(committed(epoch, version))
         first, second = peer_store.kept
-        parameters = backend._model._parameters
+        parameters = backend.model._parameters
         assert all(parameters[n].data_ptr() == t.data_ptr() for n, t in second.tensors.items())
         name = "model.embed_tokens.weight"
         with torch.inference_mode():
@@ -413,7 +413,7 @@ async def test_two_swaps_in_line_take_effect_in_their_order(folders, models, fir
         waiting = start(backend, long("waiting", 7, count=20))
         for call in calls:
             await call.heard.until(10)
-        updates = [backend.fit(stage(version, folders[version])) for version in (1, 2)]
+        updates = [backend.model.fit(stage(version, folders[version])) for version in (1, 2)]
         swaps = [
             asyncio.create_task(backend.swap(update, policy))
             for update, policy in zip(updates, (first, second), strict=True)

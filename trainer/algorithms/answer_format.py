@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from headway.contracts.config.ppo_code import WRONG_SCORE
+from headway.contracts.config.ppo_settings import WRONG_SCORE
 
 FORMED_SCORE = -0.8
 """Score of a wrong answer in the right form."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from trainer.api import (
     TrainEngine,
 )
 from trainer.backends.export import whole_directory, write_model
-from trainer.backends.gradients import clip_gradients, sum_of_squares
+from trainer.backends.gradients import clip_gradients
 from trainer.backends.loading import (
     SCORE,
     Weights,
@@ -48,22 +47,19 @@ from trainer.backends.loss_scale import LossScale, scale_back
 from trainer.backends.offload import move_optimizer, move_parameters
 from trainer.backends.optimizer import make_optimizer
 from trainer.backends.packed_model import PackedModel
+from trainer.backends.passes import LossPasses, bins_of
 from trainer.backends.schedule import lr_factor
 from trainer.backends.sharding import Sharding, allow_tf32, has_bfloat16
 from trainer.backends.state import TrainState
 from trainer.backends.state_writer import StateWriter, completed
 from trainer.backends.upload import Upload, whole
-from trainer.batching.packing import pack_by_tokens
 from trainer.batching.sequences import SequenceBatch
 from trainer.topology import Topology
-from trainer.transfer import finish_copies, to_device, to_host
+from trainer.transfer import finish_copies, to_host
 from weight_sync.channel import WeightPublisher
 from weight_sync.manifest import Adapter
 
 log = logging.getLogger(__name__)
-
-SQUARES = "grad_squares"
-"""Among sums of metrics: of the gradient's elements."""
 
 
 class FSDP2Engine:
@@ -100,6 +96,7 @@ class FSDP2Engine:
         self._optimizer = make_optimizer(config, trained)
         is_scaled = self._sharding.compute_dtype == torch.float16 != held
         self._loss_scale = LossScale(config) if is_scaled else None
+        self._passes = LossPasses(self._model, self._sharding, self._topology, self._loss_scale)
         factor = lr_factor(config, self._trainer_config.total_steps)
         self._scheduler = LambdaLR(self._optimizer, factor)
         model = self._model.model
@@ -163,7 +160,7 @@ class FSDP2Engine:
             raise ConfigError("optimizer.type=empty trains nothing; set optimizer.type=adam")
         self._optimizer.zero_grad(set_to_none=True)
         with self._dropping():
-            stats = self._run_losses(
+            stats = self._passes.run(
                 input_, mb_spec, loss_fn, loss_weight_fn, token_normalize_scope, is_training=True
             )
         if self._loss_scale is not None:
@@ -196,7 +193,7 @@ class FSDP2Engine:
             return LossOutput(loss.sum(), {f"{n:04}": part for n, part in enumerate(parts)})
 
         with torch.no_grad():
-            stats = self._run_losses(
+            stats = self._passes.run(
                 input_, mb_spec, each, loss_weight_fn, token_normalize_scope, is_training=False
             )
         self._sharding.after_pass(self._model)
@@ -214,10 +211,9 @@ class FSDP2Engine:
     ) -> Any:
         seqlens = list(input_.lengths) if output_seqlens is None else output_seqlens
         results: list[Tensor] = [torch.empty(0)] * len(input_.lengths)
-        bins = _bins(input_, mb_spec)
         hook = self._whole_output if post_hook is None else post_hook
         with torch.no_grad():
-            for indices, on_host in self._micro_batches(input_, bins):
+            for indices, on_host in self._passes.micro_batches(input_, bins_of(input_, mb_spec)):
                 micro_batch = on_host.to(self._topology.device)
                 output = self._model(lambda out, batch=micro_batch: hook(out, batch), micro_batch)
                 pieces = torch.split(to_host(output), [seqlens[i] for i in indices])
@@ -345,91 +341,6 @@ class FSDP2Engine:
             (seed << 48) + (steps << 16) + self._topology.data_parallel.rank
         )
 
-    def _run_losses(
-        self,
-        input_: SequenceBatch,
-        mb_spec: MicroBatchSpec,
-        loss_fn: LossFn,
-        loss_weight_fn: LossWeightFn,
-        scope: TokenNormalizeScope,
-        is_training: bool,
-    ) -> dict[str, float]:
-        """Loss and metrics as means over the weight that `scope` names, or the largest (`…_max`);
-        gradients of exactly that mean, and their norm `grad_norm`. It waits for the device once."""
-        total_weight = self._total_weight(loss_weight_fn(input_), scope)
-        # FSDP divides the sum over all ranks, replicas included, by their number.
-        scale = self._topology.world_size / max(total_weight, 1e-9)
-        if self._loss_scale is not None:
-            scale *= self._loss_scale.value
-        # On the device: a micro-batch does not wait for the last one's.
-        sums: dict[str, Tensor] = {}
-        largest: dict[str, Tensor] = {}
-        bins = _bins(input_, mb_spec)
-        num_passes = self._topology.max(len(bins))
-        for number, (_, on_host) in enumerate(self._micro_batches(input_, bins)):
-            # Ranks with fewer bins repeat one at weight 0, so that all take part in FSDP's collectives.
-            weight = loss_weight_fn(on_host) if number < len(bins) else 0.0
-            loss, stats = self._losses(loss_fn, on_host.to(self._topology.device))
-            if is_training:
-                self._sharding.before_backward(self._model, is_last=number == num_passes - 1)
-                (loss * (weight * scale)).backward()
-            for name, value in {"loss": loss, **stats}.items():
-                precise = value.detach().double()
-                if name.endswith("_max"):
-                    largest[name] = torch.maximum(largest.get(name, precise), precise)
-                else:
-                    sums[name] = sums.get(name, 0.0) + precise * weight
-        if scope == "dp":  # each rank's own mean; the sum of its shares is that over all ranks
-            sums = {name: value / max(total_weight, 1e-9) for name, value in sums.items()}
-            total_weight = 1.0
-        if is_training:
-            squares = sum_of_squares(self._model.parameters())
-            sums[SQUARES] = to_device(squares, self._topology.device)  # they may be offloaded
-        return self._metrics(sums, largest, total_weight)
-
-    def _total_weight(self, own: float, scope: TokenNormalizeScope) -> float:
-        """Return what the weights of this rank are divided by; collective."""
-        ranks = self._topology.data_parallel
-        return own * ranks.world_size if scope == "dp" else ranks.sum([own])[0]
-
-    def _metrics(
-        self, sums: Mapping[str, Tensor], largest: Mapping[str, Tensor], total_weight: float
-    ) -> dict[str, float]:
-        """Reduce this rank's metrics to those of all ranks; collective."""
-        summed, compared = sorted(sums), sorted(largest)
-        tensors = [*(sums[name] for name in summed), *(largest[name] for name in compared)]
-        values = torch.stack(tensors).tolist() if tensors else []
-        totals = dict(
-            zip(summed, self._topology.data_parallel.sum(values[: len(sums)]), strict=True)
-        )
-        squares = totals.pop(SQUARES, None)
-        metrics = {name: total / max(total_weight, 1e-9) for name, total in totals.items()}
-        if compared:
-            maxima = self._topology.maxima(values[len(sums) :])
-            metrics |= dict(zip(compared, maxima, strict=True))
-        if squares is not None:
-            metrics["grad_norm"] = math.sqrt(squares / self._sharding.num_copies)
-        return metrics
-
-    def _losses(
-        self, loss_fn: LossFn, micro_batch: SequenceBatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        def task(output: ModelOutput) -> tuple[Tensor, dict[str, Tensor]]:
-            result = loss_fn(output, micro_batch)
-            return result.loss, result.stats
-
-        losses: tuple[Tensor, dict[str, Tensor]] = self._model(task, micro_batch)
-        return losses
-
-    def _micro_batches(
-        self, input_: SequenceBatch, bins: list[list[int]]
-    ) -> Iterator[tuple[list[int], SequenceBatch]]:
-        """The bins of this rank, padded with repeats to the largest number of any rank."""
-        for number in range(self._topology.max(len(bins))):
-            indices = bins[min(number, len(bins) - 1)]
-            micro_batch = input_.select(indices)
-            yield indices, replace(micro_batch, is_repeat=number >= len(bins))
-
     def _whole_output(self, output: ModelOutput, batch: SequenceBatch) -> Tensor:
         return output.logits() if self._model_config.head == "lm" else output.values()
 
@@ -447,8 +358,3 @@ class FSDP2Engine:
             write_model(self._model.model, weights, source, place)
             if self._lora is not None:
                 self._lora.write(adapter, place / ADAPTER_FOLDER)
-
-
-def _bins(input_: SequenceBatch, mb_spec: MicroBatchSpec) -> list[list[int]]:
-    limit, count = mb_spec.max_tokens_per_mb, mb_spec.n_mbs
-    return pack_by_tokens(input_.lengths, limit, count, mb_spec.granularity)

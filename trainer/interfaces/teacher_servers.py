@@ -73,7 +73,7 @@ class TeacherServers:
         """Close the connections, for good."""
         self._pool.shutdown()
         for server in self._servers:
-            server.close()
+            server.connections.close()
 
     def inference(self, batch: SequenceBatch) -> Columns:
         """`teacher_logprobs`, or `teacher_top`, of a whole batch: see `infer`; collective."""

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from headway.contracts.config.ppo_code import PPOCodeConfig, VerifiedPPOExperiment
+from headway.contracts.config.ppo_code import VerifiedPPOExperiment
+from headway.contracts.config.ppo_settings import PPOCodeConfig
 from headway.contracts.config.rollout_experiments import PolicyLearner
 from headway.contracts.errors import ConfigError
 from trainer.algorithms.answer_format import answer_score

@@ -214,7 +214,7 @@ def _serve(pipe: Connection[Any, Any], spec: WorkerSpec, environment: Mapping[st
         except (EOFError, OSError):
             break
         pipe.send_bytes(_answer(host, received))
-    host.close()
+    host.worker.close()
 
 
 def _answer(host: WorkerHost, received: bytes) -> bytes:

@@ -151,4 +151,4 @@ class _Actor:
         return self._host.answer(method, call)
 
     def leave(self) -> None:
-        self._host.close()
+        self._host.worker.close()

@@ -99,19 +99,15 @@ class WorkerHost:
 
     def __init__(self, spec: WorkerSpec, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
-        self._worker = spec.build()
+        self.worker = spec.build()
 
     def answer(self, method: str, call: WorkerCall) -> WorkerReply:
         """Never raises."""
         try:
             with torch.profiler.record_function(method):
-                return WorkerReply(getattr(self._worker, method)(*call.args, **call.kwargs))
+                return WorkerReply(getattr(self.worker, method)(*call.args, **call.kwargs))
         except Exception as error:  # noqa: BLE001 -- the driver raises it
             return WorkerReply(failure=describe(error))
-
-    def close(self) -> None:
-        """Let the worker go."""
-        self._worker.close()
 
 
 def describe(error: Exception) -> WorkerFailure:

@@ -218,7 +218,7 @@ class CollectiveSource:
             self._put(flowing.popleft())
 
         while True:
-            if flowing and not member.has_bucket(number):
+            if flowing and not member.epoch.has_bucket(number):
                 finish()
             header = member.bucket(number)
             if header.digest is not None:

@@ -65,7 +65,7 @@ class Participant:
         self._stopped: str | None = None
         store = connect(self.host, self.port)
         self.announcement = self._announced(store, version, build)
-        self._epoch = TransferEpoch(store, version, group_rank.epoch)
+        self.epoch = TransferEpoch(store, version, group_rank.epoch)
         self._propose(
             store, RendezvousPlan(epoch=group_rank.epoch, world_size=group_rank.world_size)
         )
@@ -76,26 +76,22 @@ class Participant:
         Args:
             held: the group that these ranks are in from the version before, under the same ranks.
         """
-        self._epoch.join(self.ranks, held)
-        return self._wait(self._epoch.group_setup)
+        self.epoch.join(self.ranks, held)
+        return self._wait(self.epoch.group_setup)
 
     def bucket(self, number: int) -> BucketHeader:
         """The n-th bucket, as soon as it can be broadcast."""
-        return self._wait(lambda: self._epoch.bucket(number))
-
-    def has_bucket(self, number: int) -> bool:
-        """True if the header of this bucket is there already."""
-        return self._epoch.has_bucket(number)
+        return self._wait(lambda: self.epoch.bucket(number))
 
     def report_received(self) -> None:
         """Report that everything was received."""
-        self._epoch.report_received(self.ranks)
+        self.epoch.report_received(self.ranks)
 
     def leave(self, error: SyncError) -> SyncError:
         """End the epoch for everybody; return the reason, which may be an earlier one of another rank."""
         with suppress(SyncError):
-            self._epoch.fail(error)
-            return self._epoch.failure() or error
+            self.epoch.fail(error)
+            return self.epoch.failure() or error
         return error
 
     def stop(self, reason: str) -> None:
@@ -110,7 +106,7 @@ class Participant:
         if self._stopped is not None:
             raise SyncError(self._stopped)
         if time.monotonic() - self._looked > LOOK_S:
-            failure = self._epoch.failure()
+            failure = self.epoch.failure()
             if failure is not None:
                 raise failure
             self._looked = time.monotonic()
@@ -142,7 +138,7 @@ class Participant:
         wanted, seen = plan.model_dump_json(), ""
         while True:
             with asking():
-                key = f"{version_name(self._epoch.version)}/plan"
+                key = f"{version_name(self.epoch.version)}/plan"
                 found = store.compare_set(key, seen, wanted).decode()
             if found == wanted:
                 return

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import AsyncIterator
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gateway.ledger.base import LedgerReader
 from gateway.ledger.records import row_of
@@ -38,14 +38,8 @@ COLUMNS = (
 """Columns of `row_of`; those in neither tuple above are text."""
 
 
-class Sheet(Protocol):
-    """A file of rows."""
-
-    def write(self, rows: list[dict[str, Any]]) -> None:
-        """Append."""
-
-    def close(self) -> None:
-        """Finish the file."""
+Append = Callable[[list[dict[str, Any]]], None]
+"""Writes further rows to a file."""
 
 
 async def export(
@@ -55,9 +49,9 @@ async def export(
     part = file.with_name(file.name + ".part")
     num_rows = 0
     try:
-        with closing(_sheet(part, file.suffix)) as sheet:
+        with (_parquet if file.suffix == ".parquet" else _json_lines)(part) as append:
             async for rows in _pages(ledger, state, consumer):
-                sheet.write(rows)
+                append(rows)
                 num_rows += len(rows)
         os.replace(part, file)
     except OSError as error:
@@ -76,44 +70,27 @@ async def _pages(
         before = entries[-1].request.rollout_id
 
 
-def _sheet(path: Path, suffix: str) -> Sheet:
-    return ParquetSheet(path) if suffix == ".parquet" else LineSheet(path)
+@contextmanager
+def _json_lines(path: Path) -> Iterator[Append]:
+    with path.open("w", encoding="utf-8") as file:
+        yield lambda rows: file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-class LineSheet:
-    """JSON Lines."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w", encoding="utf-8")
-
-    def write(self, rows: list[dict[str, Any]]) -> None:
-        self._file.writelines(json.dumps(row) + "\n" for row in rows)
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class ParquetSheet:
-    """Parquet, one row group per page."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            # A gateway never needs it.
-            import pyarrow
-            import pyarrow.parquet
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                "Parquet needs pyarrow; install Headway with the extra 'export', or name a .jsonl file"
-            ) from error
-        self._table = pyarrow.Table
-        self._schema = pyarrow.schema([(name, _type_of(name)) for name in COLUMNS])
-        self._writer = pyarrow.parquet.ParquetWriter(path, self._schema)
-
-    def write(self, rows: list[dict[str, Any]]) -> None:
-        self._writer.write_table(self._table.from_pylist(rows, schema=self._schema))
-
-    def close(self) -> None:
-        self._writer.close()
+@contextmanager
+def _parquet(path: Path) -> Iterator[Append]:
+    """One row group per page."""
+    try:
+        # A gateway never needs it.
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "Parquet needs pyarrow; install Headway with the extra 'export', or name a .jsonl file"
+        ) from error
+    schema = pyarrow.schema([(name, _type_of(name)) for name in COLUMNS])
+    table = pyarrow.Table
+    with closing(pyarrow.parquet.ParquetWriter(path, schema)) as writer:
+        yield lambda rows: writer.write_table(table.from_pylist(rows, schema=schema))
 
 
 def _type_of(name: str) -> str:

@@ -194,6 +194,17 @@ class AlgorithmConfig(Config):
     reward_clip: float = Field(20.0, gt=0.0)
     """Bound on the absolute value of a reward."""
 
+    def check_batch(self, num_prompts: int) -> None:
+        """
+        Raises:
+            ValueError: a batch has fewer prompts than mini-batches.
+        """
+        if self.num_minibatches > num_prompts:
+            raise ValueError(
+                f"algorithm.num_minibatches={self.num_minibatches} exceeds "
+                f"data.batch_size={num_prompts} prompts; a mini-batch holds whole groups"
+            )
+
     @property
     def has_proximal_pass(self) -> bool:
         """True if the policy is asked for its logprobs before it is updated.

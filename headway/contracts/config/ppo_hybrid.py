@@ -134,11 +134,7 @@ class PPOHybridExperiment(WorkersConfig, ExperimentConfig):
 
     @model_validator(mode="after")
     def _check_minibatches(self) -> PPOHybridExperiment:
-        if self.algorithm.num_minibatches > self.data.batch_size:
-            raise ValueError(
-                f"algorithm.num_minibatches={self.algorithm.num_minibatches} exceeds "
-                f"data.batch_size={self.data.batch_size} prompts; a mini-batch holds whole groups"
-            )
+        self.algorithm.check_batch(self.data.batch_size)
         return self
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from headway.runtime.command_line import Command, UrlType
+from headway.runtime.command_line import Command, UrlType, json_option
 
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -49,13 +49,7 @@ DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
     help="For every answer.",
 )
 @click.option("--token-env", metavar="VARIABLE", help="Environment variable with a bearer token.")
-@click.option(
-    "--json",
-    "json_file",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the results there, too.",
-)
+@json_option
 def command(
     url: str,
     dialects: tuple[str, ...],

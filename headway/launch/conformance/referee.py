@@ -14,7 +14,7 @@ import click
 import httpx
 
 from headway.contracts.errors import ConfigError
-from headway.launch.conformance import openai, sglang, vllm
+from headway.launch.conformance import openai, sglang, sglang_updates, vllm
 from headway.launch.conformance.service import Broken, LeftOut, Service
 from headway.runtime.command import CommandFailed
 from headway.runtime.secret import authorization
@@ -142,7 +142,7 @@ async def _play(
         for dialect in dialects:
             checks = [*DIALECTS[dialect]]
             if dialect == "sglang" and weights is not None:
-                checks += sglang.WITH_WEIGHTS
+                checks += sglang_updates.CHECKS
             for check in checks:
                 verdict = await _judged(dialect, check, service)
                 remark = f": {verdict.remark}" if verdict.remark else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,77 +17,15 @@ from headway.launch.conformance.service import (
     expect,
     mean_error,
 )
-
-GENERATE = "/generate"
-LONG = 200
-"""Tokens of a sequence that goes on for a while."""
-NUM_STREAMS = 4
-
-
-async def generate(service: Service, tokens: int = 12, **fields: Any) -> Any:
-    """One greedy sequence of so many tokens, unless fields say otherwise."""
-    return await service.post(GENERATE, body_of(tokens, **fields))
-
-
-def body_of(tokens: int, **fields: Any) -> dict[str, Any]:
-    """The body of a greedy request."""
-    sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
-    sampling |= fields.pop("sampling", {})
-    return {
-        "input_ids": list(PROMPT),
-        "sampling_params": sampling,
-        "return_logprob": True,
-        **fields,
-    }
-
-
-def logprobs_of(answer: dict[str, Any]) -> list[float]:
-    """The logprobs of the output."""
-    rows = answer["meta_info"]["output_token_logprobs"]
-    expect(
-        [row[1] for row in rows] == answer["output_ids"],
-        "output_token_logprobs are of other tokens than output_ids",
-    )
-    return [row[0] for row in rows]
-
-
-def spans_of(answer: dict[str, Any]) -> list[tuple[str, int, int]]:
-    """The versions of the output's tokens.
-
-    Raises:
-        LeftOut: the service does not tell them.
-        Broken: they do not cover the tokens.
-    """
-    reported = answer["meta_info"].get("weight_versions")
-    if reported is None:
-        raise LeftOut("meta_info has no weight_versions: versions of single tokens are not told")
-    spans = [(str(each["version"]), each["start"], each["end"]) for each in reported]
-    ends = [0, *(end for _, _, end in spans)]
-    expect(
-        [start for _, start, _ in spans] == ends[:-1] and ends[-1] == len(answer["output_ids"]),
-        f"weight_versions {spans} of {len(answer['output_ids'])} tokens",
-    )
-    return spans
-
-
-async def rescored(service: Service, tokens: list[int]) -> list[float | None]:
-    """The logprobs that the weights that serve give to these tokens, after the prompt.
-
-    None where another token was scored: SGLang 0.5.23 scores token 0 for the last one of a vocabulary.
-    """
-    ids = [*PROMPT, *tokens]
-    fields = {"input_ids": ids, "logprob_start_len": len(PROMPT) - 1}
-    answer = await generate(service, 1, **fields)
-    rows = answer["meta_info"].get("input_token_logprobs") or []
-    rows = rows[-len(tokens) :]
-    expect(len(rows) == len(tokens), f"{len(rows)} input_token_logprobs of {len(tokens)} tokens")
-    scores = [row[0] if row[1] == token else None for row, token in zip(rows, tokens, strict=True)]
-    num_others = scores.count(None)
-    expect(
-        num_others < len(tokens) / 4,
-        f"{num_others} of {len(tokens)} input_token_logprobs are of other tokens, or null",
-    )
-    return scores
+from headway.launch.conformance.sglang_requests import (
+    GENERATE,
+    LONG,
+    body_of,
+    generate,
+    logprobs_of,
+    rescored,
+    spans_of,
+)
 
 
 async def an_answer_has_tokens_and_a_reason(service: Service) -> None:
@@ -261,139 +199,6 @@ async def a_version_that_does_not_serve_yet_is_refused_for_now(service: Service)
         expect("retry-after" in answer.headers, "409 without Retry-After")
 
 
-async def update(service: Service, number: int, label: str | None) -> None:
-    """Publish the first or the second directory."""
-    assert service.weights is not None
-    body: dict[str, Any] = {"model_path": str(service.weights[number])}
-    body |= {} if label is None else {"weight_version": label}
-    answer = await service.post("/update_weights_from_disk", body)
-    expect(answer.get("success") is True, f"the update failed: {answer}")
-
-
-async def an_update_serves_the_new_weights_alone(service: Service) -> str:
-    """No prefix of the old weights is used, and the label is there."""
-    await update(service, 0, "check-a")
-    first = await generate(service, 24)
-    await update(service, 1, "check-b")
-    second = await generate(service, 24)
-    expect(second["meta_info"]["weight_version"] == "check-b", "the label is not served")
-    expect(
-        logprobs_of(first) != logprobs_of(second), "the other weights gave the same logprobs: stale"
-    )
-    error = mean_error(logprobs_of(second), await rescored(service, second["output_ids"]))
-    expect(error <= service.tolerance, f"scored again they differ by {error:.2g} in the mean")
-    await update(service, 0, "check-c")
-    third = await generate(service, 24)
-    expect(third["output_ids"] == first["output_ids"], "the first weights gave other tokens again")
-    return f"mean error {error:.1g}"
-
-
-async def versions_are_true_at_a_swap_under_load(service: Service) -> str:
-    """Each token of sequences that meet a swap, scored again by the weights that it is said to be of.
-
-    An engine may go on over the keys and values of the old weights. Tokens behind the swap are then near
-    to the version that they name, and nearer than to the other one.
-    """
-    await update(service, 0, "load-a")
-    ended = await _generated_until(service, lambda: update(service, 1, "load-b"))
-    lasts = sorted(ended, key=lambda last: -len(spans_of(last)))[: 2 * NUM_STREAMS]
-    by_new = [await rescored(service, last["output_ids"]) for last in lasts]
-    await update(service, 0, "load-c")
-    by_old = [await rescored(service, last["output_ids"]) for last in lasts]
-    return check_versions(lasts, {"load-a": by_old, "load-b": by_new}, service.tolerance)
-
-
-async def _generated_until(
-    service: Service, work: Callable[[], Awaitable[None]]
-) -> list[dict[str, Any]]:
-    """The last chunks of long sequences that ran while this work was done, and before."""
-    body = body_of(LONG, stream=True, sampling={"temperature": 1.0})
-    ended: list[dict[str, Any]] = []
-    begun: set[int] = set()
-    is_over = False
-
-    async def follow(place: int) -> None:
-        while not is_over:  # so that some run at the end, however long the work takes
-            last: dict[str, Any] = {}
-            async for chunk in service.stream(GENERATE, body):
-                last = chunk
-                begun.add(place)
-            ended.append(last)
-
-    tasks = [asyncio.create_task(follow(place)) for place in range(NUM_STREAMS)]
-    try:
-        await service.until(lambda: len(begun) == NUM_STREAMS, "the first tokens")
-        await work()
-        is_over = True
-        await asyncio.wait_for(asyncio.gather(*tasks), service.timeout_s)
-    finally:
-        for task in tasks:
-            task.cancel()
-    return ended
-
-
-def check_versions(
-    answers: Sequence[dict[str, Any]],
-    scores: Mapping[str, Sequence[Sequence[float | None]]],
-    tolerance: float,
-) -> str:
-    """Compare the logprobs of answers with those of the versions that they name.
-
-    Args:
-        scores: logprobs of the answers' tokens under each of two versions.
-    Raises:
-        Broken: tokens are of another version than they name.
-        LeftOut: nothing met the swap, or nobody can tell.
-    """
-    first, second = scores
-    other_than = {first: second, second: first}
-    mixed, worst = 0, 0.0
-    own_after: list[float] = []
-    named_after: list[float | None] = []
-    other_after: list[float | None] = []
-    for place, answer in enumerate(answers):
-        own, spans = logprobs_of(answer), spans_of(answer)
-        mixed += len(spans) > 1
-        for version, start, end in spans:
-            if version not in scores:
-                continue
-            named = scores[version][place][start:end]
-            if start == 0:
-                worst = max(worst, mean_error(own[:end], named))
-            else:
-                own_after += own[start:end]
-                named_after += named
-                other_after += scores[other_than[version]][place][start:end]
-    expect(worst <= tolerance, f"tokens are not of the version they name: off by {worst:.2g}")
-    if not mixed:
-        raise LeftOut(
-            "no sequence met the swap: the service lets what runs end first, or is too fast"
-        )
-    after, from_other = mean_error(own_after, named_after), mean_error(own_after, other_after)
-    if after <= tolerance:
-        return f"{mixed} sequences met the swap, mean error {max(worst, after):.1g}"
-    off = f"off by {after:.2g} from the version they name, by {from_other:.2g} from the other"
-    is_other = from_other <= tolerance or 2 * from_other <= after
-    expect(not is_other, f"tokens after a swap are {off}")
-    if 2 * after > from_other:
-        raise LeftOut(
-            f"old keys and values are kept, and the two directories differ too much: {off}"
-        )
-    return f"{mixed} sequences met the swap and kept their keys and values: {off}"
-
-
-async def an_update_that_fails_changes_nothing(service: Service) -> None:
-    await update(service, 0, "kept")
-    before = await generate(service, 8)
-    missing = {"model_path": "/nowhere/at/all", "weight_version": "wrong"}
-    answer = await service.status("/update_weights_from_disk", missing)
-    failed = not answer.is_success or answer.json().get("success") is False
-    expect(failed, f"answered {answer.status_code}: {answer.text[:200]}")
-    after = await generate(service, 8)
-    expect(after["output_ids"] == before["output_ids"], "other tokens after a failed update")
-    expect(after["meta_info"]["weight_version"] == "kept", "another label after a failed update")
-
-
 CHECKS = (
     an_answer_has_tokens_and_a_reason,
     every_token_has_a_logprob,
@@ -410,9 +215,4 @@ CHECKS = (
     the_server_says_what_it_is,
     a_pause_holds_what_runs_and_loses_nothing,
     a_version_that_does_not_serve_yet_is_refused_for_now,
-)
-WITH_WEIGHTS = (
-    an_update_serves_the_new_weights_alone,
-    versions_are_true_at_a_swap_under_load,
-    an_update_that_fails_changes_nothing,
 )

@@ -55,12 +55,12 @@ class EmbeddedTorchBackend:
     ) -> None:
         """
         Args:
-            without_weights: asleep and without weights, until `wake`.
+            without_weights: asleep and without weights, until `take_weights`.
             device: where it computes; None takes `config.device`.
         """
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        self._model = EmbeddedModel(
+        self.model = EmbeddedModel(
             model,
             config.pack_weights,
             config.max_context,
@@ -69,14 +69,14 @@ class EmbeddedTorchBackend:
         )
         self._config = config
         self._tokenizer = tokenizer
-        self._grammars = Grammars(tokenizer, self._model.limits.vocab_size, self._model.eos_ids)
-        self._decode_loop = DecodeLoop(config, self._model, version, without_weights)
+        self._grammars = Grammars(tokenizer, self.model.limits.vocab_size, self.model.eos_ids)
+        self._decode_loop = DecodeLoop(config, self.model, version, without_weights)
         self._seeds = random.Random(config.seed)
         self._replaced = ReplacedWeights()
 
     @property
     def limits(self) -> Limits:
-        return self._model.limits
+        return self.model.limits
 
     @property
     def version(self) -> PolicyVersion:
@@ -97,17 +97,17 @@ class EmbeddedTorchBackend:
     @property
     def parameters(self) -> Mapping[str, torch.Size]:
         """Names and shapes that a version must bring."""
-        return self._model.parameters
+        return self.model.parameters
 
     @property
     def expected(self) -> Mapping[str, Tensor]:
         """The parameters that a backend without weights has to be given, on the meta device."""
-        return self._model.expected
+        return self.model.expected
 
     @property
     def device(self) -> torch.device:
         """Device that its weights belong on."""
-        return self._model.device.where
+        return self.model.device.where
 
     def read_parameter(self, name: str) -> Tensor:
         """A copy of one parameter, as it is between two steps.
@@ -115,15 +115,15 @@ class EmbeddedTorchBackend:
         Raises:
             DataError: the model has no parameter of this name.
         """
-        return self._decode_loop.call(lambda: self._model.read(name)).result()
+        return self._decode_loop.call(lambda: self.model.read(name)).result()
 
     async def start(self) -> None:
         self._decode_loop.start()
 
     async def generate(self, req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
-        check_request(req, self._model.limits)
+        check_request(req, self.model.limits)
         if req.adapter is not None:
-            self._model.adapters.version(req.adapter)
+            self.model.adapters.version(req.adapter)
         loop = asyncio.get_running_loop()
         grammar = None
         if req.gconfig.has_grammar:
@@ -149,7 +149,7 @@ class EmbeddedTorchBackend:
     async def flush(self) -> bool:
         return await self._call(self._decode_loop.flush)
 
-    def wake(
+    def take_weights(
         self, version: PolicyVersion, weights: Mapping[str, Tensor], adapter: Adapter | None
     ) -> None:
         """Give weights to a backend without any, which uses them in place; waiting requests are served.
@@ -162,21 +162,17 @@ class EmbeddedTorchBackend:
         """
         self._decode_loop.call(lambda: self._decode_loop.wake(version, weights, adapter)).result()
 
-    def sleep(self) -> None:
+    def drop_weights(self) -> None:
         """End all requests with the tokens so far; then hold neither weights nor keys and values."""
         self._decode_loop.call(self._decode_loop.sleep).result()
 
     def stage(self, meta: WeightUpdateMeta, reader: WeightReader) -> StagedVersion:
         self._replaced.wait()  # two copies are held at most
-        return self.fit(reader.stage(meta, self.parameters))
-
-    def fit(self, staged: StagedWeights) -> PreparedVersion:
-        """A staged version as this backend swaps it in."""
-        return self._model.fit(staged)
+        return self.model.fit(reader.stage(meta, self.parameters))
 
     async def swap(self, staged: StagedVersion, policy: UpdatePolicy = "keep") -> int:
         if isinstance(staged, StagedWeights):
-            staged = await asyncio.to_thread(self.fit, staged)
+            staged = await asyncio.to_thread(self.model.fit, staged)
         if not isinstance(staged, PreparedVersion):
             raise SyncError(f"{type(staged).__name__} was not staged by this backend")
         swap = Swap(staged, policy)
@@ -187,7 +183,7 @@ class EmbeddedTorchBackend:
     @property
     def adapters(self) -> Mapping[str, PolicyVersion]:
         """Version of each loaded adapter, by name."""
-        return self._model.adapters.versions
+        return self.model.adapters.versions
 
     @property
     def max_adapters(self) -> int:
@@ -196,7 +192,7 @@ class EmbeddedTorchBackend:
 
     async def load_adapter(self, name: str, folder: Path, version: PolicyVersion) -> None:
         """See `AdapterBackend`."""
-        bank, most = self._model.adapters, self._config.max_adapters
+        bank, most = self.model.adapters, self._config.max_adapters
         if name not in bank.versions and len(bank.versions) >= most:
             raise Conflict(f"backend.max_adapters={most} adapters are loaded; unload one")
         loaded = await asyncio.to_thread(lambda: bank.prepare(*read_adapter(folder), version))
@@ -216,7 +212,7 @@ class EmbeddedTorchBackend:
     def _sequence(
         self, req: LLMRequest, caller: Caller, grammar: GrammarState | None = None
     ) -> Sequence:
-        eos_ids = frozenset() if req.gconfig.ignore_eos else self._model.eos_ids
+        eos_ids = frozenset() if req.gconfig.ignore_eos else self.model.eos_ids
         guesses = self._config.speculative_tokens
         return Sequence.of(req, caller, eos_ids, self._tokenizer, self._seeds, grammar, guesses)
 

@@ -29,12 +29,13 @@ from headway.contracts.http.generation import PauseMode
 from headway.contracts.types import LLMResponse, PolicyVersion
 from inference_server.backends.base import Load
 from inference_server.backends.embedded.adapter_bank import LoadedAdapter
-from inference_server.backends.embedded.decoder import Decoder, InFlightStep, Refused, SampledToken
+from inference_server.backends.embedded.decoder import Decoder, InFlightStep, Refused
 from inference_server.backends.embedded.model import EmbeddedModel
 from inference_server.backends.embedded.orders import Orders
 from inference_server.backends.embedded.output_queue import News, OutputQueue
 from inference_server.backends.embedded.scheduler import ScheduledTokens, Scheduler, no_memory
 from inference_server.backends.embedded.sequence import Sequence
+from inference_server.backends.embedded.step_outputs import SampledToken
 from inference_server.backends.embedded.swaps import Swap
 from weight_sync.manifest import Adapter
 
@@ -165,7 +166,7 @@ class DecodeLoop:
     def wake(
         self, version: PolicyVersion, weights: Mapping[str, Tensor], adapter: Adapter | None
     ) -> None:
-        """See `EmbeddedTorchBackend.wake`."""
+        """See `EmbeddedTorchBackend.take_weights`."""
         try:
             self._model.fill(weights, adapter)
             self._model.probe(self.cache)
@@ -179,7 +180,7 @@ class DecodeLoop:
         self.is_asleep = False
 
     def sleep(self) -> None:
-        """See `EmbeddedTorchBackend.sleep`."""
+        """See `EmbeddedTorchBackend.drop_weights`."""
         self.is_asleep = True
         self.interrupt(None)
         self.decoder.forget()

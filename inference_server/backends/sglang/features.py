@@ -13,8 +13,9 @@ from headway.contracts.config.server import SGLangConfig
 from headway.contracts.errors import ConfigError
 from headway.contracts.types import PolicyVersion
 from inference_server.backends.base import Limits
+from inference_server.backends.engine_command_line import EngineCommand
 from inference_server.backends.engine_experts import EngineExperts
-from inference_server.backends.engine_process import EngineCommand, EngineProcess
+from inference_server.backends.engine_process import EngineProcess
 from inference_server.backends.sglang import wire
 from inference_server.backends.sglang.adapters import TARGETS
 from inference_server.backends.sglang.call import NO_EVENTS

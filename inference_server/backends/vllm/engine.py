@@ -17,9 +17,10 @@ from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import VLLMConfig
 from headway.contracts.errors import BackendError, ConfigError, DataError, QueueFull, SyncError
 from headway.contracts.types import LLMRequest, PolicyVersion
+from inference_server.backends.engine_command_line import EngineCommand
 from inference_server.backends.engine_experts import FLAG as EXPERTS_FLAG
 from inference_server.backends.engine_experts import EngineExperts
-from inference_server.backends.engine_process import EngineCommand, EngineProcess, EngineResponse
+from inference_server.backends.engine_process import EngineProcess, EngineResponse
 from inference_server.backends.vllm.wire import (
     GENERATE,
     LogprobsMode,

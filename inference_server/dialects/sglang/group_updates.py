@@ -81,7 +81,8 @@ class GroupUpdates(Generic[Published]):
         self._timeout_s = timeout_s
         self._publish = publish
         self._rename = rename
-        self._groups = WeightGroups(timeout_s)
+        self.joined = WeightGroups(timeout_s)
+        """Groups that this server is in; their owner closes them."""
         self._pending = _PendingSet()
         self._session: _Session | None = None
         self._receiving = 0
@@ -159,12 +160,12 @@ class GroupUpdates(Generic[Published]):
             ConfigError: the backend cannot take single tensors.
         """
         self._source()
-        if address.name in self._groups:
+        if address.name in self.joined:
             self._drop_pending(
                 f"group {address.name!r} was joined again before the update was complete"
             )
             await self.leave(address.name)
-        await self._groups.join(address)
+        await self.joined.join(address)
 
     async def leave(self, name: str) -> int:
         """Leave a group; without a session, buckets that were not published are dropped.
@@ -175,9 +176,9 @@ class GroupUpdates(Generic[Published]):
             NotFound: we are in no group of this name.
         """
         dropped = 0
-        if name in self._groups and self._session is None:
+        if name in self.joined and self._session is None:
             dropped, self._pending = len(self._pending.tensors), _PendingSet()
-        await self._groups.leave(name)
+        await self.joined.leave(name)
         return dropped
 
     async def receive(
@@ -191,7 +192,7 @@ class GroupUpdates(Generic[Published]):
         source = self._source()
         self._receiving += 1
         try:
-            tensors = await self._groups.receive(name, specs, is_flat)
+            tensors = await self.joined.receive(name, specs, is_flat)
             await asyncio.to_thread(_check, tensors, source)
         except ServiceError as error:
             self._drop_pending(error.message)
@@ -210,10 +211,6 @@ class GroupUpdates(Generic[Published]):
         if is_named or not self._missing():
             return await self._publish_pending()
         return self._kept_until("continue_generation")
-
-    async def aclose(self) -> None:
-        """Leave all groups."""
-        await self._groups.aclose()
 
     def _missing(self) -> tuple[str, ...]:
         """Parameters of the model that are still missing."""

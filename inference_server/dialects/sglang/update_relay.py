@@ -60,9 +60,10 @@ class UpdateRelay:
         self._backend = backend
         self._has_peers = has_peers
         self._gate = gate
-        self._groups: GroupUpdates[RelayResponse] = GroupUpdates(
+        self.groups: GroupUpdates[RelayResponse] = GroupUpdates(
             backend, timeout_s, self._offer, self._rename
         )
+        """What the trainers broadcast to this server."""
         self._version = self._head = 0
 
     async def take(self, order: RelayRequest) -> RelayResponse:
@@ -82,12 +83,8 @@ class UpdateRelay:
             return RelayResponse(kept=answer)
         return answer or RelayResponse()
 
-    async def aclose(self) -> None:
-        """Leave all groups."""
-        await self._groups.aclose()
-
     async def _step(self, step: Step, body: SGLangBody) -> RelayResponse | KeptBack | None:
-        groups = self._groups
+        groups = self.groups
         match step:
             case "join":
                 if not self._has_peers:

@@ -93,10 +93,6 @@ class SGLangWeightUpdates:
         async with self._lock:
             return await asyncio.to_thread(compute)
 
-    async def aclose(self) -> None:
-        """Leave all groups."""
-        await self.groups.aclose()
-
     async def _publish_received(
         self, tensors: Mapping[str, torch.Tensor], options: UpdateOptions
     ) -> Published:

@@ -6,11 +6,11 @@ import pytest
 import yaml
 
 from headway.contracts.config.ppo_code import (
-    PPOCodeConfig,
     PPOCodeExperiment,
     PPOMathExperiment,
     VerifiedPPOExperiment,
 )
+from headway.contracts.config.ppo_settings import PPOCodeConfig
 from headway.contracts.errors import ConfigError
 from headway.runtime.config import dump_yaml, load_config, validate_config
 from headway.runtime.model_settings import describe

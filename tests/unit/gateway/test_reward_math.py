@@ -40,7 +40,7 @@ BOMBS = {
 async def scorer():
     config = ExecutorConfig(reward_workers=1, reward_timeout_s=20.0)
     made = Scorer(config, SharedServices(NoSandbox(), NoOutbound()))
-    await made.start()
+    await made.pool.start()
     yield made
     await made.aclose()
 
@@ -152,7 +152,7 @@ async def test_no_answer_hangs_it_and_the_next_one_is_right(scorer, bomb):
 async def test_a_bomb_that_the_alarm_does_not_stop_is_killed():
     config = ExecutorConfig(reward_workers=1, reward_timeout_s=2.0, reward_attempts=20)
     scorer = Scorer(config, SharedServices(NoSandbox(), NoOutbound()))
-    await scorer.start()
+    await scorer.pool.start()
     try:
         result = await grade(scorer, BOMBS["tower"], "3", timeout_s=60.0)
         assert (result.score, result.verdict) == (0.0, "timeout")

@@ -67,7 +67,7 @@ async def open_scorer():
         config = ExecutorConfig(**{"reward_timeout_s": TIMEOUT_S, **settings})
         scorer = Scorer(config, SharedServices(NoSandbox(), outbound or NoOutbound()))
         opened.append(scorer)
-        await scorer.start()
+        await scorer.pool.start()
         return scorer
 
     yield opening

@@ -230,8 +230,8 @@ def measure(folder: Path) -> dict[str, Figures]:
     engine.step()
     metrics["preemption"] = engine.run(engine.backend._decode_loop.scheduler.retract)
     metrics["prefill after it"] = engine.step()
-    fitted = engine.backend.fit(stage(1, folder))
-    metrics["swap"] = engine.run(lambda: engine.backend._model.exchange(fitted))
+    fitted = engine.backend.model.fit(stage(1, folder))
+    metrics["swap"] = engine.run(lambda: engine.backend.model.exchange(fitted))
     for name, is_ahead in (("graph", False), ("graph ahead", True)):
         engine = Engine(folder, has_graphs=True, is_ahead=is_ahead)
         engine.crowd(LONG)

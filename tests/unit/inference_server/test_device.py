@@ -124,7 +124,7 @@ async def test_every_thread_of_the_engine_says_what_it_does(llama_dir):
     await backend.start()
     await generate_all(backend, [request("r", prompt_of(5, 0), max_new_tokens=3)])
     await backend.swap(stage(1, llama_dir))
-    await asyncio.to_thread(backend.fit, stage(2, llama_dir))
+    await asyncio.to_thread(backend.model.fit, stage(2, llama_dir))
     await backend.aclose()
     assert device.decoding_threads == {"decode"}
     assert device.staging_threads

@@ -178,7 +178,7 @@ async def test_closing_twice_is_closing_once(llama_dir):
 
 async def test_a_swap_whose_caller_gave_up_is_not_applied_and_harms_nobody(llama_dir):
     backend = make_backend(llama_dir)
-    swap = await handed_over(backend.swap(backend.fit(stage(1, llama_dir))))
+    swap = await handed_over(backend.swap(backend.model.fit(stage(1, llama_dir))))
     swap.cancel()
     with pytest.raises(asyncio.CancelledError):
         await swap
@@ -224,7 +224,7 @@ async def test_an_engine_that_dies_in_a_prefill_tells_the_requests_of_that_prefi
     def fail(*_):
         raise MemoryError("no room")
 
-    backend._model.module.register_forward_pre_hook(fail)
+    backend.model.module.register_forward_pre_hook(fail)
     await backend.start()
     with pytest.raises(BackendError, match="no room"):
         await generate(backend)
@@ -244,7 +244,7 @@ async def test_a_device_that_fails_for_good_leaves_nobody_waiting(llama_dir):
     await backend.start()
     tasks = [asyncio.create_task(generate(backend, f"r{i}", max_new_tokens=240)) for i in range(6)]
     await until(lambda: backend.load().generated_tokens > 20)
-    backend._model.module.register_forward_pre_hook(fail)
+    backend.model.module.register_forward_pre_hook(fail)
     outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), DEADLINE_S)
     assert {type(outcome) for outcome in outcomes} == {BackendError}
     assert "device lost" in backend.failure
@@ -259,7 +259,7 @@ async def test_orders_behind_the_one_that_kills_the_engine_are_answered(llama_di
 
     backend._decode_loop._orders.put(fail)
     request_task = await handed_over(backend.generate(request("r", PROMPT)))
-    swap_task = await handed_over(backend.swap(backend.fit(stage(1, llama_dir))))
+    swap_task = await handed_over(backend.swap(backend.model.fit(stage(1, llama_dir))))
     await backend.start()
     for task in (request_task, swap_task):
         with pytest.raises(BackendError, match="bad order"):

@@ -10,7 +10,7 @@ from headway.contracts.config.server import EmbeddedTorchConfig, ServerConfig, S
 from headway.contracts.errors import ConfigError
 from headway.runtime.config import load_config
 from inference_server import main
-from inference_server.backends.engine_process import command_flags
+from inference_server.backends.engine_command_line import command_flags
 from inference_server.backends.sglang.features import sglang_command
 from inference_server.engine_node import is_later_node, run_node
 

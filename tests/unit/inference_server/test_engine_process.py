@@ -13,13 +13,9 @@ import pytest
 
 from headway.contracts.config.server import EngineProcessConfig
 from headway.contracts.errors import BackendError, ConfigError
-from inference_server.backends import engine_process
-from inference_server.backends.engine_process import (
-    EngineCommand,
-    EngineProcess,
-    EngineResponse,
-    command_flags,
-)
+from inference_server.backends import engine_command_line
+from inference_server.backends.engine_command_line import EngineCommand, command_flags
+from inference_server.backends.engine_process import EngineProcess, EngineResponse
 
 DEADLINE_S = 30.0
 CHILD = {"PYTHONPATH": str(Path(__file__).parent)}
@@ -96,15 +92,15 @@ def test_what_is_no_flag_is_refused(flag):
 
 
 async def test_nobody_is_given_the_port_of_an_engine_while_it_loads():
-    lowest = int(engine_process.GIVEN_PORTS.read_text().split()[0])
+    lowest = int(engine_command_line.GIVEN_PORTS.read_text().split()[0])
     async with running({}) as engine:
-        assert engine_process.FIRST_PORT <= int(engine.url.rpartition(":")[2]) < lowest
+        assert engine_command_line.FIRST_PORT <= int(engine.url.rpartition(":")[2]) < lowest
 
 
 async def test_where_any_port_may_be_given_it_takes_one_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(engine_process, "GIVEN_PORTS", file_of(tmp_path, "1024\t65000\n"))
+    monkeypatch.setattr(engine_command_line, "GIVEN_PORTS", file_of(tmp_path, "1024\t65000\n"))
     async with running({}) as engine:
         assert int(engine.url.rpartition(":")[2]) > 0
 
@@ -112,10 +108,12 @@ async def test_where_any_port_may_be_given_it_takes_one_of_them(
 async def test_without_a_free_port_it_says_which_ones_it_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    with socket.create_server((engine_process.LOOPBACK, 0)) as listener:
+    with socket.create_server((engine_command_line.LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
-        monkeypatch.setattr(engine_process, "FIRST_PORT", port)
-        monkeypatch.setattr(engine_process, "GIVEN_PORTS", file_of(tmp_path, f"{port + 1} 60999"))
+        monkeypatch.setattr(engine_command_line, "FIRST_PORT", port)
+        monkeypatch.setattr(
+            engine_command_line, "GIVEN_PORTS", file_of(tmp_path, f"{port + 1} 60999")
+        )
         with pytest.raises(BackendError, match=f"no port from {port} to {port} is free"):
             await engine_of({}).start()
 

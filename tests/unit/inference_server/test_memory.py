@@ -89,7 +89,7 @@ async def test_slabs_without_memory_preempt_and_lose_nothing(llama_dir, allocato
     async with serving(llama_dir, max_sequences=6) as backend:
         expected = [r.output_tokens for r in await generate_all(backend, crowd())]
     async with serving(llama_dir, max_sequences=6) as backend:
-        token = backend._model.kv_shape.token_bytes
+        token = backend.model.kv_shape.token_bytes
         allocator.limit = 3 * 128 * token  # not six rows of 128
         responses = await generate_all(backend, crowd())
         assert backend.load().preemptions > 0
@@ -102,10 +102,10 @@ async def test_a_sequence_that_memory_never_holds_is_refused_and_the_next_one_se
     llama_dir, allocator
 ):
     async with serving(llama_dir) as backend:
-        allocator.limit = 4 * 96 * backend._model.kv_shape.token_bytes
+        allocator.limit = 4 * 96 * backend.model.kv_shape.token_bytes
         small = request("small", prompt_of(9, 1), max_new_tokens=9)
         large = request("large", prompt_of(20, 1), max_new_tokens=200)
-        allocator.limit = 130 * backend._model.kv_shape.token_bytes
+        allocator.limit = 130 * backend.model.kv_shape.token_bytes
         with pytest.raises(BackendError, match=r"request large: no memory for 12[89] tokens"):
             await asyncio.wait_for(backend.generate(large), DEADLINE_S)
         assert len((await generate_all(backend, [small]))[0].output_tokens) == 9
@@ -126,7 +126,7 @@ async def test_a_step_without_memory_makes_the_youngest_wait(llama_dir, device):
             refused.append(1)
             raise torch.OutOfMemoryError("no memory for activations")
 
-    backend._model.module.register_forward_pre_hook(refuse, with_kwargs=True)
+    backend.model.module.register_forward_pre_hook(refuse, with_kwargs=True)
     await backend.start()
     responses = await generate_all(backend, crowd())
     assert backend.load().preemptions == len(refused) > 0
@@ -142,7 +142,7 @@ async def test_a_step_of_one_sequence_without_memory_ends_it_alone(llama_dir):
             if kwargs["input_ids"].shape[1] > 50:
                 raise torch.OutOfMemoryError("no memory for activations")
 
-        backend._model.module.register_forward_pre_hook(refuse, with_kwargs=True)
+        backend.model.module.register_forward_pre_hook(refuse, with_kwargs=True)
         with pytest.raises(BackendError, match="request long: no memory for 60 tokens"):
             await backend.generate(request("long", prompt_of(60, 0)))
         assert len(await generate_all(backend, crowd(2, 5))) == 2
@@ -180,7 +180,7 @@ def on(device, folder, **config):
 
 def test_keys_and_values_leave_room_for_a_second_copy_of_the_weights(llama_dir):
     weights = sum(t.nbytes for t in stage(1, llama_dir).tensors.values())
-    token = make_backend(llama_dir)._model.kv_shape.token_bytes
+    token = make_backend(llama_dir).model.kv_shape.token_bytes
     held = on(Gpu(50 * weights), llama_dir)._decode_loop.cache.store.nbytes
     assert held <= POOL_SHARE * 49 * weights < held + BLOCK_SIZE * token
     # No room for both: swaps copy from the host, and one sequence fits.
@@ -199,7 +199,7 @@ async def test_a_version_that_finds_no_room_is_held_by_the_host_until_the_swap(
     def refuse(tensors):
         raise torch.OutOfMemoryError("no memory for weights")
 
-    monkeypatch.setattr(backend._model, "_placed", refuse)
+    monkeypatch.setattr(backend.model, "_placed", refuse)
     await backend.start()
     staged = stage(1, llama_dir)
     doubled = {name: 2 * tensor for name, tensor in staged.tensors.items()}
@@ -219,6 +219,6 @@ def test_slabs_of_a_gpu_leave_that_room_too(llama_dir):
 
     weights = sum(t.nbytes for t in stage(1, llama_dir).tensors.values())
     backend = on(Old(100 * weights), llama_dir)
-    assert isinstance(backend._model.device, Accelerator)
-    budget = backend._decode_loop.cache.budget_tokens * backend._model.kv_shape.token_bytes
+    assert isinstance(backend.model.device, Accelerator)
+    budget = backend._decode_loop.cache.budget_tokens * backend.model.kv_shape.token_bytes
     assert budget <= 0.4 * 99 * weights

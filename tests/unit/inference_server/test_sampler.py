@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.contracts.config.sampling import SamplingConfig
-from inference_server.backends.embedded.decoder import _tokens_left
 from inference_server.backends.embedded.device import Accelerator, Device
-from inference_server.backends.embedded.sampler import SamplingPlan, SamplingRow, top_logprobs
+from inference_server.backends.embedded.sampler import SamplingPlan, top_logprobs
+from inference_server.backends.embedded.sampling_rows import SamplingRow
+from inference_server.backends.embedded.step_outputs import tokens_left
 
 CPU = Device()
 ALMOST_ONE = 1.0 - 2.0**-24
@@ -310,7 +311,7 @@ def masked_plan(configs, vocab_size: int, device: Device = CPU, forbidden=()) ->
 
 
 def masks_of(sampled) -> dict[int, list[int]]:
-    left = _tokens_left(sampled.masks, sampled.masks.counts, sampled.masks.tokens)
+    left = tokens_left(sampled.masks, sampled.masks.counts, sampled.masks.tokens)
     return {row: ids.tolist() for row, ids in left.items()}
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from headway.launch.conformance.referee import judge
 from headway.launch.conformance.service import Broken, LeftOut
-from headway.launch.conformance.sglang import check_versions
+from headway.launch.conformance.sglang_updates import check_versions
 from headway.runtime.command import CommandFailed
 
 Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]
