@@ -26,6 +26,7 @@ from headway.contracts.errors import (
     UnknownName,
 )
 from headway.runtime.fair_pool import CALLER
+from tests.waiting import assert_loop_turns
 
 TIMEOUT_S = 0.5
 DEADLINE_S = 20.0
