@@ -6,6 +6,7 @@ Two gateways share a Redis (append-only file); generation servers of the fake ba
 consumer submits, consumes, checkpoints and publishes versions, as fast as it can. A quarter of the time
 is free of faults, a half has one every few seconds (`chaos_faults`: every kind once before any comes
 again, in an order drawn from a seed), and a last quarter is free again, since machines change their pace.
+`--calm-s` sets how long the first and the last part take, where only the promises matter.
 What is killed is started again at once. In the end the consumer is stopped, and these are counted:
 
     lost, duplicated   the ledger's own audit, recomputed from its events
@@ -81,6 +82,9 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=10.0, help="with and without faults, together"
     )
+    parser.add_argument(
+        "--calm-s", type=float, default=None, help="without faults, each time; default: a quarter"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--servers", type=int, default=3)
     parser.add_argument("--every-s", type=float, default=15.0, help="mean time between faults")
@@ -92,7 +96,8 @@ def main() -> None:
     world = World(folder, options.servers, options.attackers)
     faults = Faults(world, random.Random(options.seed), options.every_s)
     try:
-        found = run(world, faults, options.minutes * 60.0)
+        seconds = options.minutes * 60.0
+        found = run(world, faults, seconds / 2, options.calm_s or seconds / 4)
     except BaseException:
         print(f"logs and files are in {folder}", file=sys.stderr)
         raise
@@ -107,19 +112,19 @@ def main() -> None:
         shutil.rmtree(folder)
 
 
-def run(world: World, faults: Faults, seconds: float) -> dict[str, Any]:
-    """A quarter of the time without faults, a half with them, a quarter without; then the questions."""
+def run(world: World, faults: Faults, stormy_s: float, calm_s: float) -> dict[str, Any]:
+    """A while without faults, one with them, another one without; then the questions."""
     world.start()
     world.until_steps(STEPS_BEFORE)
-    calm = [spend(seconds / 4, world.repair)]
+    calm = [spend(calm_s, world.repair)]
 
     def tick() -> None:
         faults.tick()
         world.repair()
 
-    stormy = spend(seconds / 2, tick)
+    stormy = spend(stormy_s, tick)
     world.calm_down()
-    calm.append(spend(seconds / 4, world.repair))
+    calm.append(spend(calm_s, world.repair))
     attack = world.end_attack()
     status = world.settle()
     return {

@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType
 from typing import NoReturn
@@ -52,12 +53,19 @@ def import_main(module: str) -> Callable[..., None]:
 
     Nothing that an import makes is garbage: not to look for any takes a tenth off a start.
     """
+    with collector_at_rest():
+        main: Callable[..., None] = import_module(module).main
+    return main
+
+
+@contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """For imports of much; the garbage collector is at work again after them."""
     gc.disable()
     try:
-        main: Callable[..., None] = import_module(module).main
+        yield
     finally:
         gc.enable()
-    return main
 
 
 def _describe(error: Exception) -> tuple[str, int] | None:

@@ -32,9 +32,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::Deprecat
 
 @pytest.fixture(autouse=True)
 def compiler() -> Iterator[None]:
+    """Without two detours: shapes are kept for operations that come once, and a block with a float is
+    compiled as if that were a variable, given up and compiled again with its value."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    yield
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False, specialize_float=True):
+        yield
     torch._dynamo.reset()
 
 
