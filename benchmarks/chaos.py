@@ -83,7 +83,7 @@ def main() -> None:
         "--minutes", type=float, default=10.0, help="with and without faults, together"
     )
     parser.add_argument(
-        "--calm-s", type=float, default=None, help="without faults, each time; default: a quarter"
+        "--calm-s", type=float, help="without faults, before and after; a quarter unless told"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--servers", type=int, default=3)
@@ -97,7 +97,8 @@ def main() -> None:
     faults = Faults(world, random.Random(options.seed), options.every_s)
     try:
         seconds = options.minutes * 60.0
-        found = run(world, faults, seconds / 2, options.calm_s or seconds / 4)
+        calm_s = seconds / 4 if options.calm_s is None else options.calm_s
+        found = run(world, faults, seconds / 2, calm_s)
     except BaseException:
         print(f"logs and files are in {folder}", file=sys.stderr)
         raise

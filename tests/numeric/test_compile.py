@@ -32,11 +32,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::Deprecat
 
 @pytest.fixture(autouse=True)
 def compiler() -> Iterator[None]:
-    """Without two detours: shapes are kept for operations that come once, and a block with a float is
-    compiled as if that were a variable, given up and compiled again with its value."""
+    """Without the cache of shapes: here each operation comes once."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False, specialize_float=True):
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
         yield
     torch._dynamo.reset()
 
