@@ -240,13 +240,13 @@ def test_the_client_cuts_a_batch_and_keeps_its_order(
     client: RemoteInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    ask = client._calls._connections.ask
+    ask = client._calls.connections.ask
 
     def counted(method: str, url: str, body: bytes, timeouts: Timeouts) -> HttpResponse:
         sizes.append(len(ScoreRequest.model_validate_json(body).answers))
         return ask(method, url, body, timeouts)
 
-    monkeypatch.setattr(client._calls._connections, "ask", counted)
+    monkeypatch.setattr(client._calls.connections, "ask", counted)
     answers = [given(str(number % 5), answer=str(number % 3)) for number in range(150)]
     results = client.score(ComponentConfig(name="exact"), answers)
     assert [r.score for r in results] == [float(n % 5 == n % 3) for n in range(150)]
