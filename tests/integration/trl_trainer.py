@@ -1,12 +1,11 @@
 """TRL's asynchronous GRPO trainer, as a user of vLLM starts it: trl_trainer.py URL MODEL FOLDER STEPS
 
-It imports nothing of ours. Run by the interpreter of `make vllm-cpu`; prints a line of JSON per step. Two
+It imports nothing of ours. Run by the interpreter of `make vllm-cpu`; prints what each step logs. Two
 things of a GPU are stood in for: the name of the device, and FlashAttention's kernel for packed rows.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
 
 
@@ -45,13 +44,6 @@ def attention(
         seen = torch.ones_like(scores[0], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
         parts.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1))
     return torch.cat(parts)
-
-
-class Reporter(TrainerCallback):
-    """Prints what each step logs."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        print(json.dumps({"step": state.global_step, **logs}, default=str), flush=True)  # noqa: T201
 
 
 def main(url: str, model: str, folder: str, steps: str) -> None:
@@ -96,7 +88,6 @@ def main(url: str, model: str, folder: str, steps: str) -> None:
             target_modules=["q_proj", "v_proj", "o_proj", "down_proj"],
             task_type="CAUSAL_LM",
         ),
-        callbacks=[Reporter()],
     )
     trainer.train()
 
