@@ -104,7 +104,12 @@ class VersionGate:
                 return self.digest
             staging = self._begin(order)
         staging.adopt(order)
-        return await staging.digest()
+        try:
+            return await staging.digest()
+        except SyncError as error:
+            if self._state.is_draining:
+                raise Draining(f"this server shuts down: {error.message}") from error
+            raise
 
     async def commit(self, order: WeightCommitRequest) -> WeightUpdateResponse:
         """Swap in what this epoch staged; sent again, it is answered without work.
@@ -166,7 +171,7 @@ class VersionGate:
         """Stage nothing any more: a server that shuts down must not wait for a version."""
         self._state.is_draining = True
         if self._state.staging is not None:
-            self._state.staging.abort("the server shuts down")
+            self._state.staging.abort("it stages nothing any more")
 
     async def aclose(self) -> None:
         """Let what was begun end."""

@@ -85,7 +85,7 @@ class QuorumStaging:
                 return StagedChange(
                     replace(change, record=record), votes.epoch, votes.agreeing, refusals
                 )
-            is_nobody_here = all(member.is_leaving for member in members)
+            is_nobody_here = all(map(votes.has_left, members))
             is_stored = not is_group(change.record.path)
             if is_nobody_here and is_stored and self._members.is_open:
                 return StagedChange(change, votes.epoch, (), refusals)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import JsonValue
 
@@ -18,6 +19,7 @@ from headway.contracts.config.server import EngineProcessConfig
 from headway.contracts.errors import BackendError, ConfigError
 
 LOOPBACK = "127.0.0.1"
+PORT_FLAG = "--port"
 GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FIRST_PORT = 20_000
 """Above the ports that services, and Ray's workers, have by default."""
@@ -51,8 +53,8 @@ def engine_command_line(
     for flag, setting in command.owned_flags.items():
         if flag in config.args:
             raise ConfigError(f"backend.args sets {flag}; set {setting} instead")
-    args = {"--host": LOOPBACK, "--port": _free_port(), **command.args, **config.args}
-    port = args["--port"]
+    args = {"--host": LOOPBACK, PORT_FLAG: _free_port(), **command.args, **config.args}
+    port = args[PORT_FLAG]
     if not isinstance(port, int):
         raise ConfigError(f"backend.args: --port is {port!r}, needs a number")
     python = config.python or sys.executable
@@ -90,6 +92,16 @@ def command_flags(args: Mapping[str, JsonValue]) -> list[str]:
         values = value if isinstance(value, list) else [] if value is True else [value]
         line += [flag, *(one if isinstance(one, str) else json.dumps(one) for one in values)]
     return line
+
+
+def is_served(url: str) -> bool:
+    """Whether anybody accepts connections there."""
+    place = urlsplit(url)
+    try:
+        with socket.create_connection((place.hostname, place.port), timeout=1.0):
+            return True
+    except OSError:
+        return False
 
 
 def _free_port() -> int:

@@ -29,9 +29,11 @@ from headway.runtime.tasks import cancel_and_wait
 from headway.runtime.wait_notice import WaitNotice
 from inference_server.backends.engine_command_line import (
     LOOPBACK,
+    PORT_FLAG,
     EngineCommand,
     engine_command_line,
     engine_environment,
+    is_served,
 )
 
 log = logging.getLogger(__name__)
@@ -114,7 +116,6 @@ class EngineProcess:
             ConfigError: the flags cannot be passed on, or the engine is not installed.
             BackendError: it ended, or did not answer in `start_timeout_s`; nothing is left running.
         """
-        self._failed = asyncio.get_running_loop().create_future()
         self._session = aiohttp.ClientSession(
             # A connection for each request. An engine closes kept ones when it will: after an error, or
             # when it was too busy to read the next request in time, which is then lost.
@@ -123,9 +124,12 @@ class EngineProcess:
             read_bufsize=1 << 20,
         )
         try:
-            if self.is_managed:
-                self._launch()
-            await self.guard(self._until_ready())
+            for is_last in (False, False, True):
+                if await self._is_started(is_last):
+                    break
+                log.warning(
+                    "another process took the engine's port while it loaded; it gets a new one"
+                )
         except BaseException:
             await self.aclose()
             raise
@@ -210,6 +214,31 @@ class EngineProcess:
     def log_tail(self) -> str:
         """The last lines that the managed engine wrote."""
         return "" if self._process is None else self._process.log_tail()
+
+    async def _is_started(self, is_last: bool) -> bool:
+        """Start or reach it once; false if it ended since another process has its port.
+
+        Args:
+            is_last: that, too, is an error.
+        Raises:
+            BackendError: it ended, or did not answer in time.
+        """
+        self._failed, self.failure = asyncio.get_running_loop().create_future(), None
+        if self.is_managed:
+            self._launch()
+        try:
+            await self.guard(self._until_ready())
+        except BackendError:
+            has_ended = self._process is not None and self._process.exit_code() is not None
+            if (
+                is_last
+                or not has_ended
+                or PORT_FLAG in self._config.args
+                or not is_served(self.url)
+            ):
+                raise
+            return False
+        return True
 
     def _launch(self) -> None:
         argv, port = engine_command_line(self._config, self._command)

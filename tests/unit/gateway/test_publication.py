@@ -415,6 +415,19 @@ async def test_who_hears_of_it_before_the_gateway_does_is_asked_again():
         assert (servers[1].version, servers[2].version) == (1, 1)
 
 
+async def test_the_only_server_may_leave_before_the_gateway_hears_of_it():
+    """As with none ready: who comes later catches up."""
+    leaving, later = servers_of(2)
+    leaving.refusal = Draining("this server shuts down")
+    async with opened_gateway(leaving) as gateway:
+        await published(gateway, 1)
+        assert (gateway.fleet.version, leaving.version) == (1, 0)
+        await later.start()
+        gateway.servers = [later]
+        await until(lambda: gateway.heartbeat() or later.version == 1)
+        await later.stop()
+
+
 async def test_a_group_is_given_up_when_too_few_survive():
     servers = servers_of(3)
     for server in servers:

@@ -118,6 +118,23 @@ async def test_without_a_free_port_it_says_which_ones_it_tried(
             await engine_of({}).start()
 
 
+@pytest.mark.parametrize("is_ours", [True, False], ids=["chosen", "set"])
+async def test_an_engine_whose_port_was_taken_meanwhile_gets_another(
+    is_ours: bool, monkeypatch: pytest.MonkeyPatch
+):
+    with socket.create_server((engine_command_line.LOOPBACK, 0)) as other:
+        taken = other.getsockname()[1]
+        choose, chosen = engine_command_line._free_port, iter([taken])
+        monkeypatch.setattr(engine_command_line, "_free_port", lambda: next(chosen, choose()))
+        if is_ours:
+            async with running({}) as engine:
+                assert not engine.url.endswith(f":{taken}")
+                assert (await engine.get("/facts")).is_ok
+        else:
+            with pytest.raises(BackendError, match="ended with status 1"):
+                await engine_of({"args": {"--port": taken}}).start()
+
+
 async def test_child_gets_flags_and_environment_and_its_group_ends_with_it(tmp_path):
     log = tmp_path / "engine.log"
     config = {"args": {"--mine": [1, 2], "--shared": "user"}, "env": {"ADDED": "yes"}}

@@ -410,7 +410,7 @@ async def test_a_commit_may_name_its_own_policy(peer_store):
 async def test_a_drain_ends_a_staging_and_takes_nothing_new(gate, peer_store):
     preparing = await held_up(gate, peer_store, order(1, 1))
     gate.drain()
-    with pytest.raises(SyncError, match="the server shuts down"):
+    with pytest.raises(Draining, match="shuts down: it stages nothing any more"):
         await asyncio.wait_for(preparing, DEADLINE_S)
     with pytest.raises(Draining):
         await gate.prepare(order(2, 1))
