@@ -19,7 +19,7 @@ from gateway.publishing.orders import WeightOrders, group_ranks
 from gateway.versions.publication_state import PublicationState
 from headway.contracts.config.gateway import FleetConfig
 from headway.contracts.config.server import UpdatePolicy
-from headway.contracts.errors import Draining, ServiceError, SyncError
+from headway.contracts.errors import ServiceError, SyncError
 from headway.contracts.http.weights import GroupRankBody, WeightRecord, is_group
 from headway.contracts.types import PolicyVersion
 from headway.runtime.clock import monotonic
@@ -85,7 +85,7 @@ class QuorumStaging:
                 return StagedChange(
                     replace(change, record=record), votes.epoch, votes.agreeing, refusals
                 )
-            is_nobody_here = all(map(votes.has_left, members))
+            is_nobody_here = all(member.is_leaving for member in members)
             is_stored = not is_group(change.record.path)
             if is_nobody_here and is_stored and self._members.is_open:
                 return StagedChange(change, votes.epoch, (), refusals)
@@ -97,7 +97,7 @@ class QuorumStaging:
                 continue
             # A group ends for all when one leaves it: those who only say so are asked again, also if they
             # were heard before the one that left.
-            staying = [member for member in announced if not votes.has_left(member)]
+            staying = [member for member in announced if not member.is_leaving]
             if len(staying) < len(announced):
                 announced = members = staying
             else:
@@ -116,11 +116,10 @@ class QuorumStaging:
         return max(1, math.ceil(self._config.quorum * len(members) - ROUNDING))
 
     async def _announce(self, change: VersionChange, deadline: float) -> list[Member]:
-        """Return the servers that take part. If none is ready, those of a group are the ones that
-        wait for a version that no server holds any more.
+        """Return the servers that take part.
 
-        In a group, if none is ready, those are servers that wait for a version that no server holds
-        any more.
+        With none ready, those of a group are the ones that wait for a version that no server holds any
+        more.
         """
         if change.in_group:
             await self._members.until_present(1, deadline)
@@ -213,10 +212,6 @@ class _Votes:
         self.refusals: dict[Member, ServiceError] = {}
         self._members = members
         self._quorum = quorum
-
-    def has_left(self, member: Member) -> bool:
-        """Return whether it is gone, or shuts down."""
-        return member.is_leaving or isinstance(self.refusals.get(member), Draining)
 
     @property
     def is_lost(self) -> bool:
