@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from typing import TypeVar
 
@@ -60,17 +62,19 @@ class EmbeddedTorchBackend:
         """
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        self.model = EmbeddedModel(
-            model,
-            config.pack_weights,
-            config.max_context,
-            without_weights,
-            device or local_device(config.device),
+        where = device or local_device(config.device)
+        self._runs_apart = where.is_host
+        self.model = self._apart(
+            lambda: EmbeddedModel(
+                model, config.pack_weights, config.max_context, without_weights, where
+            )
         )
         self._config = config
         self._tokenizer = tokenizer
         self._grammars = Grammars(tokenizer, self.model.limits.vocab_size, self.model.eos_ids)
-        self._decode_loop = DecodeLoop(config, self.model, version, without_weights)
+        self._decode_loop = self._apart(
+            lambda: DecodeLoop(config, self.model, version, without_weights)
+        )
         self._seeds = random.Random(config.seed)
         self._replaced = ReplacedWeights()
 
@@ -168,11 +172,12 @@ class EmbeddedTorchBackend:
 
     def stage(self, meta: WeightUpdateMeta, reader: WeightReader) -> StagedVersion:
         self._replaced.wait()  # two copies are held at most
-        return self.model.fit(reader.stage(meta, self.parameters))
+        return self._apart(lambda: self.model.fit(reader.stage(meta, self.parameters)))
 
     async def swap(self, staged: StagedVersion, policy: UpdatePolicy = "keep") -> int:
         if isinstance(staged, StagedWeights):
-            staged = await asyncio.to_thread(self.model.fit, staged)
+            weights = staged
+            staged = await asyncio.to_thread(self._apart, lambda: self.model.fit(weights))
         if not isinstance(staged, PreparedVersion):
             raise SyncError(f"{type(staged).__name__} was not staged by this backend")
         swap = Swap(staged, policy)
@@ -218,3 +223,14 @@ class EmbeddedTorchBackend:
 
     async def _call(self, work: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._decode_loop.call(work))
+
+    def _apart(self, work: Callable[[], T]) -> T:
+        """Run `work` on a thread that ends with it, and so do the helpers that OpenMP gave it.
+
+        Helpers that stay count: with more of them than cores, those of the decode loop go to sleep after
+        every product instead of waiting for the next one. On a GPU it runs here.
+        """
+        if not self._runs_apart:
+            return work()
+        with ThreadPoolExecutor(1, "prepare") as passing:
+            return passing.submit(copy_context().run, work).result()

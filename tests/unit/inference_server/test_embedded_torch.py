@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -27,6 +30,17 @@ from tests.waiting import until
 from weight_sync.channel import StagedWeights
 
 PROMPT = prompt_of(6, 0)
+
+COUNTS_HELPERS = """
+import os, pathlib, sys, torch
+from tests.numeric.backends import make_backend
+
+backend = make_backend(pathlib.Path(sys.argv[1]), num_threads=2)
+before = set(os.listdir("/proc/self/task"))
+torch.zeros(1 << 20).add_(1)
+print(len(set(os.listdir("/proc/self/task")) - before))
+"""
+"""Prints the helpers that OpenMP starts for a sum on the main thread."""
 
 
 @pytest.fixture
@@ -447,3 +461,13 @@ async def test_a_mask_that_becomes_too_large_ends_its_request_alone(backend, mon
     assert "21 tokens were left to draw from over 7 positions" in refused.message
     assert len(other.output_tokens) == 8
     assert backend.load().running == 0
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_loading_leaves_the_main_thread_no_helpers(llama_dir):
+    """With more helpers than cores, OpenMP sends those of the decode loop to sleep after each product."""
+    env = {**os.environ, "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", COUNTS_HELPERS, str(llama_dir)]
+    printed = subprocess.check_output(command, env=env, timeout=DEADLINE_S, text=True)
+    assert printed.strip() == "1", "it has none yet"
