@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -37,6 +38,9 @@ from measure import report
 from headway.contracts.http.paths import SGLANG_GENERATE, SGLANG_READY
 
 READY_S = 120.0
+PAUSE_S = 0.04
+"""Maximum wait of a client between two requests. Without any, requests that once meet stay together, and
+each reading is that of its bursts."""
 PROMPT = list(range(3, 11)) * 24
 
 
@@ -141,12 +145,13 @@ async def measure(
     session: aiohttp.ClientSession, url: str, content: bytes, count: int, in_flight: int
 ) -> tuple[float, float, float]:
     """Requests per second, and the median and 99th percentile of their seconds."""
-    left, seconds = iter(range(count)), []
+    left, seconds, pauses = iter(range(count)), [], random.Random(0)
     headers = {"content-type": "application/json"}
 
     async def worker(number: int) -> None:
         await asyncio.sleep(0.32 * number / in_flight)  # not all in the same moment
         for _ in left:
+            await asyncio.sleep(pauses.uniform(0.0, PAUSE_S))
             start = time.perf_counter()
             async with session.post(url + SGLANG_GENERATE, data=content, headers=headers) as answer:
                 await answer.read()

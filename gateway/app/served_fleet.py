@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -41,8 +41,8 @@ class ServedFleet:
         self.model_name = config.served_model_name or Path(config.tokenizer).absolute().name
         self.model_paths: tuple[str, ...] = (config.tokenizer,)
         self._fleet = fleet
-        self._aborts: dict[str, asyncio.Event] = {}
-        """By id: set once the client wants no more of a request."""
+        self._aborts: dict[str, _Abort] = {}
+        """By id of the requests that run."""
 
     @property
     def adapter_versions(self) -> Mapping[str, PolicyVersion]:
@@ -82,13 +82,14 @@ class ServedFleet:
     async def agenerate(self, req: LLMRequest, on_delta: OnDelta | None = None) -> LLMResponse:
         if req.rid in self._aborts:
             raise InvalidField(f"request id {req.rid!r} is in use; send another one", "rid")
-        aborted = self._aborts[req.rid] = asyncio.Event()
+        abort = self._aborts[req.rid] = _Abort(partial(self._fleet.abort, req.rid))
         try:
-            ask = partial(self._generate, aborted, on_delta)
-            is_over = partial(self._is_over, req, aborted)
+            ask = partial(self._generate, abort, on_delta)
+            is_over = partial(self._is_over, req, abort)
             return await generate_whole(ask, self.tokenizer.decode, req, is_over)
         finally:
             del self._aborts[req.rid]
+            await cancel_and_wait([abort.task])
 
     async def abort(self, rid: str | None) -> None:
         if not self.end(rid):
@@ -99,7 +100,7 @@ class ServedFleet:
         ended = list(self._aborts) if rid is None else [rid]
         for each in ended:
             if each in self._aborts:
-                self._aborts[each].set()
+                self._aborts[each].begin()
         return rid in self._aborts
 
     async def pause(self, mode: PauseMode) -> None:
@@ -119,13 +120,13 @@ class ServedFleet:
         answers = await asyncio.gather(*orders)
         return all(FlushResponse.model_validate_json(answer).flushed for answer in answers)
 
-    def _is_over(self, req: LLMRequest, aborted: asyncio.Event) -> bool:
+    def _is_over(self, req: LLMRequest, abort: _Abort) -> bool:
         """True if an interruption is the end: its client's, or that of its adapter."""
         is_gone = req.adapter is not None and req.adapter not in self.adapter_versions
-        return aborted.is_set() or is_gone
+        return abort.task is not None or is_gone
 
     async def _generate(
-        self, aborted: asyncio.Event, on_delta: OnDelta | None, req: LLMRequest
+        self, abort: _Abort, on_delta: OnDelta | None, req: LLMRequest
     ) -> LLMResponse:
         """Generate until it ends or is aborted."""
         shown: list[LLMDelta] = []
@@ -135,16 +136,15 @@ class ServedFleet:
             if on_delta is not None:
                 on_delta(delta)
 
-        work = asyncio.create_task(self._fleet.agenerate(req, on_delta and show))
-        wait = asyncio.create_task(aborted.wait())
+        limit = abort.limit = asyncio.timeout(None)
         try:
-            await asyncio.wait({work, wait}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and await self._fleet.abort(req.rid):
-                await asyncio.wait({work}, timeout=ABORT_GRACE_S)
-            response = await work if work.done() else interrupted(req.rid, shown)
-        finally:
-            await cancel_and_wait([work, wait])
-        is_cut = response.stop_reason == "interrupt" and not self._is_over(req, aborted)
+            async with limit:
+                response = await self._fleet.agenerate(req, on_delta and show)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            response = interrupted(req.rid, shown)
+        is_cut = response.stop_reason == "interrupt" and not self._is_over(req, abort)
         if on_delta is not None and is_cut and req.gconfig.stop and response.output_tokens:
             raise BackendError(
                 f"the stream of request {req.rid!r} was interrupted after "
@@ -152,3 +152,25 @@ class ServedFleet:
                 "send it again"
             )
         return response
+
+
+class _Abort:
+    """How the client of one request ends it."""
+
+    def __init__(self, at_server: Callable[[], Awaitable[bool]]) -> None:
+        """Args:
+        at_server: ends it where it runs; false if no server has it.
+        """
+        self.limit = asyncio.timeout(None)
+        """Limit of the generation that runs."""
+        self.task: asyncio.Task[None] | None = None
+        """Runs once the client wants no more."""
+        self._at_server = at_server
+
+    def begin(self) -> None:
+        if self.task is None:
+            self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        grace_s = ABORT_GRACE_S if await self._at_server() else 0.0
+        self.limit.reschedule(asyncio.get_running_loop().time() + grace_s)

@@ -124,6 +124,17 @@ def room_after(model: ServedModel, num_tokens: int) -> int:
     return max(0, model.max_context - num_tokens)
 
 
+async def all_of(model: ServedModel, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
+    """The responses of requests that run together; if one fails, the others end too."""
+    if len(requests) == 1:
+        return [await model.agenerate(requests[0])]
+    tasks = [asyncio.create_task(model.agenerate(each)) for each in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel_and_wait(tasks)
+
+
 async def stream_of(model: ServedModel, req: LLMRequest) -> AsyncGenerator[Part]:
     """The deltas of a request as they come, then its response; leaving early cancels it."""
     parts: asyncio.Queue[LLMDelta | None] = asyncio.Queue()

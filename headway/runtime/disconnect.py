@@ -17,18 +17,21 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
     Raises:
         ClientDisconnect: it went away; there is no caller to answer.
     """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
+    limit = asyncio.timeout(None)
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return await task
-    finally:
-        gone.cancel()
-        task.cancel()
+        async with limit:
+            watch = asyncio.create_task(_watch(request, limit))
+            try:
+                return await work
+            finally:
+                watch.cancel()
+    except TimeoutError:
+        if limit.expired():
+            raise ClientDisconnect from None
+        raise
 
 
-async def _disconnected(request: Request) -> None:
+async def _watch(request: Request, limit: asyncio.Timeout) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+    limit.reschedule(asyncio.get_running_loop().time())

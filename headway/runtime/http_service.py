@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
-import uuid
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -25,6 +25,7 @@ from headway.contracts.http.paths import HEALTH, OPEN_PATHS, REQUEST_ID_HEADER, 
 from headway.contracts.http.status import HealthResponse
 from headway.runtime.access import ANYONE, TOKEN, Access, AccessDecision, note_audit
 from headway.runtime.allowed_hosts import AllowedHosts, Refusal, repeated
+from headway.runtime.exact_routes import ExactRoutes
 from headway.runtime.json_route import JsonRoute
 from headway.runtime.logging import note_request, open_request
 from headway.runtime.problems import Place, Problem, by_weight, explain_unknown, explain_values
@@ -62,8 +63,15 @@ def create_service(
         access: who may call what; None asks for no token.
         hosts: what it is called by; None knows the names that every service has.
     """
-    app = FastAPI(title=title, version=__version__, lifespan=lifespan, responses={**FAILURES})
+    app = FastAPI(
+        title=title,
+        version=__version__,
+        lifespan=lifespan,
+        responses={**FAILURES},
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # ours is `/metrics`
+    )
     app.router.route_class = JsonRoute
+    app.router.routes.insert(0, ExactRoutes(app.router.routes))
     app.state.hosts = hosts or AllowedHosts()
     app.add_middleware(
         RequestBoundary,
@@ -192,7 +200,7 @@ class _BodyTooLarge(HTTPException):
 
 def _clean_id(given: bytes | None) -> str:
     text = (given or b"").decode("latin-1")
-    return text if re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", text) else uuid.uuid4().hex
+    return text if re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", text) else os.urandom(16).hex()
 
 
 def _json(body: ErrorBody, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:

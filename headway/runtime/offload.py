@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 SMALL = 4096
 """Characters, tokens or numbers that are worked on where they are: at most a few milliseconds."""
+_VALUES = frozenset((int, float, bool, type(None)))
 _THREADS = ThreadPoolExecutor(2, thread_name_prefix="offload")
 """Threads of their own: a wait for a name or a file holds up no prompt."""
 SWITCH_S = 0.0005
@@ -83,13 +84,18 @@ def size_of(tree: Any, enough: int = SMALL + 1) -> int:
     while left and size < enough:
         node = left.pop()
         size += 1
+        if type(node) in _VALUES:
+            continue
         if isinstance(node, str):
             size += len(node)
         elif isinstance(node, dict):
             left.extend(node)
             left.extend(node.values())
         elif isinstance(node, list | tuple):
-            left.extend(node)
+            if _VALUES.issuperset(map(type, node)):
+                size += len(node)
+            else:
+                left.extend(node)
         elif isinstance(node, BaseModel):
             left.extend(node.__dict__.values())
     return size

@@ -33,7 +33,8 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any] | None]) -> None:
     begun = [task for task in tasks if task is not None]
     for task in begun:
         task.cancel()
-    await asyncio.gather(*begun, return_exceptions=True)
+    if begun:
+        await asyncio.gather(*begun, return_exceptions=True)
 
 
 async def run_to_end(work: Awaitable[T]) -> T:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -11,7 +10,7 @@ from typing import Any
 
 from headway.contracts.types import LLMResponse, PolicyVersion
 from headway.dialects.openai.choice import Choice
-from headway.dialects.served_model import ServedModel, merged
+from headway.dialects.served_model import ServedModel, all_of, merged
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,7 @@ class CompletionJob:
 
     async def answer(self, model: ServedModel) -> dict[str, Any]:
         """The answer in one piece."""
-        tasks = [asyncio.create_task(model.agenerate(c.request)) for c in self.choices]
-        try:
-            responses = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        responses = await all_of(model, [choice.request for choice in self.choices])
         pairs = zip(self.choices, responses, strict=True)
         return {
             **self._envelope(self.kind),

@@ -11,19 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from headway import __version__
-from headway.contracts.types import LLMDelta, LLMResponse, PolicyVersion
+from headway.contracts.types import LLMDelta, PolicyVersion
 from headway.dialects.request_ids import RequestIds
-from headway.dialects.served_model import ServedModel, merged
+from headway.dialects.served_model import ServedModel, all_of, merged
 from headway.dialects.sglang.pulled_checkpoints import PulledCheckpoints
 from headway.dialects.sglang.samples import (
     Renderer,
     SampleOutput,
-    SGLangSamples,
     read_body,
 )
 from headway.dialects.sglang.types import GenerateBody
 from headway.runtime.offload import offload, size_of
-from headway.runtime.tasks import cancel_and_wait
 
 FLUSH_TICK_S = 0.02
 DENSE_TOKENS = 256
@@ -84,7 +82,7 @@ class SGLangDialect:
         asked = await offload(size_of(body), read_body, body, self._model, session)
         write = self._renderer().write
         with self._ids.claim(asked.rids):
-            responses = await _all_of(self._model, asked)
+            responses = await all_of(self._model, [sample.request for sample in asked.samples])
         outputs = [SampleOutput.of(response) for response in responses]
         size = sum(len(output.tokens) for output in outputs)
         answers = await offload(size, lambda: list(map(write, asked.samples, outputs)))
@@ -224,15 +222,6 @@ class SGLangDialect:
     def _renderer(self) -> Renderer:
         model = self._model
         return Renderer(self._label, model.tokenizer, model.version, time.monotonic())
-
-
-async def _all_of(model: ServedModel, asked: SGLangSamples) -> list[LLMResponse]:
-    """The responses of all samples; if one fails, the others end too."""
-    tasks = [asyncio.create_task(model.agenerate(s.request)) for s in asked.samples]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        await cancel_and_wait(tasks)
 
 
 def _architecture(folder: Path) -> ServerInfo:

@@ -134,8 +134,7 @@ def _prompts(
     else:
         given = body.input_ids or ()
         is_batch = bool(given) and isinstance(given[0], tuple)
-        prompts = [ids for ids in given if isinstance(ids, tuple)] if is_batch else []
-        prompts = prompts or [tuple(i for i in given if isinstance(i, int))]
+        prompts = list(given) if is_batch else [given]  # type: ignore[arg-type, list-item]
     if not all(prompts) or not prompts:
         raise InvalidField("a prompt is empty; give at least one token", "input_ids")
     return prompts, is_batch

@@ -6,7 +6,6 @@ SGLang's, and one answer serves both.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager, aclosing
 from typing import Annotated, Any, Literal
@@ -26,11 +25,17 @@ from headway.dialects.openai.completion_plans import adapter_of
 from headway.dialects.openai.errors import openai_error
 from headway.dialects.openai.logprobs import finite
 from headway.dialects.request_ids import request_ids
-from headway.dialects.served_model import Part, ServedModel, merged, routing_key, served_model
+from headway.dialects.served_model import (
+    Part,
+    ServedModel,
+    all_of,
+    merged,
+    routing_key,
+    served_model,
+)
 from headway.dialects.sglang.routes import dialect_of
 from headway.dialects.vllm.types import NO_TRANSFER, AbortRequestsBody, TokensBody
 from headway.runtime.disconnect import unless_disconnected
-from headway.runtime.tasks import cancel_and_wait
 
 ENGINE_ID = "generate-tokens-"
 """What vLLM puts in front of the id of a request."""
@@ -145,11 +150,7 @@ def _requests_of(body: TokensBody, model: ServedModel, session: str | None) -> l
 async def _answer(
     body: TokensBody, asked: Sequence[LLMRequest], model: ServedModel
 ) -> dict[str, Any]:
-    tasks = [asyncio.create_task(model.agenerate(each)) for each in asked]
-    try:
-        responses = await asyncio.gather(*tasks)
-    finally:
-        await cancel_and_wait(tasks)
+    responses = await all_of(model, asked)
     choices = [
         {**_tokens(body, index, response), **_end(response)}
         for index, response in enumerate(responses)

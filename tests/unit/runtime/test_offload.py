@@ -43,6 +43,8 @@ async def test_the_loop_gets_its_turn_early_while_any_thread_computes():
     [
         ("abc", 4),
         ({"ab": [1, "c"]}, 8),
+        ([1, 2.0, None, [True, ["d"]]], 9),
+        ([0] * 100, 101),
         (Message(role="user", content="hello"), 12),
         (None, 1),
     ],
