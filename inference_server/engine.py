@@ -93,6 +93,10 @@ class LocalGenerator:
         return self.gate.version
 
     @property
+    def sampled_version(self) -> PolicyVersion:
+        return self.version
+
+    @property
     def head(self) -> PolicyVersion:
         """The one that serves: a lone server has no other to go back from."""
         return self.version

@@ -119,6 +119,11 @@ class Fleet:
         return self.state.version
 
     @property
+    def sampled_version(self) -> PolicyVersion:
+        """See `Publications`."""
+        return self.weights.sampled_version
+
+    @property
     def head(self) -> PolicyVersion:
         """The newest published version."""
         return self.state.head

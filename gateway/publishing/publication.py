@@ -75,7 +75,8 @@ class Publications:
         self._reservation = Reservation(members, state)
         self._catch_up = CatchUp(members, state, self._orders, self._reservation, self.adapters)
         self._publishing: PolicyVersion | None = None
-        self._is_committing = False
+        self._before: PolicyVersion | None = None
+        """While servers swap, the version that they swap from."""
         self._metrics = PublicationMetrics(metrics, self.status)
 
     async def start(self) -> None:
@@ -105,6 +106,12 @@ class Publications:
     def version(self) -> PolicyVersion:
         """The committed version of the fleet."""
         return self._state.version
+
+    @property
+    def sampled_version(self) -> PolicyVersion:
+        """See `Generator`; another gateway's publication counts from its commit."""
+        version = self._state.version
+        return version if self._before is None else min(version, self._before)
 
     async def update_weights(
         self, meta: WeightUpdateMeta, policy: UpdatePolicy | None = None
@@ -207,7 +214,7 @@ class Publications:
 
     def review(self, member: Member) -> None:
         """It reported; see `CatchUp.review`."""
-        self._catch_up.review(member, self._is_committing or self._lock.is_elsewhere)
+        self._catch_up.review(member, self._before is not None or self._lock.is_elsewhere)
 
     async def follow(self) -> None:
         """Learn what other gateways have published.
@@ -259,7 +266,7 @@ class Publications:
     async def _commit(self, staged: StagedChange) -> None:
         """Run the part behind the commit point: whatever fails now is caught up later."""
         record = staged.change.record
-        self._is_committing = True
+        self._before = self._state.version
         try:
             names = [member.name for member in staged.members]
             await self._state.commit(record, staged.change.pinned, names)
@@ -275,7 +282,8 @@ class Publications:
                 swaps = (self._swap(member, staged) for member in staged.members)
                 running = await asyncio.gather(*swaps)
         finally:
-            self._is_committing = False
+            self._before = None
+            self._state.changed.notify()  # more may start
         self.updates_in_flight += sum(running) > 0
         log.info(
             "version committed",

@@ -343,12 +343,13 @@ class RolloutService:
         if bound is None or name is None:
             return self.executor.free
         counts = await self.ledger.counts(name)
-        return min(self.executor.free, bound.budget(self.version) - _outstanding(counts))
+        budget = bound.budget(self.generator.sampled_version)
+        return min(self.executor.free, budget - _outstanding(counts))
 
     def _admit(self, free: int) -> Capacity:
-        bound = self._consumers.bound
-        budget = None if bound is None else bound.budget(self.version)
-        return Capacity(self.version, free, self._consumers.name, budget)
+        bound, version = self._consumers.bound, self.generator.sampled_version
+        budget = None if bound is None else bound.budget(version)
+        return Capacity(version, free, self._consumers.name, budget)
 
     def _context_of(self, request: RolloutRequest, generate: Generate) -> RolloutContext:
         return RolloutContext(

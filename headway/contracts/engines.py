@@ -163,6 +163,10 @@ class Generator(Protocol):
         """The committed version."""
 
     @property
+    def sampled_version(self) -> PolicyVersion:
+        """The version of a sequence that starts now: the committed one, once servers swapped to it."""
+
+    @property
     def head(self) -> PolicyVersion:
         """The newest published version; after a rollback, `version` is older."""
 

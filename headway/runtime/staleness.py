@@ -1,6 +1,7 @@
 """The one formula that admits, keeps or drops.
 
-With batch size B in trajectories, bound η and committed version v (AReaL, arXiv:2505.24298, eq. 3):
+With batch size B in trajectories, bound η and version v of a sequence that starts now (AReaL,
+arXiv:2505.24298, eq. 3):
 
     capacity = min(max_concurrent - running, (η + v + 1)·B - (accepted + running))
 

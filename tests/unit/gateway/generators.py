@@ -44,6 +44,7 @@ class ScriptedGenerator:
     def __init__(self, answer: Answer = at_once, version: PolicyVersion = 0) -> None:
         self.answer = answer
         self.version = version
+        self.swapping_from: PolicyVersion | None = None
         self.kept: PolicyVersion | None = None
         """Sampled by those who ask for it, whatever serves."""
         self.publishing: asyncio.Event | None = None
@@ -64,6 +65,10 @@ class ScriptedGenerator:
     @property
     def weights(self) -> Self:
         return self
+
+    @property
+    def sampled_version(self) -> PolicyVersion:
+        return self.version if self.swapping_from is None else self.swapping_from
 
     @property
     def head(self) -> PolicyVersion:

@@ -76,6 +76,21 @@ async def test_nothing_is_sent_before_it_is_durable(ledger: SqliteLedger):
     assert seen == [(True, 0), (True, 1)]
 
 
+async def test_sequences_are_of_the_version_before_until_servers_have_swapped():
+    only = WeightServer("s0")
+    async with opened_gateway(only) as gateway:
+        go, told = only.holds_commit(), gateway.fleet.state.changed
+        update = asyncio.create_task(gateway.fleet.weights.update_weights(meta(1)))
+        await until(lambda: only.commits)
+        assert (gateway.fleet.version, gateway.fleet.sampled_version) == (1, 0)
+        swapped = told.event()
+        go.set()
+        async with asyncio.timeout(DEADLINE_S):
+            await swapped.wait()
+        assert gateway.fleet.sampled_version == 1
+        await update
+
+
 async def test_epochs_grow_and_a_new_ledger_s_are_above_an_older_one_s(ledger: SqliteLedger):
     only = WeightServer("s0")
     async with opened_gateway(only, ledger=ledger) as gateway:

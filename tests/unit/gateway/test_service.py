@@ -46,6 +46,22 @@ async def test_staleness_opens_that_many_batches_more(open_service):
     assert (await bench.service.ledger.audit()).max_staleness == 2
 
 
+async def test_nothing_more_starts_before_servers_have_swapped(open_service):
+    bench = await open_service()
+    await bench.attach(batch_size=1, max_staleness=0)
+    for name in "ab":
+        await bench.submit(name)
+    await bench.wait(1, "d1")
+    await bench.service.consumed(("a",), 0, -1)
+    bench.generator.swapping_from = 0
+    await bench.publish(1)
+    assert (await bench.service.status()).capacity == 0
+    assert not bench.generator.attempts["b.0"]
+    bench.generator.swapping_from = None
+    bench.service.changed.notify()
+    assert await bench.wait(1, "d2")
+
+
 async def test_a_due_group_holds_the_batch_back(open_service):
     gate = asyncio.Event()
 
