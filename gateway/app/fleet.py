@@ -120,7 +120,7 @@ class Fleet:
 
     @property
     def sampled_version(self) -> PolicyVersion:
-        """See `Publications`."""
+        """See `Generator`."""
         return self.weights.sampled_version
 
     @property
