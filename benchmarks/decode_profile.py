@@ -148,14 +148,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--in-flight", type=int, default=32)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=20.0)
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # helpers of this thread would put those of the engine's to sleep
     ledger = Ledger()
     with tempfile.TemporaryDirectory(prefix="headway-") as folder:
         make_model(Path(folder))
         backend = EmbeddedTorchBackend(
-            EmbeddedTorchConfig(max_sequences=options.in_flight, num_threads=1),
+            EmbeddedTorchConfig(max_sequences=options.in_flight, num_threads=options.threads),
             ModelConfig(path=folder, dtype=options.dtype),
             0,
         )
@@ -163,6 +164,7 @@ def main() -> None:
     token_bytes = backend.model.kv_shape.token_bytes
     instrument(backend, ledger)
     tokens, held = asyncio.run(decode(backend, options.in_flight, ledger, options.seconds))
+    torch.set_num_threads(options.threads)
     peak_bytes = memory_limit(backend.device)
     total = ledger.seconds.pop("step")
     products = {}

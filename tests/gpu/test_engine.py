@@ -10,7 +10,7 @@ from torch.nn.attention import varlen
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import EmbeddedTorchConfig
-from inference_server.backends.embedded.attention import Span
+from inference_server.backends.embedded.attention import Span, StepTokens
 from inference_server.backends.embedded.backend import EmbeddedTorchBackend
 from inference_server.backends.embedded.device import CudaDevice
 from inference_server.backends.embedded.kv_cache import KVShape
@@ -52,7 +52,7 @@ def attended(device, dtype, window, heads, kv_heads, dim) -> torch.Tensor:
         spans.append(Span(cache.allocate(1000), start, start + count, first))
         first += count
     positions = [p for span in spans for p in range(span.start, span.end)]
-    host = paged_inputs(range(first), positions, range(first), spans, [])
+    host = paged_inputs(StepTokens(range(first), positions, range(first), spans, []))
     inputs = host if device is None else PagedInputs(*device.send(host.tensors))
     step = PagedStep(cache.store, inputs, varlen.varlen_attn, 300, 901)
     q, k, v = (

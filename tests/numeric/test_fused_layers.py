@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3F
 
 from headway.contracts.config.model import ModelConfig
 from headway.contracts.config.server import EmbeddedTorchConfig
-from inference_server.backends.embedded.attention import Span
+from inference_server.backends.embedded.attention import Span, StepTokens
 from inference_server.backends.embedded.fused_forward import can_fuse
 from inference_server.backends.embedded.model import EmbeddedModel
 from inference_server.backends.embedded.slab_decode import decode_order
@@ -59,7 +59,8 @@ def step_logits(folder, pack_weights, dtype, steps=40):
             ids = torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
             rows.append(cache.allocate(128))
             span = Span(rows[-1], 0, length, 0)
-            found.append(runner.run(ids, range(length), [length - 1], [span], [0.5], [])[0].float())
+            tokens = StepTokens(ids, range(length), [length - 1], [span], [0.5])
+            found.append(runner.run(tokens)[0].float())
             rows[-1].length = length
         rows = [rows[2], rows[0], rows[1]]
         for _ in range(steps):
@@ -67,7 +68,8 @@ def step_logits(folder, pack_weights, dtype, steps=40):
             ids = torch.randint(VOCAB_SIZE, (len(rows),), generator=generator).tolist()
             starts = [span.start for span in spans]
             assert decode_order(spans) == [1, 2, 0]
-            found.append(runner.run(ids, starts, range(len(rows)), spans, [0.5] * 3, [])[0].float())
+            tokens = StepTokens(ids, starts, range(len(rows)), spans, [0.5] * 3)
+            found.append(runner.run(tokens)[0].float())
             for row in rows:
                 row.length += 1
     return model, torch.cat(found)

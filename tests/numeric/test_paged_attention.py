@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from inference_server.backends.embedded.attention import Span
+from inference_server.backends.embedded import slab_decode
+from inference_server.backends.embedded.attention import Span, StepTokens
 from inference_server.backends.embedded.device import Device
 from inference_server.backends.embedded.kv_cache import KVCache, KVShape
 from inference_server.backends.embedded.paged_attention import PagedStep, padded, paged_inputs
@@ -34,7 +36,7 @@ def step_of(cache: KVCache, spans: list[Span], size: int | None = None):
     if isinstance(cache, SlabCache):
         return SlabStep(spans, KV_HEADS, Device().where), count
     positions = [p for span in spans for p in range(span.start, span.end)]
-    inputs = paged_inputs(range(count), positions, range(count), spans, [])
+    inputs = paged_inputs(StepTokens(range(count), positions, range(count), spans, []))
     if size is not None:
         inputs = padded(inputs, size)
     max_q, max_k = (max(s.end - s.start for s in spans), max(s.end for s in spans))
@@ -92,6 +94,33 @@ def test_a_step_reads_what_each_query_may_read(kind, lengths, window):
         play(SlabCache(SHAPE, CONTEXT, ROOM), lengths, window)
     else:
         play(PagedCache(SHAPE, CONTEXT, lambda: ROOM), lengths, window)
+
+
+@pytest.mark.parametrize("small", [0, 1 << 30])
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_decoding_in_16_bits_by_either_kernel(dtype, window, small, monkeypatch):
+    monkeypatch.setattr(slab_decode, "SMALL", small)
+    torch.manual_seed(0)
+    cache = SlabCache(replace(SHAPE, num_layers=1, dtype=dtype), CONTEXT, ROOM)
+    lengths = [70, 66, 5, 300]
+    rows = [cache.allocate(length + 1) for length in lengths]
+    for row in rows:
+        row.slab.store.normal_()
+    spans = [Span(row, length, length + 1, 0) for row, length in zip(rows, lengths, strict=True)]
+    order = slab_decode.decode_order(spans)
+    q = torch.randn(len(rows), HEADS, DIM).to(dtype)
+    k, v = torch.randn(2, len(rows), KV_HEADS, DIM).to(dtype)
+    got = slab_decode.SlabDecodeStep([spans[at] for at in order]).attend(0, q, k, v, 0.3, window)
+    for place, at in enumerate(order):
+        row, length = rows[at], lengths[at]
+        keys, values = (
+            held[0, row.index, :, : length + 1].transpose(0, 1).float()
+            for held in (row.slab.keys, row.slab.values)
+        )
+        assert torch.equal(keys[-1], k[place].float())
+        expected = dense(q[place : place + 1].float(), keys, values, length, window)
+        torch.testing.assert_close(got[place : place + 1].double(), expected, atol=0.03, rtol=0.03)
 
 
 def test_rows_that_fill_up_a_batch_change_nothing():

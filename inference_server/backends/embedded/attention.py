@@ -7,6 +7,7 @@ step, which knows where the tokens are in the cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +29,24 @@ class Span:
     start: int
     end: int
     first: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The tokens of a step, as the scheduler lists them."""
+
+    ids: Sequence[int]
+    """[T] tokens."""
+    positions: Sequence[int]
+    """[T] where each stands in its sequence."""
+    wanted: Sequence[int]
+    """[w] places in the step whose logits are wanted."""
+    spans: Sequence[Span]
+    """[n] where the tokens are in the cache, in the order of the step."""
+    uniforms: Sequence[float]
+    """[m] points at which tokens will be drawn."""
+    targets: Sequence[int] = ()
+    """[S] tokens that the first logits are to score."""
 
 
 class Step(Protocol):

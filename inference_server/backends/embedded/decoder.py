@@ -18,6 +18,7 @@ from headway.contracts.config.sampling import SamplingConfig
 from headway.contracts.errors import DataError, ServiceError
 from headway.contracts.sampling_mask import MAX_MASK_TOKENS
 from inference_server.backends.base import Limits
+from inference_server.backends.embedded.attention import StepTokens
 from inference_server.backends.embedded.device import Device
 from inference_server.backends.embedded.expert_recorder import ExpertRecorder
 from inference_server.backends.embedded.runner import StepRunner
@@ -99,12 +100,14 @@ class Decoder:
         ]
         sequences = [sequence for sequence, _ in drawn]
         logits, uniforms, targets = self._runner.run(
-            ids,
-            positions,
-            wanted,
-            [work.span for work in scheduled],
-            [sequence.uniform(ahead=place) for sequence, place in drawn],
-            [sequence.tokens[position] for sequence, position in scored],
+            StepTokens(
+                ids,
+                positions,
+                wanted,
+                [work.span for work in scheduled],
+                [sequence.uniform(ahead=place) for sequence, place in drawn],
+                [sequence.tokens[position] for sequence, position in scored],
+            )
         )
         self._extend_rows(scheduled)
         scores = PromptScores(scored, logits[: len(scored)], targets, self._device.is_host)
@@ -128,14 +131,14 @@ class Decoder:
         sequences = [work.sequence for work in scheduled]
         # A new plan would count tokens that are not known yet.
         assert self._plan is not None and self._plan[0] == sequences
-        starts = [work.span.start for work in scheduled]
         logits, uniforms, targets = self._runner.run(
-            [0] * len(scheduled),
-            starts,
-            range(len(scheduled)),
-            [work.span for work in scheduled],
-            [sequence.uniform(ahead=1) for sequence in sequences],
-            [],
+            StepTokens(
+                [0] * len(scheduled),
+                [work.span.start for work in scheduled],
+                range(len(scheduled)),
+                [work.span for work in scheduled],
+                [sequence.uniform(ahead=1) for sequence in sequences],
+            ),
             in_flight.samples.tensors[0],
         )
         for work in scheduled:

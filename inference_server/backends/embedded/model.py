@@ -25,7 +25,7 @@ from inference_server.backends.base import HeldVersion, Limits
 from inference_server.backends.embedded import attention
 from inference_server.backends.embedded.adapted_linear import AdaptedLinears
 from inference_server.backends.embedded.adapter_bank import AdapterBank
-from inference_server.backends.embedded.attention import Span, Step
+from inference_server.backends.embedded.attention import Span, Step, StepTokens
 from inference_server.backends.embedded.device import Device, local_device
 from inference_server.backends.embedded.expert_recorder import ExpertRecorder
 from inference_server.backends.embedded.fused_forward import can_fuse, fuse
@@ -255,7 +255,7 @@ class EmbeddedModel:
             if row is None:
                 raise ConfigError("no room in the KV cache for two tokens")
             try:
-                self.runner.run([0, 0], [0, 1], [1], [Span(row, 0, 2, 0)], [0.5], [])
+                self.runner.run(StepTokens([0, 0], [0, 1], [1], [Span(row, 0, 2, 0)], [0.5]))
             finally:
                 row.length = 2
                 cache.release(row, keep=False)

@@ -3,7 +3,6 @@ chunks of prompts alike, in a shape that does not depend on how long the sequenc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from inference_server.backends.embedded import paged_cache
-from inference_server.backends.embedded.attention import Span
+from inference_server.backends.embedded.attention import StepTokens
 from inference_server.backends.embedded.device import VarlenAttention
 from inference_server.backends.embedded.paged_cache import PagedRow, num_blocks
 
@@ -53,20 +52,13 @@ class PagedInputs:
             self.ids[: len(tokens)].copy_(tokens)
 
 
-def paged_inputs(
-    ids: Sequence[int],
-    positions: Sequence[int],
-    wanted: Sequence[int],
-    spans: Sequence[Span],
-    uniforms: Sequence[float],
-    targets: Sequence[int] = (),
-    width: int | None = None,
-) -> PagedInputs:
+def paged_inputs(tokens: StepTokens, width: int | None = None) -> PagedInputs:
     """Describe a step on the host.
 
     Args:
         width: columns of the block table; None takes as many as are needed.
     """
+    spans = tokens.spans
     starts = np.array([span.start for span in spans], np.int64)
     ends = np.array([span.end for span in spans], np.int64)
     if width is None:
@@ -75,21 +67,21 @@ def paged_inputs(
     for row, span in enumerate(spans):
         blocks = cast(PagedRow, span.row).blocks[: num_blocks(span.end)]
         table[row, : len(blocks)] = blocks
-    places = np.array(positions, np.int64)
+    places = np.array(tokens.positions, np.int64)
     rows = np.repeat(np.arange(len(spans)), ends - starts)
     size = paged_cache.BLOCK_SIZE
     slots = table[rows, places // size].astype(np.int64) * size + places % size
     return PagedInputs(
-        ids=torch.tensor(ids),
+        ids=torch.tensor(tokens.ids),
         positions=torch.from_numpy(places),
         slots=torch.from_numpy(slots),
-        wanted=torch.tensor(wanted, dtype=torch.int64),
+        wanted=torch.tensor(tokens.wanted, dtype=torch.int64),
         cu_seq_q=torch.from_numpy(_cumulative(ends - starts)),
         cu_seq_k=torch.from_numpy(_cumulative(ends)),
         seqused_k=torch.from_numpy(ends.astype(np.int32)),
         block_table=torch.from_numpy(table),
-        uniforms=torch.tensor(uniforms, dtype=torch.float32),
-        targets=torch.tensor(targets, dtype=torch.int64),
+        uniforms=torch.tensor(tokens.uniforms, dtype=torch.float32),
+        targets=torch.tensor(tokens.targets, dtype=torch.int64),
     )
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from inference_server.backends.embedded.adapter_bank import AdapterBank
-from inference_server.backends.embedded.attention import Span, Step
+from inference_server.backends.embedded.attention import Step, StepTokens
 from inference_server.backends.embedded.decode_graphs import DecodeGraphs
 from inference_server.backends.embedded.device import Device, VarlenAttention
 from inference_server.backends.embedded.paged_attention import (
@@ -31,27 +32,13 @@ class StepRunner(Protocol):
     places: list[int] | None
     """Where each token of the last step was in its forward; None where they were in their order."""
 
-    def run(
-        self,
-        ids: Sequence[int],
-        positions: Sequence[int],
-        wanted: Sequence[int],
-        spans: Sequence[Span],
-        uniforms: Sequence[float],
-        targets: Sequence[int],
-        tokens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, tokens: StepTokens, drawn: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """One forward.
 
         Args:
-            ids, positions: [T] the tokens of the step, and where each stands in its sequence.
-            wanted: places in the step whose logits are returned.
-            spans: where the tokens are in the cache, in the order of the step.
-            uniforms: [m] points at which tokens will be drawn.
-            targets: [S] tokens that the first logits are to score.
-            tokens: [T] in place of `ids` where only the device knows them yet.
+            drawn: [T] in place of the ids where only the device knows them yet.
         Returns:
-            Logits [len(wanted), V], uniforms and targets, on the device; valid until the next step.
+            Logits [w, V], uniforms and targets, on the device; valid until the next step.
         """
 
     def forget(self) -> None:
@@ -71,41 +58,36 @@ class SlabRunner:
         self._is_host = device.is_host
         self.places: list[int] | None = None
 
-    def run(
-        self,
-        ids: Sequence[int],
-        positions: Sequence[int],
-        wanted: Sequence[int],
-        spans: Sequence[Span],
-        uniforms: Sequence[float],
-        targets: Sequence[int],
-        tokens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, tokens: StepTokens, drawn: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """As in `StepRunner`."""
         where = self._where
-        order = decode_order(spans) if self._is_host and tokens is None else None
+        order = decode_order(tokens.spans) if self._is_host and drawn is None else None
         step: Step
         if order is None:
             self.places = None
-            self._adapters.begin(spans)
-            step = SlabStep(spans, self._num_kv_heads, where)
+            self._adapters.begin(tokens.spans)
+            step = SlabStep(tokens.spans, self._num_kv_heads, where)
         else:
-            self._adapters.begin([spans[at] for at in order])
-            step = SlabDecodeStep([spans[at] for at in order])
-            ids, positions = [ids[at] for at in order], [positions[at] for at in order]
-            places = sorted(range(len(order)), key=order.__getitem__)
-            wanted = [places[at] for at in wanted]
-            self.places = places
+            self.places = places = sorted(range(len(order)), key=order.__getitem__)
+            tokens = replace(
+                tokens,
+                ids=[tokens.ids[at] for at in order],
+                positions=[tokens.positions[at] for at in order],
+                wanted=[places[at] for at in tokens.wanted],
+                spans=[tokens.spans[at] for at in order],
+            )
+            self._adapters.begin(tokens.spans)
+            step = SlabDecodeStep(tokens.spans)
         logits = self._forward(
-            torch.tensor(ids, device=where) if tokens is None else tokens,
-            torch.tensor(positions, device=where),
-            torch.tensor(wanted, dtype=torch.long, device=where),
+            torch.tensor(tokens.ids, device=where) if drawn is None else drawn,
+            torch.tensor(tokens.positions, device=where),
+            torch.tensor(tokens.wanted, dtype=torch.long, device=where),
             step,
         )
         return (
             logits,
-            torch.tensor(uniforms, dtype=torch.float32, device=where),
-            torch.tensor(targets, dtype=torch.long, device=where),
+            torch.tensor(tokens.uniforms, dtype=torch.float32, device=where),
+            torch.tensor(tokens.targets, dtype=torch.long, device=where),
         )
 
     def forget(self) -> None:
@@ -132,29 +114,21 @@ class PagedRunner:
         self._graphs = DecodeGraphs(device, self._decode) if has_graphs else None
         self.places: list[int] | None = None
 
-    def run(
-        self,
-        ids: Sequence[int],
-        positions: Sequence[int],
-        wanted: Sequence[int],
-        spans: Sequence[Span],
-        uniforms: Sequence[float],
-        targets: Sequence[int],
-        tokens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, tokens: StepTokens, drawn: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """See `StepRunner`."""
+        spans = tokens.spans
         self._adapters.begin(spans)
-        is_decode = len(ids) == len(spans) == len(wanted) == len(uniforms) and not targets
-        if is_decode and self._graphs is not None and not self._adapters.is_active:
-            width = self._cache.max_blocks
-            host = paged_inputs(ids, positions, wanted, spans, uniforms, targets, width)
-            done = self._graphs.run(host, tokens)
+        rows = len(tokens.ids)
+        is_decode = rows == len(spans) == len(tokens.wanted) == len(tokens.uniforms)
+        is_decode = is_decode and not tokens.targets and not self._adapters.is_active
+        if is_decode and self._graphs is not None:
+            host = paged_inputs(tokens, width=self._cache.max_blocks)
+            done = self._graphs.run(host, drawn)
             if done is not None:
                 logits, inputs = done
-                return logits, inputs.uniforms[: len(ids)], inputs.targets
-        host = paged_inputs(ids, positions, wanted, spans, uniforms, targets)
-        inputs = PagedInputs(*self._device.send(host.tensors))
-        inputs.take(tokens)
+                return logits, inputs.uniforms[:rows], inputs.targets
+        inputs = PagedInputs(*self._device.send(paged_inputs(tokens).tensors))
+        inputs.take(drawn)
         max_q = max(span.end - span.start for span in spans)
         max_k = max(span.end for span in spans)
         return self._logits(inputs, max_q, max_k), inputs.uniforms, inputs.targets
