@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from typing import Literal
 
 from headway.contracts.config.hybrid import HybridConfig
-from headway.contracts.config.trainer import TokenNormalizeScope
 from headway.contracts.errors import PartialWeightTransfer, StaleVersion, VersionMoved, WrongMode
 from headway.contracts.types import (
     FinetuneSpec,
@@ -28,14 +27,6 @@ from headway.contracts.types import (
     PolicyVersion,
 )
 from headway.runtime.tasks import all_or_none
-from trainer.api import (
-    LossFn,
-    LossWeightFn,
-    MicroBatchSpec,
-    SaveLoadMeta,
-    TrainEngine,
-)
-from trainer.batching.sequences import SequenceBatch
 from trainer.hybrid.backend import RolloutBackend
 from trainer.hybrid.parameter_source import ParameterSource, share_parameters
 from trainer.hybrid.random_state import RandomState
@@ -191,30 +182,12 @@ class HybridEngine(EngineWrapper[ParameterSource]):
         Raises:
             WrongMode: it is not in trainer mode.
         """
-        if call != "get_scheduling_config":  # the same in every mode
-            self._require("training", call)
-
-    def train_batch(
-        self,
-        input_: SequenceBatch,
-        mb_spec: MicroBatchSpec,
-        loss_fn: LossFn,
-        loss_weight_fn: LossWeightFn,
-        token_normalize_scope: TokenNormalizeScope = "global",
-    ) -> dict[str, float]:
-        self._require("training", "train_batch")
-        self._has_changed = True
-        return super().train_batch(input_, mb_spec, loss_fn, loss_weight_fn, token_normalize_scope)
-
-    def move_towards(self, source: TrainEngine, eta: float) -> None:
-        self._require("training", "move_towards")
-        self._forget_frozen()
-        super().move_towards(source, eta)
-
-    def load(self, meta: SaveLoadMeta) -> None:
-        self._require("training", "load")
-        self._forget_frozen()
-        super().load(meta)
+        if call == "get_scheduling_config":  # the same in every mode
+            return
+        self._require("training", call)
+        self._has_changed |= call == "train_batch"
+        if call in ("load", "move_towards"):
+            self._forget_frozen()
 
     def destroy(self) -> None:
         self.stop()
